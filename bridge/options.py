@@ -1,0 +1,120 @@
+"""What the model's builder reads: one field is one flag. No torch here: the command line imports this file."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+
+@dataclass
+class ModelOptions:
+    """Model"""
+
+    model: Annotated[str, "A Hugging Face checkpoint: a folder, or a hub id."] = ""
+    use_hf: Annotated[bool, "Take hub ids from Hugging Face (else from ModelScope, where it is installed)."] = False
+    hub_token: Annotated[str | None, "Token for gated models and datasets."] = None
+    model_revision: Annotated[str | None, "Branch, tag or commit of the hub's model."] = None
+    torch_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        "Type of the weights and of the arithmetic; left out: the checkpoint's own.",
+    ] = None
+
+
+@dataclass
+class KernelOptions:
+    """Kernels and numerics (preferences: the nearest that this machine has runs, and the log names it)"""
+
+    transformer_impl: Annotated[
+        Literal["auto", "transformer_engine", "local"], "Layers: Transformer Engine's, or ours in plain PyTorch."
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "local"], "Attention kernel."
+    ] = "auto"
+    attention_softmax_in_fp32: Annotated[bool, "Compute the softmax of unfused attention in fp32."] = True
+    cross_entropy_loss_fusion: Annotated[bool, "Fuse the vocab-parallel cross entropy."] = True
+    cross_entropy_fusion_impl: Annotated[Literal["native", "te"], "Whose fused cross entropy."] = "native"
+    gradient_accumulation_fusion: Annotated[bool, "Accumulate weight gradients inside the matrix product."] = True
+    masked_softmax_fusion: Annotated[bool, "Fuse scale, mask and softmax of unfused attention."] = True
+    bias_dropout_fusion: Annotated[bool, "Fuse bias, dropout and the residual sum."] = True
+    bias_activation_fusion: Annotated[bool, "Fuse bias and activation (SwiGLU)."] = True
+    apply_rope_fusion: Annotated[bool, "Fuse the rotary embedding."] = True
+    attention_dropout: Annotated[float, "Dropout on attention probabilities."] = 0.0
+    hidden_dropout: Annotated[float, "Dropout on the residual branches."] = 0.0
+    deterministic_mode: Annotated[bool, "Only deterministic kernels: the same run twice gives the same bits."] = False
+
+
+@dataclass
+class ParallelOptions:
+    """Parallelism"""
+
+    tensor_model_parallel_size: Annotated[int, "TP: processes that share each matrix."] = 1
+    sequence_parallel: Annotated[bool, "SP: split what is between the matrices by tokens (needs TP)."] = False
+    pipeline_model_parallel_size: Annotated[int, "PP: processes that share the layers."] = 1
+    decoder_first_pipeline_num_layers: Annotated[int | None, "Layers of the first PP stage, where uneven."] = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, "Layers of the last PP stage, where uneven."] = None
+    virtual_pipeline_model_parallel_size: Annotated[int | None, "VPP: chunks of layers in each PP stage."] = None
+    microbatch_group_size_per_vp_stage: Annotated[
+        int | None, "Micro batches that one VPP chunk takes in a row; left out: PP."
+    ] = None
+    overlap_p2p_comm: Annotated[bool, "Overlap the sends between PP stages with computation (under VPP)."] = True
+    batch_p2p_comm: Annotated[
+        bool | None, "Send to and receive from PP neighbours in one batch; left out: where they are not overlapped."
+    ] = None
+    context_parallel_size: Annotated[int, "CP: processes that share each sequence."] = 1
+    cp_comm_type: Annotated[
+        Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None,
+        "How CP exchanges keys and values; a preference. Left out: p2p with Transformer Engine.",
+    ] = None
+    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts."] = 1
+    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices."] = 1
+    use_distributed_optimizer: Annotated[bool, "ZeRO-1: share the optimizer's state among data-parallel ranks."] = True
+    overlap_grad_reduce: Annotated[bool, "Reduce gradients during the backward pass."] = False
+    overlap_param_gather: Annotated[
+        bool, "Gather parameters during the forward pass (needs --overlap_grad_reduce)."
+    ] = False
+    accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
+    ddp_backend: Annotated[
+        Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
+    ] = None
+    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
+
+
+@dataclass
+class RecomputeOptions:
+    """Recompute (activation checkpointing)"""
+
+    recompute_granularity: Annotated[
+        Literal["full", "selective", "none"], "Recompute whole layers, some modules, or nothing."
+    ] = "selective"
+    recompute_method: Annotated[
+        Literal["uniform", "block"] | None, "full: units of N layers each, or only the first N of a stage."
+    ] = None
+    recompute_num_layers: Annotated[int | None, "full: the N of --recompute_method."] = None
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]],
+        "selective: the modules to recompute.",
+    ] = field(default_factory=lambda: ["core_attn"])
+
+
+@dataclass
+class MoEOptions:
+    """Mixture of experts"""
+
+    moe_grouped_gemm: Annotated[bool, "All local experts in one grouped matrix product."] = True
+    moe_permute_fusion: Annotated[bool, "Fuse the permutation of tokens; a preference."] = True
+    moe_shared_expert_overlap: Annotated[bool, "Overlap the shared expert with the dispatch of tokens."] = False
+    moe_token_dispatcher_type: Annotated[
+        Literal["alltoall", "allgather", "flex"], "How tokens reach their experts; a preference."
+    ] = "alltoall"
+    moe_router_dtype: Annotated[Literal["fp32", "fp64", "none"], "Type of the router's arithmetic."] = "fp32"
+    moe_router_load_balancing_type: Annotated[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None,
+        "How experts are kept evenly loaded; left out: the model's own way.",
+    ] = None
+    moe_aux_loss_coeff: Annotated[float, "Weight of the balancing loss: higher is more even, and worse."] = 0.0
+    moe_z_loss_coeff: Annotated[float | None, "Weight of the router's z-loss."] = None
+    moe_expert_capacity_factor: Annotated[
+        float | None, "Drop an expert's tokens beyond this multiple of its even share."
+    ] = None
+    moe_pad_expert_input_to_capacity: Annotated[bool, "Pad each expert's input to its capacity."] = False
+    moe_token_drop_policy: Annotated[Literal["probs", "position"], "Which tokens are dropped beyond capacity."] = (
+        "probs"
+    )

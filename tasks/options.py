@@ -1,0 +1,151 @@
+"""What the training loop reads, and the whole option set of each command. No torch here: the command line imports this file."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ..bridge.options import KernelOptions, ModelOptions, MoEOptions, ParallelOptions, RecomputeOptions
+from ..templates.options import DataOptions, PackingOptions, TemplateOptions
+
+
+@dataclass
+class BatchOptions:
+    """Batch and length of the run"""
+
+    micro_batch_size: Annotated[int, "Samples (packs, where packed) of one forward pass on one data-parallel rank."] = 1
+    global_batch_size: Annotated[int, "Samples of one optimizer step: micro batch x DP x accumulation."] = 16
+    train_iters: Annotated[int | None, "Optimizer steps; this or --num_train_epochs is needed."] = None
+    num_train_epochs: Annotated[float | None, "Passes over the data; this or --train_iters is needed."] = None
+    eval_steps: Annotated[
+        int | None, "Evaluate every N steps where there is a validation set; left out: save_steps."
+    ] = None
+    eval_iters: Annotated[int, "Global batches of one evaluation; -1: the whole validation set."] = -1
+    seed: Annotated[int, "Seed of everything but the data (see --data_seed)."] = 42
+    manual_gc: Annotated[bool, "Collect Python's garbage at fixed steps, on all ranks at once."] = False
+    manual_gc_steps: Annotated[int, "Steps between two collections; 0: never."] = 0
+    manual_gc_eval: Annotated[bool, "Collect before and after an evaluation too."] = True
+    dry_run: Annotated[bool, "Check and print all that needs no GPU, and train nothing."] = False
+
+
+@dataclass
+class OptimizerOptions:
+    """Optimizer"""
+
+    optimizer: Annotated[Literal["adam", "sgd"], "adam is AdamW."] = "adam"
+    weight_decay: Annotated[float, "Weight decay, not on norms and biases."] = 0.1
+    clip_grad: Annotated[float, "Clip the gradient to this norm; 0: never."] = 1.0
+    adam_beta1: Annotated[float, "Adam's decay of the mean."] = 0.9
+    adam_beta2: Annotated[float, "Adam's decay of the variance."] = 0.95
+    adam_eps: Annotated[float, "Adam's epsilon."] = 1e-8
+    sgd_momentum: Annotated[float, "SGD's momentum."] = 0.9
+    use_precision_aware_optimizer: Annotated[
+        bool, "Keep the optimizer's state in the four types below (Transformer Engine's Adam)."
+    ] = False
+    main_grads_dtype: Annotated[Literal["fp32", "bf16"], "Gradients, under the precision-aware optimizer."] = "fp32"
+    main_params_dtype: Annotated[Literal["fp32", "fp16"], "Master weights, likewise."] = "fp32"
+    exp_avg_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], "Adam's mean, likewise."] = "fp32"
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], "Adam's variance, likewise."] = "fp32"
+
+
+@dataclass
+class ScheduleOptions:
+    """Learning rate"""
+
+    lr: Annotated[float, "Highest learning rate."] = 1e-5
+    min_lr: Annotated[float, "Lowest learning rate, where the decay ends."] = 0.0
+    lr_decay_style: Annotated[Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"], "Decay."] = (
+        "cosine"
+    )
+    lr_decay_iters: Annotated[int | None, "Steps until the decay ends; left out: all."] = None
+    lr_warmup_fraction: Annotated[float | None, "Share of the decay's steps that warm up."] = None
+    lr_warmup_iters: Annotated[int, "Steps that warm up (not with --lr_warmup_fraction)."] = 0
+    lr_warmup_init: Annotated[float, "Learning rate at which the warmup begins."] = 0.0
+    lr_wsd_decay_style: Annotated[
+        Literal["exponential", "linear", "cosine", "minus_sqrt"], "WSD: shape of the last part."
+    ] = "exponential"
+    lr_wsd_decay_iters: Annotated[int | None, "WSD: steps of the last part."] = None
+
+
+@dataclass
+class CheckpointOptions:
+    """Checkpoints"""
+
+    output_dir: Annotated[str | None, "Folder for the run; left out: megatron_output/<name of the model>."] = None
+    add_version: Annotated[bool, "Write to a new v{N}-{time} folder in it."] = True
+    save_strategy: Annotated[Literal["steps", "epoch"], "Save every --save_steps, or after each epoch."] = "steps"
+    save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end)."] = 500
+    save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest; left out: all."] = None
+    max_shard_size: Annotated[str, "Largest safetensors file, as in 5GB or 500MB."] = "5GB"
+
+
+@dataclass
+class LoggingOptions:
+    """Logging"""
+
+    logging_steps: Annotated[int, "Steps between two log lines."] = 5
+    report_to: Annotated[list[Literal["tensorboard", "wandb", "swanlab", "none"]], "Where metrics go as well."] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    tensorboard_dir: Annotated[str | None, "TensorBoard's folder; left out: runs/ in the run's folder."] = None
+    wandb_project: Annotated[str, "wandb: project."] = "megaswift"
+    wandb_exp_name: Annotated[str | None, "wandb: name of the run; left out: the folder's."] = None
+    swanlab_project: Annotated[str, "swanlab: project."] = "megaswift"
+    swanlab_exp_name: Annotated[str | None, "swanlab: name of the run; left out: the folder's."] = None
+
+
+@dataclass
+class GenerationOptions:
+    """Generation"""
+
+    infer_backend: Annotated[Literal["transformers", "vllm"], "Engine."] = "transformers"
+    val_dataset: Annotated[list[str], "Answer these rows and write a file; left out: a chat."] = field(
+        default_factory=list
+    )
+    result_path: Annotated[str | None, "Where the answers go; left out: infer_result/ in the model's folder."] = None
+    system: Annotated[str | None, "System prompt."] = None
+    stream: Annotated[bool, "Print the answer as it comes."] = False
+    temperature: Annotated[float | None, "0: always the likeliest token; left out: the model's generation config."] = (
+        None
+    )
+    top_p: Annotated[float | None, "Keep the likeliest tokens up to this mass; left out: the generation config's."] = (
+        None
+    )
+    top_k: Annotated[int | None, "Keep this many tokens, -1: all; left out: the generation config's."] = None
+    repetition_penalty: Annotated[float | None, "Above 1: repeat less; left out: the generation config's."] = None
+    max_new_tokens: Annotated[int | None, "Longest answer; left out: as long as the model allows."] = None
+    max_batch_size: Annotated[int, "Rows answered at once (transformers)."] = 1
+    seed: Annotated[int, "Seed of the sampling."] = 42
+    vllm_tensor_parallel_size: Annotated[int, "vLLM: GPUs that share the model."] = 1
+    vllm_gpu_memory_utilization: Annotated[float, "vLLM: share of the GPU's memory to take."] = 0.9
+    vllm_max_model_len: Annotated[int | None, "vLLM: longest prompt and answer together; left out: the model's."] = None
+    vllm_enforce_eager: Annotated[bool, "vLLM: no CUDA graphs (starts sooner, runs slower)."] = False
+
+
+@dataclass
+class SftOptions(
+    ModelOptions,
+    DataOptions,
+    TemplateOptions,
+    PackingOptions,
+    BatchOptions,
+    ScheduleOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    RecomputeOptions,
+    MoEOptions,
+    KernelOptions,
+    CheckpointOptions,
+    LoggingOptions,
+):
+    """megatron sft"""
+
+
+@dataclass
+class PtOptions(SftOptions):
+    """megatron pt"""
+
+    loss_scale: Literal["default", "last_round", "all"] = "all"
+
+
+@dataclass
+class InferOptions(ModelOptions, GenerationOptions):
+    """swift infer"""
