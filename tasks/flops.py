@@ -1,0 +1,74 @@
+"""How many floating-point operations training takes, and how many a chip can do: the two halves of MFU.
+
+Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
+token visits, the router, and the output layer), and attention over the causal pairs within each document. Not counted
+are embedding look-ups, norms, activations, and what recomputation repeats. A backward pass takes twice a forward pass.
+(PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# Dense bf16 peaks of the makers' data sheets, FLOP/s; the first pattern that is found in the device's name.
+PEAK_BF16 = [
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH[12]00 NVL\b", 835e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\b(H100|H200|H800|GH200)\b", 989e12),
+    (r"\b(A100|A800)\b", 312e12),
+    (r"\bH20\b", 148e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bRTX 4090\b", 165e12),
+]
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`), None for one that is not listed."""
+    return next((peak for pattern, peak in PEAK_BF16 if re.search(pattern, device_name)), None)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The cost of a model: `flops.training([document lengths])` gives the FLOPs of a forward and backward pass."""
+
+    matrix_parameters: int  # weights that a token is multiplied by, the output layer's among them
+    pair: int  # forward FLOPs of one (query, key) pair, over all layers and heads
+
+    @classmethod
+    def of(cls, sizes: "TransformerConfig", vocab_size: int) -> "Flops":
+        """From the model's sizes; `vocab_size` is its own, without the padding that tensor parallelism adds."""
+        hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+        head_dim = sizes.kv_channels or hidden // heads
+        groups = sizes.num_query_groups or heads
+        attention = hidden * (heads + 2 * groups) * head_dim + heads * head_dim * hidden
+        matrices = 3 if sizes.gated_linear_unit else 2
+        dense_ffn = sizes.ffn_hidden_size or 4 * hidden
+        dense = matrices * hidden * dense_ffn
+        moe_layers, sparse = 0, 0
+        if sizes.num_moe_experts:
+            frequency = sizes.moe_layer_freq
+            pattern = (
+                frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(sizes.num_layers)]
+            )
+            moe_layers = sum(map(bool, pattern))
+            visited = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
+            visited += sizes.moe_shared_expert_intermediate_size or 0
+            sparse = hidden * sizes.num_moe_experts + matrices * hidden * visited
+        parameters = sizes.num_layers * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
+        return cls(parameters + hidden * vocab_size, 4 * heads * head_dim * sizes.num_layers)
+
+    def training(self, lengths: Iterable[int]) -> int:
+        """FLOPs of training on documents of these lengths (tokens), each attending causally to itself."""
+        lengths = list(lengths)
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return 3 * (2 * self.matrix_parameters * sum(lengths) + self.pair * pairs)
+
+    def six_n_d(self, tokens: float) -> float:
+        """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""
+        return 6 * self.matrix_parameters * tokens

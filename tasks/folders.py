@@ -1,0 +1,205 @@
+"""Folders that a run writes: `<output_dir>/v0-20260131-235959/checkpoint-500/`, each checkpoint whole or absent.
+
+A checkpoint is written into a hidden folder beside its place (`begin`), then hashed, synced and renamed (`commit`): so
+whoever finds a folder named checkpoint-N, after a crash too, finds all of it.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<host>.+)-(?P<pid>\d+)")
+
+
+def default_output_dir(model: str) -> Path:
+    """Where a run goes when `--output_dir` is not given: `megatron_output/<the model's own name>`."""
+    return Path("megatron_output") / (Path(model).resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1])
+
+
+def new_run_folder(output_dir: str | Path, *, add_version: bool = True) -> Path:
+    """Make `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false, and return it.
+
+    To be called by one process of a run. Two runs that start in the same second get different folders.
+    Raises OSError, with the cure, where the folder cannot be written.
+    """
+    output_dir = Path(output_dir).expanduser().absolute()
+    with explained(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        folder = _new_version(output_dir) if add_version else output_dir
+        probe = (
+            folder / f".probe-{os.getpid()}"
+        )  # mkdir tells nothing of a folder that was there, or of a mount gone read-only
+        probe.touch()
+        probe.unlink()
+    return folder
+
+
+def _new_version(output_dir: Path) -> Path:
+    taken = [int(match[1]) for entry in output_dir.iterdir() if (match := VERSION.fullmatch(entry.name))]
+    version = max(taken, default=-1) + 1
+    while True:
+        folder = output_dir / f"v{version}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            folder.mkdir()  # is the lock: exactly one of two runs makes it
+            return folder
+        except FileExistsError:
+            version += 1
+
+
+def begin(path: str | Path, *, needed_bytes: int = 0) -> Path:
+    """Make the empty folder in which `path` is to be written, beside it, and return it; `commit` puts it in its place.
+
+    What dead processes left half-written in the same folder is removed. Raises OSError where the folder cannot be
+    written, or where fewer than `needed_bytes` are free.
+    """
+    path = Path(path).absolute()
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        free = shutil.disk_usage(path.parent).free
+        if free < needed_bytes:
+            raise OSError(errno.ENOSPC, f"{_gib(needed_bytes)} are needed and {_gib(free)} are free")
+        temporary = _hidden(path)
+        temporary.mkdir()
+    return temporary
+
+
+def _hidden(path: Path, suffix: str = "") -> Path:
+    """A name beside `path` that says which process is at work there (read back by PARTIAL)."""
+    return path.with_name(f".{path.name}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the half-written folders whose writer is gone. One on another host is judged by its name alone."""
+    for entry in path.parent.iterdir():
+        match = PARTIAL.fullmatch(entry.name)
+        if match is None:
+            continue
+        if match["host"] == socket.gethostname():
+            pid = int(match["pid"])
+            dead = pid == os.getpid() or not _alive(pid)
+        else:
+            dead = match["name"] == path.name
+        if dead:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def commit(temporary: Path, path: str | Path) -> Path:
+    """Put what `begin` made and others filled in its place: manifest, sync, rename. A `path` that exists is replaced.
+
+    The manifest (`manifest.json`) maps each file to its size in bytes and its sha256.
+    """
+    path = Path(path).absolute()
+    with explained(path):
+        files = sorted(file for file in temporary.rglob("*") if file.is_file())
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing and fsync let go of the GIL
+            entries = dict(pool.map(lambda file: (file.relative_to(temporary).as_posix(), _seal(file)), files))
+        (temporary / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
+        _sync(temporary / MANIFEST)
+        for folder in [entry for entry in temporary.rglob("*") if entry.is_dir()] + [temporary]:
+            _sync(folder)
+        replaced = _hidden(path, "-replaced")
+        if path.exists():
+            path.rename(replaced)
+        temporary.rename(path)
+        _sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return path
+
+
+def _seal(file: Path) -> dict[str, int | str]:
+    _sync(file)
+    with file.open("rb") as stream:
+        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(path: str | Path, *, checksums: bool = False) -> list[str]:
+    """What is wrong with a committed folder, a line a file: missing, of another size, or (`checksums`) of other bytes.
+
+    Empty for a folder that is whole, and for one that has no manifest.
+    """
+    path = Path(path)
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return []
+    found = []
+    for name, entry in json.loads(manifest.read_text())["files"].items():
+        file = path / name
+        if not file.is_file():
+            found.append(f"{name} is missing")
+        elif file.stat().st_size != entry["size"]:
+            found.append(f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
+        elif checksums and _seal(file)["sha256"] != entry["sha256"]:
+            found.append(f"{name} has other bytes than were written")
+    return found
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest step first."""
+    entries = [
+        (int(match[1]), entry) for entry in Path(folder).iterdir() if (match := CHECKPOINT.fullmatch(entry.name))
+    ]
+    return [entry for _, entry in sorted(entries)]
+
+
+def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
+    """Delete the checkpoints of the earliest steps beyond `save_total_limit` (None: keep all), and return them.
+
+    The newest is never deleted.
+    """
+    if save_total_limit is None:
+        return []
+    found = checkpoints(folder)
+    doomed = found[: max(0, len(found) - max(1, save_total_limit))]
+    for path in doomed:
+        hidden = _hidden(path)
+        path.rename(hidden)  # absent at once: deleting many gigabytes takes a while
+        shutil.rmtree(hidden, ignore_errors=True)
+    return doomed
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an operating system's error on writing below `path` into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "Free some space there, keep fewer checkpoints (--save_total_limit)," if full else "Make it writable,"
+        problem = "The disk is full" if full else "The folder cannot be written"
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"{problem}: {path}: {reason}. {cure} or give another --output_dir.") from error
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,364 @@
+"""What a run tells its user: a line and a row of numbers every few steps, curves, and a progress bar on a terminal.
+
+`RunLog` writes in the run's folder `logging.jsonl` (one JSON object a line), `runs/` (TensorBoard) and `images/*.png`.
+The keys of logging.jsonl are a promise to its readers:
+
+    step, max_steps   optimizer steps done, and of the whole run
+    loss, grad_norm, learning_rate, and the task's own metrics, as given to `train`
+    tokens            tokens trained on so far, over all ranks (real ones, no padding)
+    tokens_per_second_per_gpu, tflops_per_gpu, mfu, seconds_per_step
+                      rates since the row before (a GPU is a process, on a CPU); mfu is a share of the chip's dense bf16
+                      peak, null where that is not known. FLOPs are counted as in flops.py
+    memory_gib        the most memory that this process has held: of its GPU, or of the host where there is none
+    data_wait         seconds that a step waited for its data, mean since the row before
+    elapsed, remaining   seconds since the start, and an estimate of those to come
+
+A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed. The last row sums it up.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from .options import LoggingOptions
+
+
+class Meter:
+    """Rates of training over a window of steps, and over the whole run, without the first step, which warms up.
+
+    The clock is read where a step is recorded and where rates are taken. On a GPU only the second waits for the device
+    (the caller has fetched the loss), which is why rates are those of a whole window.
+    """
+
+    def __init__(self, world_size: int, chip_peak_flops: float | None):
+        self.world_size = world_size
+        self.chip_peak_flops = chip_peak_flops
+        self.steps = 0
+        self.tokens = 0  # over all ranks, since the start
+        self._excluded = 0.0  # seconds spent on other things than steps
+        self._started = self._now()
+        self._window = self._whole = (self._started, 0, 0, 0.0, 0.0)
+        self._flops = 0.0
+        self._data_wait = 0.0
+
+    def step(self, tokens: int, flops: float, data_wait: float) -> None:
+        """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data."""
+        self.steps += 1
+        self.tokens += tokens
+        self._flops += flops
+        self._data_wait += data_wait
+        if self.steps == 1:
+            self._window = self._whole = self._mark()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time within is not training's: an evaluation, a checkpoint."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._excluded += time.perf_counter() - start
+
+    def window(self) -> dict[str, float | None]:
+        """Rates since the last call (the first step counts only while there is no other)."""
+        rates = self._rates(self._window)
+        self._window = self._mark()
+        return rates
+
+    def whole(self) -> dict[str, float | None]:
+        """Rates since the first step."""
+        return self._rates(self._whole)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._excluded
+
+    def _mark(self) -> tuple[float, int, int, float, float]:
+        return self._now(), self.steps, self.tokens, self._flops, self._data_wait
+
+    def _rates(self, since: tuple[float, int, int, float, float]) -> dict[str, float | None]:
+        if since[1] == self.steps:
+            since = (self._started, 0, 0, 0.0, 0.0)
+        seconds, steps, tokens, flops, data_wait = (now - then for now, then in zip(self._mark(), since, strict=True))
+        seconds = max(seconds, 1e-9)
+        flops_per_second = flops / seconds / self.world_size
+        return {
+            "tokens_per_second_per_gpu": tokens / seconds / self.world_size,
+            "tflops_per_gpu": flops_per_second / 1e12,
+            "mfu": flops_per_second / self.chip_peak_flops if self.chip_peak_flops else None,
+            "data_wait": data_wait / max(steps, 1),
+            "seconds_per_step": seconds / max(steps, 1),
+        }
+
+
+class RunLog:
+    """A run's log. With `folder` None, on every process but the one that writes, each method does nothing.
+
+        log = RunLog(folder, options, max_steps=100, chip_peak_flops=peak_flops(name), world_size=8)
+        log.step(tokens, flops, data_wait)                  # each step
+        if log.due(step): log.train(step, {"loss": ...})    # after fetching the metrics from the device
+        with log.meter.paused(): ...                        # evaluations and checkpoints
+        log.evaluation(step, {"eval_loss": ...})
+        log.close({"last_checkpoint": ...})
+
+    `settings`: what wandb and swanlab show as the run's configuration. `six_n`: FLOPs of a token by the usual estimate,
+    6 x parameters, which is printed beside the count at the end. `out` and `bar` stand for the terminal in tests.
+    Raises ImportError where `--report_to` names a package that is not installed, on every process alike.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        options: LoggingOptions,
+        max_steps: int,
+        chip_peak_flops: float | None,
+        world_size: int,
+        *,
+        start_step: int = 0,
+        six_n: float | None = None,
+        settings: dict[str, Any] | None = None,
+        out: TextIO | None = None,
+        bar: bool | None = None,
+    ):
+        self.folder = folder
+        self.max_steps = max_steps
+        self.logging_steps = options.logging_steps
+        self.meter = Meter(world_size, chip_peak_flops)
+        self._six_n = six_n
+        self._rows: list[dict[str, Any]] = []
+        self._start = time.perf_counter()
+        self._start_step = self._step = start_step
+        self._out = out or sys.stdout
+        require_reporters(options)
+        if folder is None:
+            return
+        self._file = (folder / "logging.jsonl").open("a", buffering=1)  # a line reaches the file as soon as it is whole
+        self._sinks = _sinks(options, folder, settings or {})
+        show = sys.stderr.isatty() if bar is None else bar
+        self._bar = tqdm(total=max_steps, initial=start_step, desc="Train", dynamic_ncols=True, disable=not show)
+
+    def due(self, step: int) -> bool:
+        """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
+        return step in (self._start_step + 1, self.max_steps) or step % self.logging_steps == 0
+
+    def step(self, tokens: int, flops: float, data_wait: float) -> None:
+        """Record a step: its real tokens and FLOPs over all ranks, and the seconds that this rank waited for data."""
+        if self.folder is None:
+            return
+        self.meter.step(tokens, flops, data_wait)
+        self._step += 1
+        self._bar.update()
+
+    def train(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a step's metrics, with the rates since the last time. A metric of the same name as a rate replaces it."""
+        if self.folder is None:
+            return
+        rates = self.meter.window()
+        row = {"step": step, "max_steps": self.max_steps, **metrics, "tokens": self.meter.tokens, **rates}
+        row |= {"memory_gib": memory_gib(), "elapsed": self._elapsed()}
+        row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
+        row |= metrics
+        self._write(row, "train")
+        self.note(train_line(row))
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Log an evaluation's metrics, `eval_loss` among them."""
+        if self.folder is None:
+            return
+        row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self._elapsed()}
+        self._write(row, "eval")
+        numbers = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        self.note(f"step {step}/{self.max_steps}  {numbers}  {duration(row['elapsed'])}")
+
+    def note(self, text: str) -> None:
+        """Print text above the progress bar, or as a plain line."""
+        if self.folder is None:
+            return
+        if self._bar.disable:
+            print(text, file=self._out, flush=True)
+        else:
+            self._bar.write(text, file=self._out)
+
+    def draw(self) -> list[Path]:
+        """Draw the curves so far (at checkpoints; `close` does it too), and return the pictures."""
+        return draw(self._rows, self.folder / "images") if self.folder else []
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write the summary as the last row, draw the curves, and say how fast the run was."""
+        if self.folder is None:
+            return
+        self._bar.close()
+        rates = self.meter.whole()
+        pictures = self.draw()
+        summary = {"step": self._step, "max_steps": self.max_steps, **summary, "tokens": self.meter.tokens, **rates}
+        self._file.write(_json({**summary, "elapsed": self._elapsed()}))
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+        self.note(
+            f"{self.meter.tokens:,} tokens in {duration(self._elapsed())}; after the first step {self._speed(rates)}"
+        )
+        if pictures:
+            self.note(f"curves: {pictures[0].parent}")
+
+    def _speed(self, rates: dict[str, float | None]) -> str:
+        text = _rates_text(rates)
+        if self._six_n:
+            tflops = (rates["tokens_per_second_per_gpu"] or 0.0) * self._six_n / 1e12
+            peak = self.meter.chip_peak_flops
+            text += f" (by 6ND {tflops:.4g} TFLOP/s/GPU" + (f", MFU {tflops * 1e12 / peak:.1%})" if peak else ")")
+        return text
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _write(self, row: dict[str, Any], group: str) -> None:
+        self._rows.append(row)
+        self._file.write(_json(row))
+        scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
+        for sink in self._sinks:
+            sink.write(row["step"], {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()})
+
+
+def train_line(row: dict[str, Any]) -> str:
+    """A row of logging.jsonl as one line for people; metrics that have no words of their own come as `name value`."""
+    fields = [f"step {row['step']}/{row['max_steps']}"]
+    if "loss" in row:
+        fields.append(f"loss {row['loss']:.4f}")
+    if "grad_norm" in row:
+        fields.append(f"grad norm {row['grad_norm']:.3f}")
+    if "learning_rate" in row:
+        fields.append(f"lr {row['learning_rate']:.3e}")
+    known = {"step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "mfu"}
+    known |= {"tflops_per_gpu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining"}
+    fields += [f"{key} {value:.4g}" for key, value in row.items() if key not in known]
+    fields += [_rates_text(row), f"{row['memory_gib']:.2f} GiB", f"data wait {row['data_wait']:.3f} s"]
+    fields.append(f"{duration(row['elapsed'])} (left: {duration(row['remaining'])})")
+    return "  ".join(fields)
+
+
+def _rates_text(rates: dict[str, Any]) -> str:
+    mfu = "" if rates["mfu"] is None else f"  MFU {rates['mfu']:.1%}"
+    return f"{rates['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU  {rates['tflops_per_gpu']:.4g} TFLOP/s/GPU{mfu}"
+
+
+def duration(seconds: float) -> str:
+    """`3725.0` -> `1h 2m 5s`."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}h {minute}m {second}s" if hour else f"{minute}m {second}s" if minute else f"{second}s"
+
+
+def memory_gib() -> float:
+    """The most memory this process has held, GiB: reserved on its GPU, or resident on the host where it has none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """One picture a metric in `folder`, the losses first: loss.png has the training and the evaluation losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    skip = {"step", "max_steps", "elapsed", "remaining", "tokens"}
+    names = dict.fromkeys(key for row in rows for key, value in row.items() if key not in skip and value is not None)
+    folder.mkdir(exist_ok=True)
+    pictures = []
+    for name in ["loss", *(name for name in names if name not in ("loss", "eval_loss"))]:
+        curves = [(name, "-")] if name != "loss" else [("loss", "-"), ("eval_loss", "o-")]
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot(xlabel="step", ylabel=name)
+        for key, style in curves:
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=key)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = folder / f"{name.replace('/', '_')}.png"
+        figure.savefig(path, dpi=110)
+        pictures.append(path)
+    return pictures
+
+
+def require_reporters(options: LoggingOptions) -> None:
+    """Raise ImportError, with the cure, where `--report_to` names a package that is not installed."""
+    for name in ("wandb", "swanlab"):
+        if name in options.report_to and importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or leave "
+                "the flag out: logging.jsonl and TensorBoard's files are written without it."
+            )
+
+
+def _json(row: dict[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, default=str) + "\n"
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        name = options.wandb_exp_name or folder.name
+        self._run = wandb.init(project=options.wandb_project, name=name, dir=str(folder), config=settings)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Swanlab:
+    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        self._swanlab = swanlab
+        name = options.swanlab_exp_name or folder.name
+        swanlab.init(
+            project=options.swanlab_project, experiment_name=name, logdir=str(folder / "swanlab"), config=settings
+        )
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._swanlab.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+def _sinks(options: LoggingOptions, folder: Path, settings: dict[str, Any]) -> list[_TensorBoard | _Wandb | _Swanlab]:
+    sinks: list[_TensorBoard | _Wandb | _Swanlab] = []
+    if "none" not in options.report_to:
+        sinks.append(_TensorBoard(Path(options.tensorboard_dir) if options.tensorboard_dir else folder / "runs"))
+    if "wandb" in options.report_to:
+        sinks.append(_Wandb(options, folder, settings))
+    if "swanlab" in options.report_to:
+        sinks.append(_Swanlab(options, folder, settings))
+    return sinks
