@@ -10,7 +10,7 @@ class DataOptions:
 
     dataset: Annotated[
         list[str],
-        "Training data: .jsonl .json .csv .parquet .txt files, folders or hub ids; `path#500` takes 500 rows.",
+        "Training data: files (.jsonl .json .csv .parquet .txt), folders, hub ids; `path#500` takes 500 rows.",
     ] = field(default_factory=list)
     val_dataset: Annotated[list[str], "Evaluation data, named as in --dataset."] = field(default_factory=list)
     split_dataset_ratio: Annotated[float, "Share of the rows of --dataset set aside for evaluation."] = 0.0
@@ -19,11 +19,11 @@ class DataOptions:
     train_dataloader_shuffle: Annotated[bool, "Shuffle the training samples anew in every epoch."] = True
     data_seed: Annotated[int, "Seed of every shuffle and of the split."] = 42
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
-    strict: Annotated[bool, "Stop at the first row that cannot be used, instead of leaving it out and saying so."] = (
+    strict: Annotated[bool, "Stop at the first row that cannot be used; else it is left out, and the log says so."] = (
         False
     )
     dataset_num_proc: Annotated[int, "Processes that tokenise."] = 1
-    load_from_cache_file: Annotated[bool, "Use the tokens of an earlier run on the same data; false builds anew."] = (
+    load_from_cache_file: Annotated[bool, "Use the tokens of an earlier run on the same data; false: build anew."] = (
         True
     )
     streaming: Annotated[bool, "Tokenise while training, for data that fits nowhere; needs --train_iters."] = False
@@ -43,9 +43,9 @@ class TemplateOptions:
     system: Annotated[str | None, "System prompt (or a .txt file of it) for the rows that have none."] = None
     enable_thinking: Annotated[bool | None, "Given to the chat template; none: the template's own default."] = None
     loss_scale: Annotated[
-        Literal["default", "last_round", "all"] | None,
-        "Train on all that the assistant says, on its last round only, or on every token; none: default, in pt all.",
-    ] = None
+        Literal["default", "last_round", "all"],
+        "Train on all that the assistant says, on its answers to the last user message, or on every token.",
+    ] = "default"
 
 
 @dataclass
