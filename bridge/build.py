@@ -1,0 +1,265 @@
+"""The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
+
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from . import runtime
+from .families import Architecture, family_of
+from .layers.attention import Documents, describe_documents
+from .layers.logprobs import label_log_probs
+from .layers.rope import inverse_frequencies
+from .layers.spec import block_spec
+from .options import KernelOptions, MoEOptions, ParallelOptions, RecomputeOptions
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions, Protocol):  # type: ignore[misc]
+    """The options that decide what is built."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs here, of what the options prefer."""
+
+    transformer_engine: bool
+    attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
+
+    def __str__(self) -> str:
+        layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
+        names = {
+            "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
+            "varlen": "torch's variable-length flash attention",
+            "sdpa": "torch's scaled_dot_product_attention, document by document",
+        }
+        return f"layers: {layers}; attention: {names[self.attention]}"
+
+
+def choose_kernels(options: KernelOptions) -> Kernels:
+    """The nearest to the options that this machine has. Raises ValueError where Transformer Engine is asked for by name
+    and cannot be used."""
+    on_gpu = torch.cuda.is_available()
+    installed = importlib.util.find_spec("transformer_engine_torch") is not None
+    if options.transformer_impl == "transformer_engine" and not (on_gpu and installed):
+        missing = "no GPU is visible" if not on_gpu else "it is not installed: pip install 'megaswift[gpu]'"
+        raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
+    engine = options.transformer_impl != "local" and on_gpu and installed
+    if engine and options.attention_backend != "local":
+        attention = "transformer_engine"
+    else:
+        attention = "varlen" if on_gpu and options.attention_backend != "unfused" else "sdpa"
+    return Kernels(engine, attention)
+
+
+@dataclass
+class Model:
+    """This rank's part of the model."""
+
+    chunks: list[GPTModel]  # one per virtual pipeline stage
+    config: TransformerConfig
+    architecture: Architecture
+    kernels: Kernels
+    frequencies: Tensor  # [rotary dim / 2] fp32
+
+    def log_probs(
+        self,
+        chunk: torch.nn.Module,
+        *,
+        tokens: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+    ) -> Tensor:
+        """One micro batch through one chunk (bare, or wrapped for data parallelism).
+
+        tokens, labels, position_ids [rows, local length] on the device; cu_seqlens [documents + 1] int32 on the CPU.
+        Returns log p(label) fp32 [rows, local length] on the last pipeline stage, else hidden states for the next.
+        """
+        return chunk(
+            tokens,
+            position_ids,
+            None,
+            labels=labels,
+            packed_seq_params=self.documents(position_ids, cu_seqlens, max_seqlen),
+            output_processor=self._label_log_probs,
+        )
+
+    def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
+        return describe_documents(
+            position_ids,
+            cu_seqlens,
+            max_seqlen,
+            frequencies=self.frequencies,
+            dtype=self.config.params_dtype,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+        )
+
+    def _label_log_probs(
+        self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, labels: Tensor, **_
+    ) -> Tensor:
+        weight = output_layer.weight if output_weight is None else output_weight
+        assert isinstance(weight, Tensor)
+        return label_log_probs(
+            hidden_states,
+            weight,
+            labels,
+            vocab_size=self.architecture.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            sequence_parallel=self.config.sequence_parallel,
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: --model takes the folder of a Hugging Face checkpoint")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from error
+
+
+def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype) -> Model:
+    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there (see parallel.py)."""
+    runtime.enable()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
+    architecture = family_of(hf_config).describe(hf_config)
+    kernels = choose_kernels(options)
+    config = transformer_config(architecture, options, kernels, dtype)
+    stages = options.virtual_pipeline_model_parallel_size
+    chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
+    rotary_dim = config.kv_channels or config.hidden_size // config.num_attention_heads
+    frequencies = inverse_frequencies(rotary_dim, architecture.rope_base, architecture.rope_scaling)
+    return Model(chunks, config, architecture, kernels, frequencies.to(runtime.device()))
+
+
+def transformer_config(
+    architecture: Architecture, options: BuildOptions, kernels: Kernels, dtype: torch.dtype
+) -> TransformerConfig:
+    """Architecture, layout and numerics in megatron-core's one configuration object."""
+    on_gpu = torch.cuda.is_available()
+    pipeline = options.pipeline_model_parallel_size > 1
+    interleaved = bool(options.virtual_pipeline_model_parallel_size)
+    overlap_p2p = options.overlap_p2p_comm and interleaved
+    settings: dict[str, Any] = {
+        **architecture.transformer,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,  # every weight comes from the checkpoint
+        "tensor_model_parallel_size": options.tensor_model_parallel_size,
+        "sequence_parallel": options.sequence_parallel,
+        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": options.virtual_pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": options.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": options.decoder_last_pipeline_num_layers,
+        "microbatch_group_size_per_vp_stage": options.microbatch_group_size_per_vp_stage,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,
+        "deallocate_pipeline_outputs": pipeline,
+        "context_parallel_size": options.context_parallel_size,
+        "cp_comm_type": options.cp_comm_type or "p2p",
+        "attention_dropout": options.attention_dropout,
+        "hidden_dropout": options.hidden_dropout,
+        "masked_softmax_fusion": options.masked_softmax_fusion and on_gpu,
+        "attention_softmax_in_fp32": options.attention_softmax_in_fp32,
+        "bias_dropout_fusion": options.bias_dropout_fusion and on_gpu,
+        "bias_activation_fusion": options.bias_activation_fusion and on_gpu,
+        "apply_rope_fusion": options.apply_rope_fusion and kernels.transformer_engine,
+        "gradient_accumulation_fusion": False,  # see layers/spec.py
+        "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
+        "deterministic_mode": options.deterministic_mode,
+        **_recompute(options, kernels),
+    }
+    if "num_moe_experts" in settings:
+        settings |= _experts(options, settings)
+    if kernels.attention == "transformer_engine":
+        settings["attention_backend"] = _attention_backend(options.attention_backend)
+    if options.context_parallel_size > 1 and kernels.attention != "transformer_engine":
+        settings["cp_comm_type"] = "all_gather"
+    config = TransformerConfig(**settings)
+    # Ours, beside megatron-core's: read by layers/attention.py and layers/spec.py.
+    config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
+    config.accumulate_in_matmul = options.gradient_accumulation_fusion and kernels.transformer_engine  # type: ignore[attr-defined]
+    return config
+
+
+def _recompute(options: RecomputeOptions, kernels: Kernels) -> dict[str, Any]:
+    if options.recompute_granularity == "none":
+        return {}
+    if options.recompute_granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method,
+            "recompute_num_layers": options.recompute_num_layers,
+        }
+    # Flash kernels recompute the scores themselves: there is nothing more that recomputing attention would save.
+    modules = [module for module in options.recompute_modules if module != "core_attn"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+
+
+def _experts(options: BuildOptions, settings: dict[str, Any]) -> dict[str, Any]:
+    balancing = options.moe_router_load_balancing_type
+    chosen = {
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
+        "moe_grouped_gemm": options.moe_grouped_gemm,
+        "moe_permute_fusion": options.moe_permute_fusion and torch.cuda.is_available(),
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap
+        and settings.get("moe_shared_expert_intermediate_size") is not None,
+        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_router_dtype": None if options.moe_router_dtype == "none" else options.moe_router_dtype,
+        "moe_router_load_balancing_type": balancing or settings.get("moe_router_load_balancing_type", "aux_loss"),
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": options.moe_z_loss_coeff,
+        "moe_expert_capacity_factor": options.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": options.moe_token_drop_policy,
+    }
+    return chosen
+
+
+def _attention_backend(name: str):
+    """Transformer Engine's kernel by name; flash only where the flash-attn package is there, else cuDNN's."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    if name == "unfused":
+        return AttnBackend.unfused
+    if name == "fused":
+        return AttnBackend.fused
+    if name.startswith("flash") and importlib.util.find_spec("flash_attn") is not None:
+        return AttnBackend.flash
+    return AttnBackend.auto
+
+
+def _build_chunk(
+    config: TransformerConfig, architecture: Architecture, kernels: Kernels, vp_stage: int | None
+) -> GPTModel:
+    tp = config.tensor_model_parallel_size
+    return GPTModel(
+        config,
+        block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),
+        vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded up to what TP divides, inside only
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
+        vp_stage=vp_stage,
+    )

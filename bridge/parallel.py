@@ -1,0 +1,49 @@
+"""Process groups: from a layout in the options to megatron-core's parallel state."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from .options import ParallelOptions
+
+
+def initialize(options: ParallelOptions, *, seed: int) -> None:
+    """Join the job that torchrun describes in the environment (or be a job of one), and lay out the process groups.
+
+    Raises ValueError where the number of processes does not fit the layout.
+    """
+    if not dist.is_initialized():
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            os.environ.setdefault(name, value)
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(
+            options.ddp_backend or ("nccl" if on_gpu else "gloo"),
+            timeout=timedelta(seconds=options.ddp_timeout),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        )
+    sizes = {
+        "tensor_model_parallel_size": options.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
+        "context_parallel_size": options.context_parallel_size,
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
+    }
+    tp, pp, cp, ep, etp = sizes.values()
+    world = dist.get_world_size()
+    for product, names in ((tp * pp * cp, "TP x PP x CP"), (ep * etp * pp, "EP x ETP x PP")):
+        if world % product:
+            raise ValueError(f"{world} processes do not divide by {names} = {product}: change NPROC_PER_NODE or a size")
+    parallel_state.initialize_model_parallel(
+        **sizes,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, options.ddp_timeout // 60),
+        create_gloo_process_groups=dist.get_backend() != "gloo",
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

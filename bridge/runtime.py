@@ -1,0 +1,129 @@
+"""megatron-core on a machine without an accelerator. `enable()` does nothing where CUDA is there.
+
+torch itself stays as it is: each module of megatron-core is handed a view of torch in which `torch.cuda` answers for the
+CPU and `device="cuda"` means the CPU. transformers, PEFT and everything else keep the real torch.
+"""
+
+import importlib
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+# Modules that megatron-core imports late: named here, so that they too get the view.
+_LATE_MODULES = (
+    "distributed",
+    "models.gpt",
+    "optimizer",
+    "optimizer_param_scheduler",
+    "pipeline_parallel",
+    "transformer.moe.moe_layer",
+    "transformer.multi_token_prediction",
+)
+
+
+class _View(types.ModuleType):
+    """A module that answers `overrides` itself and passes every other name on."""
+
+    def __init__(self, base: types.ModuleType, **overrides: Any):
+        super().__init__(base.__name__)
+        self.__dict__.update(overrides)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+def _on_cpu(factory):
+    """`torch.empty` and its like, with a CUDA device read as the CPU and no pinned memory."""
+
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any):
+        if device is not None and torch.device(device).type == "cuda":
+            device = "cpu"
+        return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _tensor_type(self: torch.Tensor, dtype: Any = None, **kwargs: Any):
+    """`Tensor.type()` under the names that megatron-core's optimizer compares with: `torch.cuda.FloatTensor`."""
+    result = _REAL_TYPE(self) if dtype is None else _REAL_TYPE(self, dtype, **kwargs)
+    if isinstance(result, str) and result.startswith("torch.") and not result.startswith("torch.cuda."):
+        return "torch.cuda." + result.removeprefix("torch.")
+    return result
+
+
+_REAL_TYPE = torch.Tensor.type
+_enabled = False
+
+
+def device() -> torch.device:
+    """Where this process computes: its CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def enable() -> None:
+    """Make megatron-core run here. Call it before building anything; calling it again is free."""
+    global _enabled
+    if _enabled or torch.cuda.is_available():
+        return
+    _enabled = True
+    # megatron-core marks many small functions for torch.compile; on a CPU compiling costs more than it saves.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+    generator = torch.default_generator
+    rng = {
+        "manual_seed": generator.manual_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+    }
+    cuda = _View(
+        torch.cuda,
+        current_device=torch.cpu.current_device,
+        device_count=torch.cpu.device_count,
+        set_device=lambda *_: None,
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        Stream=_Stream,
+        Event=_Event,
+        stream=torch.cpu.stream,
+        current_stream=torch.cpu.current_stream,
+        random=_View(torch.cuda.random, **rng),
+        **rng,
+    )
+    factories = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros")
+    view = _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in factories})
+
+    for name in _LATE_MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]
+
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = _tensor_type  # type: ignore[method-assign, assignment]
+
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: generator.get_state()
+    parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: generator.set_state(state)
+    # Split sizes become numpy only `if tensor.is_cuda` upstream; the dispatcher needs numpy here too.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
