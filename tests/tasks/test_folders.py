@@ -1,0 +1,125 @@
+"""Run folders and checkpoints: never shared, never half there."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megaswift.tasks import folders
+
+
+def test_two_runs_at_once_get_different_folders(tmp_path):
+    code = "from megaswift.tasks.folders import new_run_folder; import sys; print(new_run_folder(sys.argv[1]))"
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(4)]
+    made = [run.communicate()[0].decode().strip() for run in runs]
+    assert len(set(made)) == 4
+    assert sorted(made) == sorted(str(entry) for entry in tmp_path.iterdir())
+
+
+def test_versions_count_on_from_the_highest(tmp_path):
+    for name in ("v2-20250101-000000", "v10-20250101-000000", "v11-notes", "checkpoint-5"):
+        (tmp_path / name).mkdir()
+    assert folders.new_run_folder(tmp_path).name.startswith("v11-20")
+    assert folders.new_run_folder(tmp_path, add_version=False) == tmp_path
+
+
+def test_default_output_dir(tmp_path):
+    (tmp_path / "Tiny").mkdir()
+    assert folders.default_output_dir("Qwen/Qwen3-8B") == Path("megatron_output/Qwen3-8B")
+    assert folders.default_output_dir(f"{tmp_path}/Tiny/") == Path("megatron_output/Tiny")
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot be written: .*file/out: .*--output_dir"):
+        folders.new_run_folder(tmp_path / "file" / "out")
+    with pytest.raises(OSError, match=r"cannot be written.*--output_dir"):
+        folders.new_run_folder("/proc/runs")
+
+
+def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
+    path = tmp_path / "checkpoint-7"
+    temporary = folders.begin(path)
+    (temporary / "optimizer").mkdir()
+    (temporary / "model.safetensors").write_bytes(b"weights" * 1000)
+    (temporary / "optimizer" / "0.bin").write_bytes(b"state")
+    assert not path.exists()
+    assert folders.checkpoints(tmp_path) == []
+    folders.commit(temporary, path)
+    assert folders.checkpoints(tmp_path) == [path]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-7"]
+    sums = subprocess.run(
+        ["sha256sum", "model.safetensors", "optimizer/0.bin"], cwd=path, capture_output=True, text=True
+    )
+    manifest = json.loads((path / "manifest.json").read_text())["files"]
+    assert [f"{entry['sha256']}  {name}" for name, entry in manifest.items()] == sums.stdout.splitlines()
+    assert manifest["model.safetensors"]["size"] == 7000
+
+
+def test_damage_is_named(tmp_path):
+    path = tmp_path / "checkpoint-7"
+    temporary = folders.begin(path)
+    for name in ("lost", "cut", "changed", "kept"):
+        (temporary / name).write_bytes(b"0123456789")
+    folders.commit(temporary, path)
+    assert folders.damage(path, checksums=True) == []
+    (path / "lost").unlink()
+    os.truncate(path / "cut", 4)
+    (path / "changed").write_bytes(b"012345678X")
+    assert folders.damage(path) == ["cut has 4 bytes instead of 10", "lost is missing"]
+    assert "changed has other bytes than were written" in folders.damage(path, checksums=True)
+
+
+def test_commit_replaces_what_was_there(tmp_path):
+    path = tmp_path / "checkpoint-1"
+    for text in ("old", "new"):
+        temporary = folders.begin(path)
+        (temporary / text).write_text(text)
+        folders.commit(temporary, path)
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "new"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_leftovers_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path):
+    """A writer killed in the middle leaves a folder that the next one removes."""
+    code = "from megaswift.tasks.folders import begin; import os, sys; begin(sys.argv[1]); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-1")], check=False)
+    (dead,) = tmp_path.iterdir()
+    living = dead.with_name(f"{dead.name.rsplit('-', 1)[0]}-{os.getppid()}")
+    living.mkdir()
+    other_host = tmp_path / ".checkpoint-1.partial-another-host-1"
+    other_host.mkdir()
+    temporary = folders.begin(tmp_path / "checkpoint-2")
+    assert sorted(tmp_path.iterdir()) == sorted([living, other_host, temporary])
+
+
+def test_rotation_keeps_the_newest_by_step(tmp_path):
+    for step in (5, 10, 100, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert folders.rotate(tmp_path, None) == []
+    assert [path.name for path in folders.rotate(tmp_path, 2)] == ["checkpoint-5", "checkpoint-10"]
+    folders.rotate(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-100"]
+
+
+def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
+    with pytest.raises(
+        OSError, match=r"disk is full.*1048576\.00 GiB are needed and .* GiB are free.*--save_total_limit"
+    ):
+        folders.begin(tmp_path / "checkpoint-1", needed_bytes=2**50)
+    temporary = folders.begin(tmp_path / "checkpoint-1")
+    (temporary / "weights").write_bytes(b"x")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"disk is full.*checkpoint-1.*Free some space") as caught:
+        folders.commit(temporary, tmp_path / "checkpoint-1")
+    assert caught.value.errno == errno.ENOSPC
+    assert folders.checkpoints(tmp_path) == []
+    shutil.rmtree(temporary)

@@ -1,0 +1,133 @@
+"""The log: promised keys, right rates, and output that a person and a program can read."""
+
+import io
+import json
+import time
+
+import pytest
+from megaswift.tasks import log as run_log
+from megaswift.tasks.log import Meter, RunLog, duration
+from megaswift.tasks.options import LoggingOptions
+
+PROMISED = ["step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu"]
+PROMISED += ["tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "remaining"]
+METRICS = {"loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-4}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when told to."""
+
+    class Clock:
+        now = 1000.0
+
+        def pass_(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
+
+
+def test_rates_are_of_the_window_and_leave_out_the_first_step_and_pauses(clock):
+    meter = Meter(world_size=2, chip_peak_flops=1e12)
+    clock.pass_(60)
+    meter.step(tokens=100, flops=1e12, data_wait=1.0)
+    first = meter.window()
+    assert first["tokens_per_second_per_gpu"] == pytest.approx(100 / 60 / 2)  # there is no other step yet
+    for _ in range(4):
+        clock.pass_(0.5)
+        with meter.paused():
+            clock.pass_(30)
+        meter.step(tokens=100, flops=1e11, data_wait=0.25)
+    assert meter.window() == pytest.approx(
+        {
+            "tokens_per_second_per_gpu": 400 / 2 / 2,
+            "tflops_per_gpu": 4e11 / 2 / 2 / 1e12,
+            "mfu": 0.1,
+            "data_wait": 0.25,
+            "seconds_per_step": 0.5,
+        }
+    )
+    clock.pass_(1)
+    meter.step(tokens=100, flops=1e11, data_wait=0)
+    assert meter.window()["tokens_per_second_per_gpu"] == pytest.approx(50)
+    assert meter.whole()["tokens_per_second_per_gpu"] == pytest.approx(500 / 3 / 2)
+
+
+def test_files_of_a_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = io.StringIO()
+    log = RunLog(tmp_path, LoggingOptions(logging_steps=2), 5, 1e12, 1, six_n=6e6, out=out, bar=False)
+    for step in range(1, 6):
+        log.step(tokens=64, flops=1e9, data_wait=0.0)
+        if log.due(step):
+            log.train(step, METRICS | {"loss": 1.0 / step, "load_balancing_loss": 0.5})
+    log.evaluation(5, {"eval_loss": 0.75})
+    log.close({"last_checkpoint": "checkpoint-5"})
+    written = rows(tmp_path)
+    assert [row["step"] for row in written] == [1, 2, 4, 5, 5, 5]
+    assert all(key in row for row in written[:4] for key in PROMISED)
+    assert written[3]["tokens"] == 5 * 64
+    assert written[3]["remaining"] == 0
+    assert (written[4]["eval_loss"], written[5]["last_checkpoint"]) == (0.75, "checkpoint-5")
+    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1, 1 / 2, 1 / 4, 1 / 5])
+    assert events.Scalars("eval/loss")[0].value == 0.75
+    for name in ("loss", "grad_norm", "load_balancing_loss"):
+        assert (tmp_path / "images" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    lines = out.getvalue().splitlines()
+    assert lines[1].startswith("step 2/5  loss 0.5000  grad norm 0.250  lr 1.000e-04  load_balancing_loss 0.5  ")
+    assert all(word in lines[1] for word in ("tokens/s/GPU", "TFLOP/s/GPU", "MFU", "GiB", "data wait", "left"))
+    assert "by 6ND" in "\n".join(lines)
+
+
+def test_unknown_chip_has_no_mfu_and_no_number_is_not_json(tmp_path):
+    out = io.StringIO()
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1, out=out, bar=False)
+    log.step(1, 1.0, 0.0)
+    log.train(1, METRICS | {"loss": float("nan")})
+    log.close({})
+    assert (rows(tmp_path)[0]["loss"], rows(tmp_path)[0]["mfu"]) == (None, None)
+    assert "TFLOP/s/GPU" in out.getvalue()
+    assert "MFU" not in out.getvalue()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys):
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1, bar=True)
+    for step in (1, 2):
+        log.step(1, 1.0, 0.0)
+        log.train(step, METRICS)
+    log.note("saved checkpoint-2")
+    log.close({})
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[2] == "saved checkpoint-2"
+    assert "2/2" in captured.err
+
+
+def test_other_processes_write_nothing(tmp_path, capsys):
+    log = RunLog(None, LoggingOptions(), 1, None, 2)
+    log.step(1, 1.0, 0.0)
+    log.train(1, METRICS)
+    log.evaluation(1, {"eval_loss": 1.0})
+    log.note("x")
+    log.draw()
+    log.close({})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_reporter_that_is_not_installed(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf"--report_to {name}: .*pip install {name}"):
+        RunLog(None, LoggingOptions(report_to=[name]), 1, None, 1)
+
+
+def test_duration():
+    assert [duration(seconds) for seconds in (4.6, 65, 3725)] == ["5s", "1m 5s", "1h 2m 5s"]
