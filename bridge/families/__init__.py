@@ -1,0 +1,24 @@
+"""The families of models: one file each, and the registry that finds the one of a config.json."""
+
+from typing import Any
+
+from ..rows import Architecture, Family
+from . import llama, qwen2, qwen3, qwen3_moe
+
+__all__ = ["FAMILIES", "Architecture", "Family", "family_of"]
+
+FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY)
+
+
+def family_of(hf_config: dict[str, Any]) -> Family:
+    """The family of a raw config.json, by its `architectures`, or by its `model_type` where it names none.
+
+    Raises ValueError, with the list of what is known, for an architecture that is not.
+    """
+    named = hf_config.get("architectures") or []
+    for family in FAMILIES:
+        if set(named) & set(family.architectures) or (not named and hf_config.get("model_type") == family.name):
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    what = f"architecture {', '.join(named)}" if named else f"model_type {hf_config.get('model_type')!r}"
+    raise ValueError(f"config.json names the {what}, which this version does not know. It knows: {known}")

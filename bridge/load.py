@@ -1,0 +1,80 @@
+"""Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .families import family_of
+from .rows import Architecture, Entry, Key, part_lengths, table, window
+from .safetensors_io import SafetensorsFolder
+from .tensors import expected, held, split_of
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path) -> None:
+    """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
+
+    `hf_config` is the folder's raw config.json. Values are converted to each parameter's dtype and device. Nothing is
+    sent between ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
+    not in the folder, or a shape differs.
+    """
+    family = family_of(hf_config)
+    architecture = family.describe(hf_config)
+    entries = table(family, hf_config, architecture)
+    source = SafetensorsFolder(folder)
+    _check_names(source, entries, architecture, family.name)
+    tensors = held(chunks)
+    _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
+    for key, tensor in tensors.items():
+        entry = entries[key]
+        ranks, rank = split_of(key, entry)
+        dim = entry.kind.dim or 0
+        size = tensor.shape[dim]
+        spans = entry.kind.spans(size * ranks, ranks, architecture)
+        for name, length in zip(entry.hf, part_lengths(spans, len(entry.hf)), strict=True):
+            shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+            if source.tensors[name].shape != shape:
+                raise ValueError(
+                    f"{source.tensors[name].file}: {name} has shape {list(source.tensors[name].shape)}, and by "
+                    f"config.json it has {list(shape)}. Do weights and config.json belong together?"
+                )
+        for at, (part, start, stop) in window(spans, rank * size, (rank + 1) * size):
+            target = tensor.narrow(dim, at, stop - start)
+            if part is None:
+                target.zero_()  # padding of the vocabulary
+            else:
+                target.copy_(source.read(entry.hf[part], dim, start, stop))
+
+
+def _check_names(source: SafetensorsFolder, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:
+    wanted = {name for entry in entries.values() for name in entry.hf}
+    if missing := wanted - source.tensors.keys():
+        raise ValueError(
+            f"{source.folder} lacks {_some(missing)}, which a {family} model of this config.json has. "
+            "Do weights and config.json belong together?"
+        )
+    extra = source.tensors.keys() - wanted
+    if architecture.tied:
+        extra.discard("lm_head.weight")
+    extra = {name for name in extra if not name.endswith(".rotary_emb.inv_freq")}
+    if extra:
+        raise ValueError(
+            f"{source.folder} has {_some(extra)}, which a {family} model of this config.json has no place for. "
+            "Do weights and config.json belong together?"
+        )
+
+
+def _check_model(found: Iterable[Key], wanted: set[Key], family: str) -> None:
+    found = set(found)
+    if extra := found - wanted:
+        raise RuntimeError(f"the {family} rows do not name {_some(map(str, extra))} of the model that was built")
+    if missing := wanted - found:
+        raise RuntimeError(f"the model that was built does not have {_some(map(str, missing))} of the {family} rows")
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
+    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"

@@ -1,0 +1,168 @@
+"""Safetensors folders: read slices of tensors, write shards as a stream, put an index over them.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header of dtype, shape and
+offsets for each tensor, then the bytes. Reading maps only the bytes of the slice that is asked for, so memory stays
+with the tensor at hand; writing takes tensors one after another, so no shard is ever whole in memory.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    offset: int  # bytes from the start of the file
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SafetensorsFolder:
+    """The tensors of a model folder by name: `tensors`, and `read` for slices of them.
+
+    Raises ValueError, naming the file, where the folder has no safetensors, an index names a shard or a tensor that is
+    not there, or a file is cut short or is not safetensors.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.tensors: dict[str, Stored] = {}
+        index = self.folder / INDEX
+        if index.is_file():
+            self._read_index(index)
+        else:
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise ValueError(f"{self.folder} has no weights: no {INDEX} and no file that ends in .safetensors")
+            for file in [self.folder / "model.safetensors"] if self.folder / "model.safetensors" in files else files:
+                self.tensors |= read_header(file)
+
+    def _read_index(self, index: Path) -> None:
+        try:
+            placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
+        headers = {}
+        for shard in sorted(set(placed.values())):
+            if not (self.folder / shard).is_file():
+                raise ValueError(f"{self.folder / shard} is missing: {INDEX} names it. Download the model again")
+            headers[shard] = read_header(self.folder / shard)
+        for name, shard in placed.items():
+            if name not in headers[shard]:
+                raise ValueError(f"{self.folder / shard} has no tensor {name}, which {INDEX} places there")
+            self.tensors[name] = headers[shard][name]
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied from at once."""
+        file, offset, dtype, shape = self.tensors[name]
+        if dim == 0 and shape:  # a run of bytes: map no others
+            row = math.prod(shape[1:]) * dtype.itemsize
+            offset, shape, start, stop = offset + start * row, (stop - start, *shape[1:]), 0, stop - start
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        page = offset - offset % mmap.ALLOCATIONGRANULARITY
+        with file.open("rb") as stream:
+            # A private mapping, for torch wants memory that it may write to; it goes with the last tensor on it.
+            mapped = mmap.mmap(
+                stream.fileno(), offset - page + count * dtype.itemsize, access=mmap.ACCESS_COPY, offset=page
+            )
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset - page).view(shape)
+        return tensor.narrow(dim, start, stop - start) if shape else tensor
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file. Raises ValueError where it is cut short or is not one."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or 8 + length > size:
+            raise ValueError(f"{file} is not a whole safetensors file ({size} bytes). Download it again")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            tensors = {
+                name: Stored(file, 8 + length + about["data_offsets"][0], DTYPES[about["dtype"]], tuple(about["shape"]))
+                for name, about in header.items()
+            }
+            end = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error!r})") from None
+    if end > size:
+        raise ValueError(f"{file} is cut short: {size} bytes, {end} by its header. Download it again")
+    return tensors
+
+
+def write_shard(
+    file: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write one safetensors file: `tensors` gives those of `shapes`, in its order, and each is let go once written.
+
+    The file is on the disk when this returns.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for (name, shape), (given, tensor) in zip(shapes.items(), tensors, strict=True):
+            if name != given or tuple(shape) != tensor.shape:
+                raise RuntimeError(f"{file}: {name} {tuple(shape)} was to come, not {given} {tuple(tensor.shape)}")
+            data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            stream.write(data.flatten().view(torch.uint8).numpy().data)
+        sync(stream)
+
+
+def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Sequence[int]]]], dtype: torch.dtype) -> None:
+    """Give written files their names: model.safetensors, or model-00001-of-0000N.safetensors and an index.
+
+    `shards` are the files' present names, each with the shapes of its tensors, in the order that they are to have.
+    """
+    weights, total = {}, 0
+    for number, (written, shapes) in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (folder / written).rename(folder / name)
+        weights |= dict.fromkeys(shapes, name)
+        total += sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        with (folder / INDEX).open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(index, indent=2) + "\n")
+            sync(stream)
+
+
+def sync(stream) -> None:
+    """Bring an open file to the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
