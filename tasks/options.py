@@ -1,10 +1,10 @@
-"""What the training loop reads, and the whole option set of each command. No torch here: the command line imports this file."""
+"""What the training loop reads, and the option set of each command. No torch here: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ..bridge.options import KernelOptions, ModelOptions, MoEOptions, ParallelOptions, RecomputeOptions
-from ..templates.options import DataOptions, PackingOptions, TemplateOptions
+from ..bridge.options import BuildOptions, ModelOptions
+from ..templates.options import PrepareOptions
 
 
 @dataclass
@@ -123,16 +123,11 @@ class GenerationOptions:
 @dataclass
 class SftOptions(
     ModelOptions,
-    DataOptions,
-    TemplateOptions,
-    PackingOptions,
+    PrepareOptions,
     BatchOptions,
     ScheduleOptions,
     OptimizerOptions,
-    ParallelOptions,
-    RecomputeOptions,
-    MoEOptions,
-    KernelOptions,
+    BuildOptions,
     CheckpointOptions,
     LoggingOptions,
 ):

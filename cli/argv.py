@@ -1,0 +1,156 @@
+"""What the user typed, or wrote into a config file, in one spelling: today's names, each with a list of raw values.
+
+The dialect: lists take spaces (`--dataset a b`), booleans take true, false or nothing, tables take JSON, `--a-b` is
+`--a_b`, a first word that ends in .yaml, .yml or .json is a config file, as is `--config FILE`.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..tasks.args import load_args
+from .flags import Flag, UsageError, convert, flags_of, nearest, show
+from .names import LATER, NEEDLESS, RLHF, SAVED_LATER, today
+
+FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+CONFIG_FILE = (".yaml", ".yml", ".json")
+
+
+@dataclass
+class Given:
+    """Flags given at one place, by today's names: raw values, where they come from, and what to tell the user."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    saves_less: bool = True  # nobody said that optimizer state need not be saved
+
+
+def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[Given, str | None]:
+    """The flags of a command line (without program and command), and the path of its config file.
+
+    `others` names flags of other commands, with the command. Raises UsageError for what no flag takes.
+    """
+    argv, config = list(argv), None
+    if argv and argv[0].endswith(CONFIG_FILE) and not argv[0].startswith("-"):
+        config = argv.pop(0)
+    pairs: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if FLAG.fullmatch(word):
+            name, equals, value = word[2:].partition("=")
+            pairs.append((name.replace("-", "_"), [value] if equals else []))
+        elif pairs:
+            pairs[-1][1].append(word)
+        else:
+            raise UsageError(
+                f"{word}: not a flag. Flags begin with --, a config file ends in {', '.join(CONFIG_FILE)}."
+            )
+    given = Given()
+    for name, values in pairs:
+        if name == "config":
+            if len(values) != 1:
+                raise UsageError("--config takes one file.")
+            config = values[0]
+        else:
+            _take(given, name, values, flags, others, "command line")
+    return given, config
+
+
+def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Given:
+    """The flags of a YAML or JSON file, or of an args.json. Variables of its `ENV:` block that are unset are set."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UsageError(f"--config {path}: no such file.")
+    try:
+        table = _read(file)
+    except ValueError as error:  # json's and yaml's errors say the line
+        raise UsageError(f"--config {path}: cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise UsageError(f"--config {path}: a table of flag: value is needed.")
+    for name, value in (table.pop("ENV", None) or {}).items():
+        os.environ.setdefault(name, show(value))
+    given = Given()
+    saved = isinstance(table.get("options"), dict)
+    entries = load_args(table, path) if saved else {name: (value, path) for name, value in table.items()}
+    for name, (value, source) in entries.items():
+        _take(given, name.replace("-", "_"), value if isinstance(value, list) else [value], flags, others, source)
+    return given
+
+
+def _read(file: Path) -> Any:
+    if file.suffix == ".json":
+        return json.loads(file.read_text())
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _take(
+    given: Given, name: str, values: list[Any], flags: dict[str, Flag], others: dict[str, str], source: str
+) -> None:
+    asked, asked_values = name, values
+    name, values, warning = today(name, values)
+    if warning:
+        given.notes.append(f"{warning}; the older one still works.")
+        if asked_values and not values:
+            return
+    if name in SAVED_LATER:
+        given.saves_less &= not (not values or show(values[0]).lower() == "true")
+        return
+    if name in NEEDLESS and name not in flags:
+        given.notes.append(f"--{asked} is not needed: {NEEDLESS[name]}.")
+        return
+    if name in LATER and name not in flags:
+        later = LATER[name]
+        text = show(values).lower()
+        if text not in later.neutral and not (text == "" and "true" in later.neutral) and values != [None]:
+            where = "" if source == "command line" else f" (from {source})"
+            raise UsageError(
+                f"--{asked} {show(asked_values)}".rstrip()
+                + f"{where}: this version does not have {later.feature}. {later.cure}"
+            )
+        return
+    if name not in flags:
+        raise UsageError(_unknown(name, flags, others) + ("" if source == "command line" else f" (from {source})"))
+    flag = flags[name]
+    if flag.is_list:
+        if not values and source == "command line":
+            raise UsageError(f"--{asked} needs a value: {flag.metavar}.")
+        given.values[name] = [item for item in values if item is not None]
+    else:
+        if not values and flag.is_bool:
+            values = ["true"]
+        if not values:
+            raise UsageError(f"--{asked} needs a value: {flag.metavar}.")
+        if len(values) > 1:
+            raise UsageError(f"--{asked} {show(values)}: takes one value.")
+        given.values[name] = values[0]
+    given.sources[name] = source
+
+
+def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
+    if name in RLHF:
+        return f"--{name} is a flag of `megatron rlhf`, not of this command. Leave it out."
+    if name in others:
+        return f"--{name} is a flag of `{others[name]}`, not of this command. Leave it out."
+    close = nearest(name, [*flags, *LATER])
+    return f"--{name}: no such flag." + (f" The nearest is --{close}." if close else " See --help.")
+
+
+def resolve(options: type, typed: dict[str, Any], filed: Given | None) -> tuple[Any, dict[str, str]]:
+    """An instance of an option class, and where each value came from. The command line wins over the config file."""
+    flags = flags_of(options)
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(flags, "default")
+    for given in ([filed] if filed else []) + [Given(typed, dict.fromkeys(typed, "command line"))]:
+        for name, value in given.values.items():
+            values[name] = convert(flags[name], value, given.sources[name])
+            if given.sources[name] != "default" or values[name] != flags[name].default:
+                sources[name] = given.sources[name]
+    return options(**values), sources

@@ -1,0 +1,323 @@
+"""What options cannot be together, found before anything heavy is imported. Each error names flag, value and cure."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
+from ..tasks.folders import default_output_dir
+from ..tasks.options import CheckpointOptions, InferOptions, ScheduleOptions, SftOptions
+from ..tasks.plan import Layout
+from ..templates.options import PrepareOptions
+from .flags import UsageError
+
+
+def check_training(options: SftOptions, layout: Layout, gpus: int, processes: int) -> list[str]:
+    """Raise UsageError for what cannot run; what can be put right is put right, and told in the notes returned.
+
+    `gpus`: those that this machine shows (0: a CPU); `processes`: those that are to run on this machine.
+    """
+    notes = list(_put_right(options))
+    model = read_model_config(options)
+    _positive(options)
+    _data(options)
+    _batch(options, layout)
+    _schedule(options)
+    _recompute(options)
+    _optimizer(options)
+    _pipeline(options)
+    _processes(options, layout, gpus, processes)
+    if model is not None:
+        _divisible(options, layout, model)
+    _lengths(options)
+    _output(options)
+    return notes
+
+
+def check_infer(options: InferOptions) -> None:
+    read_model_config(options)
+
+
+def _put_right(options: SftOptions) -> Iterator[str]:
+    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
+        options.sequence_parallel = False
+        yield "--sequence_parallel true is switched off: --tensor_model_parallel_size is 1, nothing is to be split."
+
+
+def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
+    """config.json of a local model; None for a hub id, which the task fetches."""
+    if not options.model:
+        raise UsageError("--model is needed: a folder with a Hugging Face checkpoint, or a hub id.")
+    folder = Path(options.model).expanduser()
+    if not folder.is_dir():
+        if folder.is_file():
+            raise UsageError(f"--model {options.model}: is a file. Give the folder of a Hugging Face checkpoint.")
+        if options.model.startswith((".", "/", "~")) or options.model.count("/") != 1:
+            raise UsageError(
+                f"--model {options.model}: no such model folder. Give a folder, or a hub id as OWNER/NAME."
+            )
+        return None
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UsageError(
+            f"--model {options.model}: the folder has no config.json. Give the folder of a Hugging Face checkpoint."
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise UsageError(f"--model {options.model}: config.json is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"--model {options.model}: config.json holds no JSON object.")
+    return config
+
+
+POSITIVE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
+    "global_batch_size", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
+    "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
+    "ddp_timeout",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "lr", "min_lr", "weight_decay", "clip_grad", "train_iters", "lr_warmup_iters", "manual_gc_steps",
+    "dataloader_num_workers",
+)  # fmt: skip
+SHARE = (
+    "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout",
+)  # fmt: skip
+
+
+def _positive(options: SftOptions) -> None:
+    for names, wrong, what in (
+        (POSITIVE, lambda value: value <= 0, "must be above 0"),
+        (NOT_NEGATIVE, lambda value: value < 0, "must not be below 0"),
+        (SHARE, lambda value: not 0 <= value < 1, "must be at least 0 and below 1"),
+    ):
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and wrong(value):
+                raise UsageError(f"--{name} {value}: {what}.")
+
+
+def _data(options: PrepareOptions) -> None:
+    if not options.dataset:
+        raise UsageError("--dataset is needed: files, folders or hub ids.")
+    if options.packing and options.max_length is None and options.packing_length is None:
+        raise UsageError("--packing true needs the length of a pack: give --max_length.")
+    if options.packing and not options.padding_free:
+        raise UsageError("--packing true needs --padding_free true: a pack is documents laid end to end.")
+    if options.packing_length and options.max_length and options.packing_length < options.max_length:
+        raise UsageError(f"--packing_length {options.packing_length}: shorter than --max_length {options.max_length}.")
+
+
+def _batch(options: SftOptions, layout: Layout) -> None:
+    if options.train_iters is None and options.num_train_epochs is None:
+        raise UsageError("--train_iters or --num_train_epochs is needed: how long to train.")
+    if options.streaming and options.train_iters is None:
+        raise UsageError("--streaming true needs --train_iters: the length of a stream is not known.")
+    if options.save_strategy == "epoch" and options.streaming:
+        raise UsageError("--save_strategy epoch cannot be with --streaming true. Give --save_strategy steps.")
+
+
+def _schedule(options: ScheduleOptions) -> None:
+    if options.min_lr > options.lr:
+        raise UsageError(f"--min_lr {options.min_lr}: above --lr {options.lr}. Make it smaller.")
+    if options.lr_warmup_iters and options.lr_warmup_fraction is not None:
+        raise UsageError("--lr_warmup_iters and --lr_warmup_fraction: give one of them.")
+    if options.lr_decay_style == "WSD" and options.lr_wsd_decay_iters is None:
+        raise UsageError("--lr_decay_style WSD needs --lr_wsd_decay_iters: the steps of its last part.")
+
+
+def _recompute(options: RecomputeOptions) -> None:
+    if options.recompute_granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(options, name) is None:
+                example = "uniform" if name == "recompute_method" else "1"
+                raise UsageError(f"--recompute_granularity full needs --{name}, as in --{name} {example}.")
+
+
+def _optimizer(options: SftOptions) -> None:
+    if options.use_precision_aware_optimizer and not (
+        options.use_distributed_optimizer and options.optimizer == "adam"
+    ):
+        raise UsageError(
+            "--use_precision_aware_optimizer true needs --use_distributed_optimizer true and --optimizer adam."
+        )
+    if options.overlap_param_gather and not options.overlap_grad_reduce:
+        raise UsageError("--overlap_param_gather true needs --overlap_grad_reduce true.")
+    if options.overlap_param_gather and not options.use_distributed_optimizer:
+        raise UsageError(
+            "--overlap_param_gather true needs --use_distributed_optimizer true: else nothing is gathered."
+        )
+
+
+def _pipeline(options: ParallelOptions) -> None:
+    if options.pipeline_model_parallel_size > 1:
+        return
+    for name in (
+        "virtual_pipeline_model_parallel_size",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ):
+        if (value := getattr(options, name)) is not None and (name[0] == "d" or value > 1):
+            raise UsageError(
+                f"--{name} {value}: there is one pipeline stage. Give --pipeline_model_parallel_size 2 or more, "
+                f"or leave --{name} out."
+            )
+
+
+def _processes(options: SftOptions, layout: Layout, gpus: int, processes: int) -> None:
+    if gpus and processes > gpus:
+        raise UsageError(
+            f"NPROC_PER_NODE {processes}: more processes than the {gpus} visible GPU{'s' * (gpus > 1)}. "
+            f"Set NPROC_PER_NODE={gpus}, or show more by CUDA_VISIBLE_DEVICES."
+        )
+    for product, names in (
+        (layout.tensor * layout.pipeline * layout.context, _names("tensor", "pipeline", "context")),
+        (layout.expert * layout.expert_tensor * layout.pipeline, _names("expert", "expert_tensor", "pipeline")),
+    ):
+        if layout.world % product:
+            raise UsageError(
+                f"{' x '.join(names)} = {product}: does not divide the number of processes, {layout.world}. Set "
+                f"NPROC_PER_NODE (and NNODES) so that there are a multiple of {product}, or make a size smaller."
+            )
+    share = options.micro_batch_size * layout.data
+    if options.global_batch_size % share:
+        raise UsageError(
+            f"--global_batch_size {options.global_batch_size}: not a multiple of --micro_batch_size "
+            f"{options.micro_batch_size} x {layout.data} data-parallel processes = {share}. "
+            f"Give {_multiple_near(options.global_batch_size, share)}."
+        )
+    _schedule_of_chunks(options, options.global_batch_size // share)
+
+
+def _names(*sizes: str) -> list[str]:
+    return [
+        f"--{size}{'' if size == 'expert_tensor' or size == 'context' else '_model'}_parallel_size" for size in sizes
+    ]
+
+
+def _multiple_near(value: int, unit: int) -> int:
+    return max(1, round(value / unit)) * unit
+
+
+def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
+    """Under VPP, micro batches go through a chunk in groups of at least PP (megatron-core's interleaved schedule)."""
+    stages = options.pipeline_model_parallel_size
+    if (options.virtual_pipeline_model_parallel_size or 1) == 1:
+        return
+    group = options.microbatch_group_size_per_vp_stage or stages
+    if not stages <= group <= micro_batches or 0 < micro_batches % group < stages:
+        flag = "microbatch_group_size_per_vp_stage" if options.microbatch_group_size_per_vp_stage else None
+        named = (
+            f"--{flag} {group}"
+            if flag
+            else f"--virtual_pipeline_model_parallel_size {options.virtual_pipeline_model_parallel_size}"
+        )
+        raise UsageError(
+            f"{named}: a step has {micro_batches} micro batches on each data-parallel process, and they go through "
+            f"{stages} pipeline stages in groups of {group}. Give a --global_batch_size for which they are a multiple "
+            f"of {max(group, stages)}."
+        )
+
+
+def _divisible(options: SftOptions, layout: Layout, model: dict[str, Any]) -> None:
+    """The model's own sizes. Fewer KV heads than TP are not an error: they are repeated."""
+    tensor = layout.tensor
+    for key, what in (("num_attention_heads", "attention heads"), ("intermediate_size", "columns of the MLP")):
+        if (value := model.get(key)) and value % tensor:
+            raise UsageError(
+                f"--tensor_model_parallel_size {tensor}: does not divide the model's {value} {what}. "
+                f"Give a divisor of {value}."
+            )
+    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    if heads and kv_heads and max(kv_heads, tensor) % min(kv_heads, tensor):
+        raise UsageError(
+            f"--tensor_model_parallel_size {tensor}: the model's {kv_heads} key and value heads can be neither split "
+            f"nor repeated over {tensor} processes. Give a divisor or a multiple of {kv_heads}."
+        )
+    experts = model.get("num_experts") or model.get("num_local_experts") or 0
+    if experts:
+        _experts(options, layout, model, experts)
+    elif layout.expert > 1:
+        raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Leave it out.")
+    if layers := model.get("num_hidden_layers"):
+        _layers(options, layout, layers)
+
+
+def _experts(options: SftOptions, layout: Layout, model: dict[str, Any], experts: int) -> None:
+    if experts % layout.expert:
+        raise UsageError(
+            f"--expert_model_parallel_size {layout.expert}: does not divide the model's {experts} experts. "
+            f"Give a divisor of {experts}."
+        )
+    width = model.get("moe_intermediate_size")
+    if width and width % layout.expert_tensor:
+        raise UsageError(
+            f"--expert_tensor_parallel_size {layout.expert_tensor}: does not divide the {width} columns of the "
+            f"model's experts. Give a divisor of {width}."
+        )
+    if layout.tensor > 1 and not options.sequence_parallel:
+        raise UsageError(
+            f"--tensor_model_parallel_size {layout.tensor}: training a mixture of experts with it needs "
+            "--sequence_parallel true."
+        )
+
+
+def _layers(options: SftOptions, layout: Layout, layers: int) -> None:
+    chunks = options.virtual_pipeline_model_parallel_size or 1
+    given = {
+        name: value
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        if (value := getattr(options, name)) is not None
+    }
+    for name, value in given.items():
+        if value % chunks:
+            raise UsageError(f"--{name} {value}: not a multiple of --virtual_pipeline_model_parallel_size {chunks}.")
+    stages, rest = layout.pipeline - len(given), layers - sum(given.values())
+    if rest < stages * chunks or (rest % (stages * chunks) if stages else rest):
+        spelled = "".join(f", --{name} {value}" for name, value in given.items())
+        chunked = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+        raise UsageError(
+            f"--pipeline_model_parallel_size {layout.pipeline}{chunked}{spelled}: {rest} of the model's {layers} "
+            f"layers cannot be shared evenly by {stages} stages of {chunks} chunk{'s' * (chunks > 1)}. Give sizes that "
+            "divide, or give the first or last stage another number by --decoder_first_pipeline_num_layers or "
+            "--decoder_last_pipeline_num_layers."
+        )
+
+
+def _lengths(options: SftOptions) -> None:
+    """A sequence is cut into 2 x CP pieces (each rank takes an early and a late one), and those by TP under SP."""
+    context = options.context_parallel_size
+    tensor = options.tensor_model_parallel_size if options.sequence_parallel else 1
+    for name in ("max_length", "packing_length"):
+        if (length := getattr(options, name)) is None:
+            continue
+        if context > 1 and length % (2 * context):
+            raise UsageError(
+                f"--{name} {length}: does not divide by 2 x --context_parallel_size {context} = {2 * context}. "
+                f"Give {_multiple_near(length, 2 * context)}."
+            )
+        if options.packing and length % (context * tensor):
+            raise UsageError(
+                f"--{name} {length}: a pack must divide by --tensor_model_parallel_size {tensor} under "
+                f"--sequence_parallel true{f' x --context_parallel_size {context}' * (context > 1)}. "
+                f"Give {_multiple_near(length, context * tensor * 2)}."
+            )
+
+
+def _output(options: CheckpointOptions) -> None:
+    """Writing is tried by the run itself; this finds what can be seen without writing."""
+    assert isinstance(options, ModelOptions)
+    folder = Path(options.output_dir or default_output_dir(options.model)).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        problem = f"{existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written"
+    else:
+        return
+    raise UsageError(f"--output_dir {folder}: {problem}. Give a folder that you may write.")

@@ -1,0 +1,162 @@
+"""One field of an option class is one flag: what the command line, config files, help and docs/flags.md know of it."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+class UsageError(Exception):
+    """What the user gave cannot be: names the flag, the value and the cure. Ends the command with exit code 2."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    type: Any  # without Annotated and without `| None`
+    default: Any
+    help: str
+    group: str
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is list
+
+    @property
+    def is_bool(self) -> bool:
+        return self.type is bool
+
+    @property
+    def metavar(self) -> str:
+        """How help shows the type: `int`, `true|false`, `a|b`, `text ...`, `JSON`."""
+        return _metavar(self.type)
+
+    @property
+    def shown_default(self) -> str:
+        return show(self.default)
+
+
+def flags_of(options: type) -> dict[str, Flag]:
+    """The flags of an option class by name, group after group in the order of its bases."""
+    return {flag.name: flag for flag in _flags(options)}
+
+
+@functools.cache
+def _flags(options: type) -> tuple[Flag, ...]:
+    kinds = get_type_hints(options)
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in dataclasses.fields(options)
+    }
+    home: dict[str, type] = {}  # the class that names a field first: others only change its default
+    for group in reversed(options.__mro__):
+        home |= {name: group for name in _own_fields(group) if name not in home}
+    return tuple(
+        Flag(name, _plain(kinds[name]), defaults[name], annotated.__metadata__[0], _title(group))
+        for group in options.__mro__
+        for name, annotated in _own_fields(group).items()
+        if home[name] is group
+    )
+
+
+def _title(group: type) -> str:
+    return (group.__doc__ or "").split("\n")[0]
+
+
+def _own_fields(group: type) -> dict[str, Any]:
+    return inspect.get_annotations(group) if dataclasses.is_dataclass(group) else {}
+
+
+def _plain(hint: Any) -> Any:
+    """int | None -> int"""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
+    return hint
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) is list:
+        return f"{_metavar(get_args(kind)[0])} ..."
+    if get_origin(kind) is dict:
+        return "JSON"
+    return {bool: "true|false", str: "text", int: "int", float: "number"}[kind]
+
+
+def show(value: Any) -> str:
+    """A value as one would write it on the command line; nothing where there is none."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(map(show, value))
+    if isinstance(value, dict):
+        return json.dumps(value) if value else ""
+    return "" if value is None else str(value)
+
+
+def convert(flag: Flag, value: Any, source: str) -> Any:
+    """The value of a flag from the command line's text, or from a config file's text, number, list or table.
+
+    Raises UsageError naming the flag, the value, what it should be, and the source where it is a file.
+    """
+    where = "" if source == "command line" else f" (from {source})"
+    if value is None:
+        if flag.default is None:
+            return None
+        raise UsageError(f"--{flag.name} needs a value{where}: {flag.metavar}.")
+    if flag.is_list:
+        items = value if isinstance(value, list) else [value]
+        return [_convert(flag, get_args(flag.type)[0], item, where) for item in items]
+    return _convert(flag, flag.type, value, where)
+
+
+def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
+    def wrong(what: str) -> UsageError:
+        return UsageError(f"--{flag.name} {show(value)}: {what}{where}.")
+
+    if get_origin(kind) is Literal:
+        text = show(value)
+        if text not in get_args(kind):
+            raise wrong(f"choose one of {', '.join(get_args(kind))}")
+        return text
+    if get_origin(kind) is dict:
+        try:
+            table = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError as error:
+            raise wrong(f"not valid JSON: {error}") from None
+        if not isinstance(table, dict):
+            raise wrong('a JSON object is needed, as in \'{"old": "new"}\'')
+        return table
+    if isinstance(value, list | dict):
+        raise wrong("one value is needed")
+    if kind is bool:
+        text = show(value).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no"):
+            raise wrong("true or false is needed")
+        return text in ("true", "1", "yes")
+    if kind is str:
+        return show(value)
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)  # 1e3 is an int too
+        if kind is int:
+            number = int(value) if isinstance(value, int) or str(value).strip().lstrip("+-").isdigit() else number
+            if number != int(number):
+                raise wrong("a whole number is needed")
+            return int(number)
+        return number
+    except (ValueError, OverflowError):
+        raise wrong("a whole number is needed" if kind is int else "a number is needed") from None
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The known name most like an unknown one."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return found[0] if found else None

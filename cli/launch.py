@@ -1,0 +1,136 @@
+"""From one command to the processes of a run: how many, and how they are started. Knows no torch.
+
+Several processes: this one is replaced by torchrun (exec), so that signals and the exit code are torchrun's own. One
+process: the task runs right here. Under somebody else's torchrun there is nothing to start.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..bridge.options import ParallelOptions
+from .flags import UsageError, show
+
+STARTED = "MEGASWIFT_STARTED"  # set for the processes of a run: the one that started them has told the notes
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say."""
+
+    per_node: int
+    nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None  # None: one that is free
+
+    @property
+    def world(self) -> int:
+        return self.per_node * self.nodes
+
+    @classmethod
+    def of_environment(cls, gpus: int) -> "Processes":
+        """Left out, NPROC_PER_NODE is the number of visible GPUs, and 1 on a CPU. Raises UsageError."""
+        if under_torchrun():
+            local = _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
+            return cls(local, max(1, _number("WORLD_SIZE", 1) // local))
+        nodes = _number("NNODES", 1, least=1)
+        node_rank = _number("NODE_RANK", 0)
+        if node_rank >= nodes:
+            raise UsageError(f"NODE_RANK={node_rank}: there are NNODES={nodes} nodes, the first is 0.")
+        if nodes > 1 and "MASTER_ADDR" not in os.environ:
+            raise UsageError(f"NNODES={nodes} needs MASTER_ADDR: the address of the node with NODE_RANK=0.")
+        port = _number("MASTER_PORT", 29500 if nodes > 1 else 0)
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return cls(_number("NPROC_PER_NODE", max(1, gpus), least=1), nodes, node_rank, address, port or None)
+
+
+def _number(name: str, default: int, least: int = 0) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit() or int(text) < least:
+        raise UsageError(f"{name}={text}: a whole number of at least {least} is needed.")
+    return int(text)
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in TORCHRUN)
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that a process started now would see; counted without torch."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and (not shown.strip() or shown.strip().startswith("-")):
+        return 0
+    installed = len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)])
+    if not installed and shutil.which("nvidia-smi"):  # under WSL there are no such devices
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        installed = listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+    if not installed or shown is None:
+        return installed
+    names = [name.strip() for name in shown.split(",")]
+    return len([name for name in names if not name.isdigit() or int(name) < installed])  # else MIG slices and UUIDs
+
+
+def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
+    """`argv`: program, command and flags, as typed. A secret among them is for the environment (HF_TOKEN)."""
+    port = processes.master_port or _free_port()
+    return [
+        sys.executable,
+        *("-m", "megaswift.cli.torchrun"),
+        f"--nproc_per_node={processes.per_node}",
+        f"--nnodes={processes.nodes}",
+        f"--node_rank={processes.node_rank}",
+        f"--master_addr={processes.master_addr}",
+        f"--master_port={port}",
+        *("-m", "megaswift.cli.main", *argv),
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def environment(options: ParallelOptions, processes: Processes, gpus: int) -> dict[str, str]:
+    """Variables that a run wants set; what the user has set stays."""
+    wanted: dict[str, str] = {}
+    if not gpus and processes.per_node > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
+    if gpus and max(options.tensor_model_parallel_size, options.context_parallel_size) > 1:
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # communication then overlaps in the order in which it is launched
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) -> None:
+    """Return in a process of the run: this one where it is the only one, else those that torchrun starts instead."""
+    os.environ.update(settings)
+    if under_torchrun():
+        return
+    if processes.world == 1:
+        port = processes.master_port or _free_port()
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        return
+    command = torchrun_command(processes, argv)
+    print(shown_command(command, settings), file=sys.stderr, flush=True)
+    os.environ[STARTED] = "1"
+    os.execv(sys.executable, command)
+
+
+def shown_command(command: list[str], settings: Mapping[str, str]) -> str:
+    """As one would type it, on one line; the hub's token left out."""
+    words, hide = [], False
+    for word in command:
+        words.append("..." if hide else re.sub(r"(?<=^--hub_token=).*", "...", word))
+        hide = word == "--hub_token"
+    return shlex.join([f"{name}={show(value)}" for name, value in settings.items()] + words)

@@ -1,0 +1,236 @@
+"""The commands `megatron` and `swift`. Run by their names, or as `torchrun ... -m megaswift.cli.main megatron sft ...`.
+
+Knows neither torch nor transformers: `megatron --help` answers at once. Imports what a command needs where it is run.
+"""
+
+import hashlib
+import importlib
+import inspect
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from .flags import Flag, UsageError, flags_of, nearest, show
+
+
+@dataclass(frozen=True)
+class Command:
+    summary: str
+    options: str = ""  # the class in tasks/options.py; none: this version does not have the command
+    task: str = ""  # the module in tasks/ whose `run(options, sources)` does it
+
+
+COMMANDS = {
+    "megatron": {
+        "pt": Command("Go on with pre-training, on plain text.", "PtOptions", "sft"),
+        "sft": Command("Supervised fine-tuning, on conversations.", "SftOptions", "sft"),
+        "rlhf": Command("GRPO, DPO, KTO, GKD, reward models (not in this version)."),
+        "export": Command("Convert checkpoints with many processes (not in this version)."),
+    },
+    "swift": {
+        "infer": Command("Talk to a model, or let it answer a dataset.", "InferOptions", "infer"),
+        "export": Command("Convert checkpoints (not in this version)."),
+        "rollout": Command("Serve a model to a training that generates (not in this version)."),
+    },
+}
+ABOUT = {
+    "megatron": "Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs.",
+    "swift": "Use and convert what was trained.",
+}
+USAGE = "[CONFIG.yaml] [--flag value ...]"
+
+
+def megatron() -> NoReturn:
+    sys.exit(main("megatron", sys.argv[1:]))
+
+
+def swift() -> NoReturn:
+    sys.exit(main("swift", sys.argv[1:]))
+
+
+def main(program: str, argv: list[str]) -> int:
+    """Do what a command line asks for. The exit code: 2 where the line is wrong, 1 where the task fails."""
+    try:
+        return _main(program, argv)
+    except UsageError as error:
+        _say_once(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:  # the rooms raise these, with a cure, for what a user can put right
+        if not _ours(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
+            raise
+        _say_once(f"error: {error}")
+        return 1
+
+
+def _main(program: str, argv: list[str]) -> int:
+    commands = COMMANDS[program]
+    helped = not argv or "--help" in argv or "-h" in argv
+    name = argv[0] if argv and not argv[0].startswith("-") else ""
+    if name not in commands and not (helped and not name):
+        close = nearest(name, commands)
+        hint = f" The nearest is {close}." if close else ""
+        raise UsageError(f"{program} {argv[0]}: no such command.{hint} There are {', '.join(commands)}.")
+    if helped:
+        return _typer(program, name)([name, "--help"] if name else ["--help"], prog_name=program, standalone_mode=False)
+    command = commands[name]
+    if not command.options:
+        there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].options]
+        raise UsageError(f"{program} {name}: this version does not have it. It has {', '.join(there)}.")
+
+    from .argv import from_argv, from_config, resolve
+
+    flags, others = flags_of(_options(command)), _flags_of_others(program, name)
+    typed, config = from_argv(argv[1:], flags, others)
+    filed = from_config(config, flags, others) if config else None
+    given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
+    options, sources = resolve(_options(command), given, filed)
+    notes = typed.notes + (filed.notes if filed else [])
+    start = _start_training if program == "megatron" else _start_here
+    return start(command, options, sources, notes, [program, *argv])
+
+
+def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+    from ..tasks.plan import Layout
+    from .checks import check_training
+    from .launch import Processes, environment, start, visible_gpus
+
+    gpus = visible_gpus()
+    processes = Processes.of_environment(gpus)
+    layout = Layout.of(options, processes.world)
+    before = dict(vars(options))
+    notes += check_training(options, layout, gpus, processes.per_node)
+    sources |= {name: "derived" for name, value in before.items() if getattr(options, name) != value}
+    _tell(notes)
+    settings = environment(options, processes, gpus)
+    if options.dry_run:
+        from .dry_run import report
+
+        print(report(argv, options, sources, layout, processes, settings))
+        return 0
+    start(processes, argv, settings)
+    return _run(command, options, sources)
+
+
+def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+    from .checks import read_model_config
+
+    read_model_config(options)
+    _tell(notes)
+    return _run(command, options, sources)
+
+
+def _run(command: Command, options: Any, sources: dict[str, str]) -> int:
+    importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources)
+    return 0
+
+
+def _options(command: Command) -> Any:
+    return getattr(importlib.import_module("..tasks.options", __package__), command.options)
+
+
+def _flags_of_others(program: str, name: str) -> dict[str, str]:
+    """The flags of the other commands, each with the first command that has it."""
+    found: dict[str, str] = {}
+    for each, commands in COMMANDS.items():
+        for other, command in commands.items():
+            if command.options and (each, other) != (program, name):
+                found = dict.fromkeys(flags_of(_options(command)), f"{each} {other}") | found
+    return found
+
+
+def _words(values: dict[str, Any]) -> list[str]:
+    """--flag=value for each value: the spelling that typer reads."""
+    return [
+        f"--{name}={show(value)}"
+        for name, given in values.items()
+        for value in (given if isinstance(given, list) else [given])
+    ]
+
+
+def _typer(program: str, chosen: str) -> typer.Typer:
+    """The program for typer; only the chosen command gets its flags. It returns what was given, as text."""
+    app = typer.Typer(help=ABOUT[program], add_completion=False, rich_markup_mode=None)
+    app.callback()(lambda: None)
+    for name, command in COMMANDS[program].items():
+
+        def given(**values: Any) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if value is not None}
+
+        flags = flags_of(_options(command)).values() if name == chosen and command.options else ()
+        parameters = [_parameter(flag) for flag in flags]
+        given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        given.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        grouped = type("GroupedHelp", (_GroupedHelp,), {"flags": tuple(flags)})
+        app.command(name, help=command.summary, cls=grouped, options_metavar=USAGE)(given)
+    return app
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    kind = list[str] if flag.is_list else str  # the values become what they are in `resolve`, as a config file's do
+    option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar, rich_help_panel=flag.group)
+    return inspect.Parameter(
+        flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+class _GroupedHelp(TyperCommand):
+    """Help with a section for each option class."""
+
+    flags: tuple[Flag, ...]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        formatter.width = max(formatter.width, 100)
+        for group, flags in itertools.groupby(self.flags, key=lambda flag: flag.group):
+            with formatter.section(group):
+                formatter.write_dl([(f"--{flag.name} {flag.metavar}", _described(flag)) for flag in flags], col_max=46)
+        if self.flags:
+            with formatter.section("Also"):
+                formatter.write_dl([("--config FILE", "Flags from a YAML or JSON file, or from a run's args.json.")])
+
+
+def _described(flag: Flag) -> str:
+    return f"{flag.help} [{flag.shown_default}]" if flag.shown_default else flag.help
+
+
+def _tell(notes: list[str]) -> None:
+    from .launch import STARTED
+
+    if not os.environ.get(STARTED) and os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+def _say_once(message: str) -> None:
+    """Print an error; where all processes of a node meet the same one, the first of them alone."""
+    if "LOCAL_RANK" in os.environ:
+        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
+        mark = (
+            Path(tempfile.gettempdir()) / f"megaswift-{os.getppid()}-{os.environ.get('TORCHELASTIC_RUN_ID')}-{digest}"
+        )
+        try:
+            mark.touch(exist_ok=False)
+        except OSError:
+            return
+    print(message, file=sys.stderr, flush=True)
+
+
+def _ours(error: BaseException) -> bool:
+    """Raised by a line of this package (and not by a library that it called)."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("megaswift.")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(f"Usage: torchrun ... -m megaswift.cli.main {'|'.join(COMMANDS)} COMMAND --flag value ...")
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

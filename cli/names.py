@@ -1,0 +1,165 @@
+"""Names of flags that are not, or no longer, flags of this version: what each of them means here."""
+
+from typing import Any, NamedTuple
+
+from .flags import show
+
+# older name -> today's
+RENAMED = {
+    "train_type": "tuner_type",
+    "load": "mcore_model",
+    "adapter_load": "mcore_adapter",
+    "save": "output_dir",
+    "save_interval": "save_steps",
+    "eval_interval": "eval_steps",
+    "log_interval": "logging_steps",
+    "max_epochs": "num_train_epochs",
+    "num_workers": "dataloader_num_workers",
+    "save_retain_interval": "save_total_limit",
+    "distributed_backend": "ddp_backend",
+    "manual_gc_interval": "manual_gc_steps",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+}
+
+# older name that said the opposite -> today's
+INVERTED = {
+    "no_rope_fusion": "apply_rope_fusion",
+    "no_bias_swiglu_fusion": "bias_activation_fusion",
+    "no_bias_dropout_fusion": "bias_dropout_fusion",
+    "no_masked_softmax_fusion": "masked_softmax_fusion",
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+}
+
+# older name whose value is written otherwise today -> (today's, value -> today's value; None: as if it were not given)
+REWRITTEN = {
+    "distributed_timeout_minutes": ("ddp_timeout", lambda value: show(int(float(value) * 60))),
+    "bf16": ("torch_dtype", lambda value: "bfloat16" if value == "true" else None),
+    "fp16": ("torch_dtype", lambda value: "float16" if value == "true" else None),
+}
+
+# today's name -> older value -> today's
+OLD_VALUES = {
+    "infer_backend": {"pt": "transformers"},
+    "cp_comm_type": {"allgather": "all_gather"},
+    "report_to": {"all": "tensorboard"},
+}
+
+# Flags that asked for what is always so here, or for nothing: accepted, with a word.
+NEEDLESS = {
+    "load_safetensors": "--model always reads safetensors",
+    "log_throughput": "every log line has it",
+    "log_timers_to_tensorboard": "timers are not logged",
+    "log_params_norm": "it is not logged",
+    "ckpt_format": "checkpoints are Hugging Face folders",
+    "wandb_save_dir": "it is in the run's folder",
+    "lazy_tokenize": "tokens are cached, so that they are made once",
+    "check_model": "weights are checked as they are read",
+    "use_chat_template": "pt takes plain text, sft the tokenizer's chat template",
+    "template_backend": "the template is the tokenizer's own (jinja)",
+    "remove_unused_columns": "columns that nothing reads are always left out",
+    "calculate_per_token_loss": "the loss is always per token over the global batch",
+    "align_grad_reduce": "it is always so",
+    "align_param_gather": "it is always so",
+    "packing_num_proc": "packing takes one process a few seconds for millions of rows",
+    "save_missing_weights": "tensors that are not trained are always kept",
+    "use_persistent_ckpt_worker": "checkpoints are written without one",
+}
+
+
+class Later(NamedTuple):
+    """A flag of a feature that this version does not have."""
+
+    feature: str
+    cure: str
+    neutral: tuple[str, ...] = ()  # values with which it asks for nothing: accepted
+
+
+def _later(feature: str, cure: str, **neutral: tuple[str, ...] | str) -> dict[str, Later]:
+    return {name: Later(feature, cure, (v,) if isinstance(v, str) else v) for name, v in neutral.items()}
+
+
+NEVER: tuple[str, ...] = ()
+LATER: dict[str, Later] = {
+    **_later("LoRA", "Leave it out to train all weights.", tuner_type="full", target_modules=NEVER,
+             target_regex=NEVER, modules_to_save=NEVER, merge_lora="false", lora_rank=NEVER, lora_alpha=NEVER,
+             lora_dropout=NEVER, lora_bias="none", lora_dtype=NEVER, use_rslora="false", adapters=NEVER,
+             mcore_adapter=NEVER),
+    **_later("training of chosen parameters alone", "Leave it out to train all weights.", freeze_parameters=NEVER,
+             freeze_parameters_regex=NEVER, freeze_parameters_ratio=("0", "0.0"), trainable_parameters=NEVER,
+             trainable_parameters_regex=NEVER),
+    **_later("FP8 or FP4", "Leave it out.", fp8_format=NEVER, fp8_recipe=NEVER, fp8_param_gather="false",
+             fp8_amax_history_len=NEVER, fp8_amax_compute_algo=NEVER, fp4_format=NEVER, fp4_recipe=NEVER,
+             fp4_param_gather="false"),
+    **_later("offload of the optimizer", "Leave it out, and use more processes where memory is short.",
+             optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
+             optimizer_cuda_graph="false"),
+    **_later("resuming", "Give the checkpoint's folder as --model, and its weights are trained on as a new run.",
+             finetune="true", mcore_model=NEVER, no_load_optim="true", no_load_rng="true", load_args="false"),
+    **_later("checkpoints in megatron-core's own format", "Leave it out: Hugging Face folders are saved.",
+             save_safetensors="true", async_save="false", dist_ckpt_optim_fully_reshardable="false",
+             create_checkpoint_symlink="false"),
+    **_later("multimodal models", "Leave it out, and give a text model.", freeze_llm="false",
+             freeze_vit=("true", "false"),
+             freeze_aligner=("true", "false"), vit_lr=NEVER, aligner_lr=NEVER, vit_gradient_checkpointing=NEVER,
+             vit_gradient_checkpointing_kwargs=NEVER, vit_attn_impl=NEVER, max_pixels=NEVER,
+             language_model_only="false"),
+    **_later("multi-token prediction", "Leave it out.", mtp_num_layers=("0",), mtp_loss_scaling_factor=NEVER),
+    **_later("FSDP", "Leave it out: --use_distributed_optimizer shares the optimizer's state.",
+             use_megatron_fsdp="false"),
+    **_later("overlap of tensor parallelism's communication", "Leave it out.", tp_comm_overlap="false"),
+    **_later("DeepEP", "Leave it out: --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
+    **_later("pipeline layouts given by text", "Give --decoder_first_pipeline_num_layers and its sibling.",
+             pipeline_model_parallel_layout=NEVER, account_for_embedding_in_pipeline_split="false",
+             account_for_loss_in_pipeline_split="false"),
+    **_later("layers per virtual stage as a flag", "Give the number of chunks: --virtual_pipeline_model_parallel_size.",
+             num_layers_per_virtual_pipeline_stage=NEVER),
+    **_later("tasks other than causal language modelling", "Leave it out.", task_type="causal_lm", num_labels=NEVER,
+             problem_type=NEVER, mrl_dims=NEVER),
+    **_later("plugins", "Leave it out.", external_plugins=NEVER, callbacks=NEVER, custom_register_path=NEVER,
+             custom_dataset_info=NEVER),
+    **_later("other templates than the tokenizer's own", "Put the template into the model's chat_template.jinja.",
+             template=NEVER, agent_template=NEVER, response_prefix=NEVER),
+    **_later("datasets tokenised by another command", "Give them as --dataset: tokens are cached.",
+             cached_dataset=NEVER, cached_val_dataset=NEVER),
+    **_later("mixing of datasets by probability", "Give NAME#rows for each of --dataset.", interleave_prob=NEVER,
+             stopping_strategy=NEVER),
+    **_later("a model type as a flag", "The model's config.json says it.", model_type=NEVER),
+}  # fmt: skip
+
+# Accepted with any value: the run says once what is saved.
+SAVED_LATER = ("no_save_optim", "no_save_rng")
+
+# Flags of `megatron rlhf` that sft and pt do not know.
+RLHF = frozenset({
+    "rlhf_type", "beta", "ref_model", "ref_adapters", "mcore_ref_model", "mcore_ref_adapter", "loss_type",
+    "rpo_alpha", "reference_free", "label_smoothing", "f_divergence_type", "desirable_weight",
+    "undesirable_weight", "calculate_KL", "center_rewards_coefficient", "teacher_model",
+    "teacher_model_server", "gkd_logits_topk", "lmbda", "sft_alpha", "seq_kd", "max_completion_length",
+    "num_generations", "generation_batch_size", "steps_per_generation", "epsilon", "epsilon_high", "delta",
+    "importance_sampling_level", "advantage_estimator", "kl_in_reward", "scale_rewards", "dynamic_sample",
+    "max_resample_times", "overlong_filter", "reward_funcs", "reward_weights", "log_completions",
+    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "sleep_level",
+    "offload_model", "offload_optimizer", "offload_bridge", "vllm_mode", "vllm_server_host",
+    "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout", "use_vllm", "multi_turn_scheduler",
+    "max_turns",
+})  # fmt: skip
+
+
+def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:
+    """Today's name and values of a flag given by an older name or with an older value, and the warning to print.
+
+    The values are text as on the command line; an empty list of a rewritten flag means that it asked for nothing.
+    """
+    old = f"--{name} {' '.join(map(show, values))}".rstrip()
+    if name in RENAMED:
+        name = RENAMED[name]
+    elif name in INVERTED:
+        name, values = INVERTED[name], [{"true": "false", "false": "true"}.get(show(v).lower(), v) for v in values]
+    elif name in REWRITTEN:
+        name, rewrite = REWRITTEN[name]
+        values = [new for value in values if (new := rewrite(show(value).lower())) is not None]
+    if name in OLD_VALUES:
+        values = [OLD_VALUES[name].get(value, value) if isinstance(value, str) else value for value in values]
+    new = f"--{name} {' '.join(map(show, values))}".rstrip()
+    return name, values, None if new == old else f"{old} is an older spelling of {new}"

@@ -1,0 +1,75 @@
+"""What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..bridge.options import ParallelOptions
+from .options import SftOptions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes there are, and how they share the model and the data."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, options: ParallelOptions, world: int) -> "Layout":
+        return cls(
+            world=world,
+            tensor=options.tensor_model_parallel_size,
+            pipeline=options.pipeline_model_parallel_size,
+            context=options.context_parallel_size,
+            expert=options.expert_model_parallel_size,
+            expert_tensor=options.expert_tensor_parallel_size,
+        )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of the dense weights; 0 where the processes are too few."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of the experts' weights."""
+        return self.world // (self.expert * self.expert_tensor * self.pipeline)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.world} processes = TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
+            f"; experts: EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"
+        )
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    steps_per_epoch: int | None  # None: a stream, whose length is not known
+    report: str
+
+
+def plan_data(options: SftOptions, layout: Layout, *, stage: Literal["sft", "pt"]) -> DataPlan:
+    """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
+    from transformers import AutoTokenizer
+
+    from ..templates.batches import Batches
+    from ..templates.prepare import prepare
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.model_revision, token=options.hub_token)
+    prepared = prepare(options, tokenizer, stage=stage)
+    batches = Batches(
+        prepared.train,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+        data_parallel_rank=0,
+        data_parallel_size=layout.data,
+        packing=options.packing,
+        padding_free=options.padding_free,
+        max_length=options.packing_length or options.max_length,
+        seed=options.data_seed,
+    )
+    return DataPlan(batches.steps_per_epoch, prepared.report)
