@@ -1,11 +1,9 @@
 """The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
 
 import importlib.util
-import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,19 +11,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from . import runtime
-from .families import Architecture, family_of
+from . import compat, runtime
+from .families import family_of
 from .layers.attention import Documents, describe_documents
 from .layers.logprobs import label_log_probs
 from .layers.rope import inverse_frequencies
 from .layers.spec import block_spec
-from .options import KernelOptions, MoEOptions, ParallelOptions, RecomputeOptions
+from .options import BuildOptions, KernelOptions, RecomputeOptions
+from .rows import Architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions, Protocol):  # type: ignore[misc]
-    """The options that decide what is built."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +116,10 @@ class Model:
         )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The raw config.json of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: --model takes the folder of a Hugging Face checkpoint")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from error
-
-
 def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype) -> Model:
     """Build this rank's chunks, weights not yet set, on its device. The process groups must be there (see parallel.py)."""
     runtime.enable()
+    compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
     architecture = family_of(hf_config).describe(hf_config)
     kernels = choose_kernels(options)

@@ -118,3 +118,8 @@ class MoEOptions:
     moe_token_drop_policy: Annotated[Literal["probs", "position"], "Which tokens are dropped beyond capacity."] = (
         "probs"
     )
+
+
+@dataclass
+class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions):
+    """Everything that the builder reads."""

@@ -1,0 +1,163 @@
+"""The training step, and its forward-only sibling, on megatron-core's pipeline schedules. Every task calls these two.
+
+A task brings batches and a loss. The loss sees one micro batch and returns a scalar that is already divided by what the
+*global* batch counts (`batch.loss_tokens`), with metrics to be summed over micro batches and ranks. Nothing here divides
+by the number of ranks, of micro batches, or of tokens a second time.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from ..bridge import runtime
+from ..bridge.build import Model
+from ..templates.layout import Batch
+from .losses import cross_entropy
+from .optimizer import update
+
+# (micro batch, log-probabilities of its labels [rows, local length]) -> (this micro batch's share of the loss, metrics)
+Loss = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclasses.dataclass
+class Training:
+    """What a step works on."""
+
+    model: Model
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    clip_grad: float
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step is not finite. The weights are those of the step before."""
+
+
+def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean cross entropy over the tokens of the global batch that are trained on."""
+    loss = cross_entropy(log_probs, batch.loss_weights) / max(batch.loss_tokens, 1.0)
+    return loss, {"loss": loss.detach()}
+
+
+def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) -> tuple[dict[str, Tensor], float | None]:
+    """One optimizer step over this rank's micro batches.
+
+    Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the gradient
+    norm (None where fp16's loss scale was too high and the step was skipped).
+    Raises NonFiniteError, on every rank, before a weight is touched.
+    """
+    for chunk in training.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False)
+    grad_norm = update(training.optimizer, training.clip_grad)
+    if grad_norm is not None and not torch.isfinite(torch.tensor(grad_norm)):
+        raise NonFiniteError(_blame(metrics, training.chunks, step, grad_norm))
+    training.schedule.step(1)
+    return metrics, grad_norm
+
+
+@torch.no_grad()
+def evaluate_step(training: Training, batches: list[Batch], loss: Loss) -> dict[str, Tensor]:
+    """The metrics of a global batch, by the same schedule without its backward half."""
+    for chunk in training.chunks:
+        chunk.eval()
+    return run_schedule(training.model, training.chunks, batches, loss, forward_only=True)
+
+
+def run_schedule(
+    model: Model, chunks: list[DistributedDataParallel], batches: list[Batch], loss: Loss, *, forward_only: bool
+) -> dict[str, Tensor]:
+    """Every micro batch through the pipeline, forward and (unless `forward_only`) backward; metrics are summed."""
+    batches = [_to_device(batch) for batch in batches]
+    # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
+    scale = len(batches) * parallel_state.get_data_parallel_world_size()
+
+    def forward_step(micro_batches, chunk):
+        batch = next(micro_batches)
+        output = model.log_probs(
+            chunk,
+            tokens=batch.tokens,
+            labels=batch.labels,
+            position_ids=batch.position_ids,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+        )
+        return output, partial(scaled_loss, batch)
+
+    def scaled_loss(batch: Batch, log_probs: Tensor):
+        value, metrics = loss(batch, log_probs)
+        return value * scale, metrics
+
+    rows, length = batches[0].tokens.shape
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=length * model.config.context_parallel_size,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+    names = outputs[0].keys() if outputs else ()
+    return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
+
+
+def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> tuple[dict[str, float], list[float]]:
+    """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
+
+    Every rank calls this; the host waits for the device here. Returns the metrics by name, and the numbers in order.
+    """
+    first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
+    counts = first_of_tp and parallel_state.get_context_parallel_rank() == 0
+    counts = counts and parallel_state.is_pipeline_first_stage()
+    vector = torch.zeros(len(names) + len(local), dtype=torch.float64, device=runtime.device())
+    if values and first_of_tp:
+        vector[: len(names)] = torch.stack([values[name] for name in names]).double()
+    if counts:
+        vector[len(names) :] = torch.tensor(local, dtype=torch.float64)
+    dist.all_reduce(vector)
+    summed = vector.tolist()
+    return dict(zip(names, summed, strict=False)), summed[len(names) :]
+
+
+def _to_device(batch: Batch) -> Batch:
+    """The tensors that the model computes with move; the document boundaries stay where they are read, on the CPU."""
+    device = runtime.device()
+    if device.type == "cpu":
+        return batch
+    moved = {
+        name: getattr(batch, name).to(device, non_blocking=True)
+        for name in ("tokens", "labels", "loss_weights", "position_ids")
+    }
+    return dataclasses.replace(batch, **moved)
+
+
+def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], step: int, grad_norm: float) -> str:
+    """Which ranks have a loss or gradient that is not finite. Every rank calls this."""
+    loss = all(bool(torch.isfinite(value)) for value in metrics.values())
+    buffers = chain.from_iterable((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in chunks)
+    gradient = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+    everyone: list[tuple[bool, bool]] = [(True, True)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (loss, gradient))
+    ranks = {
+        "loss": [rank for rank, (finite, _) in enumerate(everyone) if not finite],
+        "gradient": [rank for rank, (_, finite) in enumerate(everyone) if not finite],
+    }
+    where = "; ".join(f"{name} of rank {', '.join(map(str, found))}" for name, found in ranks.items() if found)
+    return (
+        f"step {step}: the gradient norm is {grad_norm} ({where or 'no single rank stands out'}). The weights are those "
+        "of the step before. Lower --lr, lengthen the warmup, or look at the data of this step"
+    )

@@ -1,0 +1,70 @@
+"""The same training in plain transformers and torch: one document at a time, AdamW, global norm clipping."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.tiny import VOCAB
+
+STEPS = 3
+SAMPLES = 8  # of a global batch
+PACK = 64  # tokens of a sample
+LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-4, 1.0
+
+Sample = list[tuple[np.ndarray, np.ndarray]]
+
+
+def samples(step: int) -> list[Sample]:
+    """The documents of a step: packs of uneven documents, of which uneven parts are trained on."""
+    rng = np.random.default_rng(step)
+    packs = []
+    for _ in range(SAMPLES):
+        lengths = rng.permutation([8, 16, 36])  # 60 of 64 tokens: a tail of padding, and divisible by 2 x CP
+        packs.append(
+            [(rng.integers(3, VOCAB, n), (rng.random(n) < 0.7).astype(np.float32)) for n in lengths.tolist()]
+        )
+    return packs
+
+
+@dataclass
+class Reference:
+    """What three steps gave."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: dict[str, Tensor]
+    first_gradients: dict[str, Tensor]
+
+
+def loss_of(model, packs: list[Sample]) -> Tensor:
+    """Mean cross entropy over the trained tokens, each document by itself."""
+    total, weight = torch.zeros(()), 0.0
+    for ids, weights in (document for pack in packs for document in pack):
+        logits = model(torch.from_numpy(ids)[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids[1:]), reduction="none")
+        total = total + (losses * torch.from_numpy(weights[1:])).sum()
+        weight += float(weights[1:].sum())
+    return total / weight
+
+
+def train(model) -> Reference:
+    """Train `model` (transformers, fp32) in place."""
+    model.train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    losses, norms, first = [], [], {}
+    for step in range(STEPS):
+        loss = loss_of(model, samples(step))
+        loss.backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return Reference(losses, norms, parameters, first)

@@ -1,0 +1,164 @@
+"""Run under torchrun: trains tiny models in many layouts, one launch per world size, and writes what each gave.
+
+    torchrun --nproc-per-node 2 -m tests.layouts.worker jobs.json results.json
+
+jobs.json: [{"name", "model": folder, "options": {flag: value}, "planted": optional fault}, ...]
+"""
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import fields
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+from megaswift.bridge import runtime
+
+runtime.enable()
+
+from megaswift.bridge.build import Model, build_model
+from megaswift.bridge.hub import read_config
+from megaswift.bridge.load import load_weights
+from megaswift.bridge.parallel import initialize
+from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megaswift.tasks.options import SftOptions
+from megaswift.tasks.train import Training, sft_loss, sum_over_ranks, train_step
+from megaswift.templates.layout import Batch, Layout
+from megatron.core import parallel_state
+
+from tests.layouts import reference as ref
+
+
+def options_of(job: dict) -> SftOptions:
+    settings = {
+        "lr": ref.LR,
+        "lr_decay_style": "constant",
+        "weight_decay": ref.WEIGHT_DECAY,
+        "adam_eps": ref.EPS,
+        "clip_grad": ref.CLIP,
+        "micro_batch_size": 1,
+        "use_distributed_optimizer": False,
+    }
+    unknown = job["options"].keys() - {field.name for field in fields(SftOptions)}
+    assert not unknown, unknown
+    return SftOptions(**settings | job["options"])
+
+
+def open_model(job: dict, options: SftOptions) -> Model:
+    folder = Path(job["model"])
+    model = build_model(read_config(folder), options, torch.float32)
+    load_weights(model.chunks, read_config(folder), folder)
+    return model
+
+
+def open_training(model: Model, options: SftOptions) -> Training:
+    chunks = wrap_for_data_parallelism(model, options)
+    optimizer = build_optimizer(model, chunks, options, options, options.lr)
+    schedule = build_schedule(optimizer, options, options.weight_decay, ref.STEPS)
+    return Training(model, chunks, optimizer, schedule, options.clip_grad)
+
+
+def batches_of(step: int, options: SftOptions) -> list[Batch]:
+    """This rank's share of a step's samples, laid out as the options say."""
+    packs = ref.samples(step)
+    loss_tokens = float(sum(weights[1:].sum() for pack in packs for _, weights in pack))
+    mine = packs[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    if not options.padding_free:
+        mine = [[document] for pack in mine for document in pack]  # a row each
+    layout = Layout(
+        padding_free=options.padding_free,
+        pack_length=ref.PACK if options.packing else None,
+        length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )
+    size = options.micro_batch_size
+    length = None if options.padding_free else 40
+    return [layout.batch(mine[i : i + size], loss_tokens, length) for i in range(0, len(mine), size)]
+
+
+def plant(fault: str | None, model: Model) -> None:
+    """A fault on purpose, which the comparison must see."""
+    if fault == "leak":  # documents see the ones before them
+        original = type(model).documents
+        model.documents = lambda ids, ends, longest: original(model, ids, ends[[0, -1]], int(ends[-1]))  # type: ignore[method-assign]
+    elif fault == "rope":
+        model.frequencies.zero_()
+    elif fault == "norms":
+        for chunk in model.chunks:
+            for layer in chunk.decoder.layers:
+                a, b = layer.input_layernorm.weight, layer.pre_mlp_layernorm.weight
+                a.data, b.data = b.data.clone(), a.data.clone()
+    elif fault == "scale":
+        for chunk in model.chunks:
+            for layer in chunk.decoder.layers:
+                layer.self_attention.core_attention.softmax_scale = 0.2
+    elif fault == "shard":  # one rank's columns out of place
+        for chunk in model.chunks:
+            for layer in chunk.decoder.layers:
+                weight = layer.self_attention.linear_proj.weight
+                weight.data = weight.data.roll(1, dims=1)
+    elif fault is not None:
+        raise ValueError(fault)
+
+
+def run(job: dict) -> dict:
+    options = options_of(job)
+    initialize(options, seed=7)
+    model = open_model(job, options)
+    plant(job.get("planted"), model)
+    training = open_training(model, options)
+    losses, norms = [], []
+    for step in range(job.get("steps", ref.STEPS)):
+        metrics, norm = train_step(training, batches_of(step, options), sft_loss, step)
+        losses.append(sum_over_ranks(metrics, ["loss"])[0]["loss"])
+        norms.append(norm)
+    if options.overlap_param_gather:
+        for chunk in training.chunks:
+            chunk.disable_forward_pre_hook()
+    if job.get("save"):
+        from megaswift.bridge.save import save_weights
+
+        destination = Path(job["save"])
+        if dist.get_rank() == 0:
+            destination.mkdir(parents=True)
+        dist.barrier()
+        config = read_config(Path(job["model"]))
+        save_weights(
+            model.chunks, config, Path(job["model"]), destination, dtype=torch.float32, max_shard_bytes=200_000
+        )
+    return {"losses": losses, "grad_norms": norms}
+
+
+def close() -> None:
+    from megatron.core.tensor_parallel import random as parallel_random
+
+    parallel_state.destroy_model_parallel()
+    parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+
+
+def main() -> None:
+    jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    for job in jobs:
+        try:
+            results[job["name"]] = run(job)
+        except Exception:
+            results[job["name"]] = {"error": f"rank {dist.get_rank()}:\n{traceback.format_exc()}"}
+        if "error" in results[job["name"]] and dist.get_world_size() > 1:
+            # The other ranks wait in a collective: stop the launch here, with what there is.
+            Path(sys.argv[2]).write_text(json.dumps(results))
+            os._exit(1)
+        close()
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
