@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .families import family_of
-from .rows import Architecture, Entry, Key, part_lengths, table, window
+from .rows import Architecture, Entry, Key, table, window
 from .safetensors_io import SafetensorsFolder
 from .tensors import expected, held, split_of
 
@@ -30,22 +30,25 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     for key, tensor in tensors.items():
         entry = entries[key]
         ranks, rank = split_of(key, entry)
-        dim = entry.kind.dim or 0
-        size = tensor.shape[dim]
-        spans = entry.kind.spans(size * ranks, ranks, architecture)
-        for name, length in zip(entry.hf, part_lengths(spans, len(entry.hf)), strict=True):
-            shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
-            if source.tensors[name].shape != shape:
-                raise ValueError(
-                    f"{source.tensors[name].file}: {name} has shape {list(source.tensors[name].shape)}, and by "
-                    f"config.json it has {list(shape)}. Do weights and config.json belong together?"
-                )
+        spans = entry.spans(tensor.shape, ranks, architecture)
+        _check_shapes(source, entry.shapes(tensor.shape, spans))
+        dim, size = entry.dim, tensor.shape[entry.dim]
         for at, (part, start, stop) in window(spans, rank * size, (rank + 1) * size):
             target = tensor.narrow(dim, at, stop - start)
             if part is None:
                 target.zero_()  # padding of the vocabulary
             else:
                 target.copy_(source.read(entry.hf[part], dim, start, stop))
+
+
+def _check_shapes(source: SafetensorsFolder, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        stored = source.tensors[name]
+        if stored.shape != shape:
+            raise ValueError(
+                f"{stored.file}: {name} has shape {list(stored.shape)}, and by config.json it has {list(shape)}. "
+                "Do weights and config.json belong together?"
+            )
 
 
 def _check_names(source: SafetensorsFolder, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:

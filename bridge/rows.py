@@ -5,7 +5,7 @@ of the other, as a list of spans, which every direction reads: loading takes the
 just those slices, saving puts the windows of all ranks end to end and cuts the spans out again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,8 +118,27 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
+    """A row at one layer and expert."""
+
     kind: Kind
     hf: tuple[str, ...]  # a name for each part of the kind
+
+    @property
+    def dim(self) -> int:
+        return self.kind.dim or 0
+
+    def spans(self, shard: Sequence[int], ranks: int, architecture: Architecture) -> list[Span]:
+        """The spans of the whole tensor, of which a rank's shard has shape `shard`."""
+        return self.kind.spans(shard[self.dim] * ranks, ranks, architecture)
+
+    def shapes(self, shard: Sequence[int], spans: Iterable[Span]) -> dict[str, tuple[int, ...]]:
+        """The shapes of the Hugging Face tensors that `spans` make, by name."""
+        lengths = [0] * len(self.hf)
+        for part, _, stop in spans:
+            if part is not None:
+                lengths[part] = max(lengths[part], stop)
+        before, after = tuple(shard[: self.dim]), tuple(shard[self.dim + 1 :])
+        return {name: (*before, length, *after) for name, length in zip(self.hf, lengths, strict=True)}
 
 
 EMBEDDING = Key("embedding.word_embeddings.weight")
@@ -153,12 +172,3 @@ def window(spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, 
         if low < high:
             yield low - start, Span(part, first + low - at, first + high - at)
         at += last - first
-
-
-def part_lengths(spans: Iterable[Span], parts: int) -> list[int]:
-    """How long each of a row's Hugging Face tensors is along the split dimension."""
-    lengths = [0] * parts
-    for part, _, stop in spans:
-        if part is not None:
-            lengths[part] = max(lengths[part], stop)
-    return lengths
