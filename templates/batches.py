@@ -1,0 +1,222 @@
+"""Which samples each rank sees in each step, and the processes that lay them out ahead of time.
+
+The plan is a pure function of the table of lengths, the seed and the step: every rank computes the same one, none asks
+another, and a run continues at any step by starting there.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import count, islice, product
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .layout import Batch, Layout, Sample
+from .packing import pack
+from .store import TokenStore
+from .streaming import StreamedBatches, TokenStream
+
+
+class Batches:
+    """The micro batches of one data-parallel rank (and of one rank of its context-parallel group).
+
+    `store` is what `prepare` gives. `max_length` is the length of a pack. `length_multiple` divides the local length of
+    every row; `equal_lengths` pads the rows of all micro batches of a step to the longest of them.
+    With a stream, `loss_tokens` counts this rank's share alone (`loss_tokens_are_local`): the trainer adds it up.
+    Raises ValueError where the sizes do not fit together, naming the flags.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore | TokenStream,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        context_parallel_rank: int = 0,
+        context_parallel_size: int = 1,
+        length_multiple: int = 1,
+        equal_lengths: bool = False,
+        packing: bool = False,
+        padding_free: bool = True,
+        max_length: int | None = None,
+        shuffle: bool = True,
+        seed: int = 42,
+        num_workers: int = 0,
+        pad_token_id: int = 0,
+    ):
+        if global_batch_size % (micro_batch_size * data_parallel_size):
+            raise ValueError(
+                f"--global_batch_size {global_batch_size} must be a multiple of --micro_batch_size {micro_batch_size} x "
+                f"{data_parallel_size} data-parallel ranks = {micro_batch_size * data_parallel_size}"
+            )
+        if packing and not padding_free:
+            raise ValueError("--packing true lays documents end to end, which --padding_free false forbids: drop one")
+        if packing and not max_length:
+            raise ValueError("--packing true needs the length of a pack: give --packing_length or --max_length")
+        self.layout = Layout(
+            padding_free=padding_free,
+            pack_length=max_length if packing else None,
+            length_multiple=length_multiple,
+            context_parallel_rank=context_parallel_rank,
+            context_parallel_size=context_parallel_size,
+            pad_token_id=pad_token_id,
+        )
+        if packing and max_length % self.layout.row_multiple:
+            raise ValueError(
+                f"--packing_length (or --max_length) {max_length} must be a multiple of {self.layout.row_multiple}, by "
+                f"--context_parallel_size {context_parallel_size} and sequence parallelism: "
+                f"take {-(-max_length // self.layout.row_multiple) * self.layout.row_multiple}"
+            )
+        self.num_workers = num_workers
+        self.micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
+        self.loss_tokens_are_local = isinstance(store, TokenStream)
+        if isinstance(store, TokenStream):
+            if equal_lengths and not packing:
+                raise ValueError("--streaming true with pipeline parallelism needs --packing true: rows of one length")
+            self.steps_per_epoch = None
+            self.plan = StreamedBatches(
+                store, self.layout, micro_batch_size, data_parallel_rank, data_parallel_size, shuffle, seed
+            )
+        else:
+            self.plan = PlannedBatches(
+                store, self.layout, micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size,
+                equal_lengths, shuffle, seed,
+            )  # fmt: skip
+            self.steps_per_epoch = self.plan.steps_per_epoch
+
+    @property
+    def padding_share(self) -> float | None:
+        """Share of the tokens of the first epoch, over all ranks, that are padding. None for a stream."""
+        return None if isinstance(self.plan, StreamedBatches) else self.plan.padding_share()
+
+    def steps(self, start: int = 0) -> Iterator[list[Batch]]:
+        """Optimizer steps from number `start` on, without end: this rank's micro batches of each."""
+        if isinstance(self.plan, StreamedBatches):
+            # The only way to a place in a stream is through it.
+            yield from islice(self._stream(self.plan), start, None)
+        else:
+            yield from self._load(
+                self.plan, ((step, m, False) for step in count(start) for m in range(self.micro_batches))
+            )
+
+    def once(self) -> Iterator[list[Batch]]:
+        """Every sample exactly once, in order. The last global batch is filled up with rows of weight 0."""
+        if isinstance(self.plan, StreamedBatches) or self.steps_per_epoch is None:
+            raise ValueError("a stream has no end: evaluate on a --val_dataset, which is never streamed")
+        yield from self._load(self.plan, product(range(self.steps_per_epoch), range(self.micro_batches), [True]))
+
+    def _load(self, plan: "PlannedBatches", numbers: Iterable[tuple[int, int, bool]]) -> Iterator[list[Batch]]:
+        loader = iter(self._loader(plan, sampler=numbers))
+        while step := list(islice(loader, self.micro_batches)):
+            yield step
+
+    def _stream(self, stream: StreamedBatches) -> Iterator[list[Batch]]:
+        loader = iter(self._loader(stream))
+        while True:
+            step = list(islice(loader, self.micro_batches))
+            loss_tokens = sum(batch.loss_tokens for batch in step)
+            for batch in step:
+                batch.loss_tokens = loss_tokens
+            yield step
+
+    def _loader(self, dataset: Dataset, sampler: Iterable | None = None) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own: the loader must not move the model's random numbers
+        )
+
+
+class PlannedBatches(Dataset):
+    """Micro batches by number, from a store whose lengths are known. Epochs run on without a gap between them."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        layout: Layout,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        equal_lengths: bool,
+        shuffle: bool,
+        seed: int,
+    ):
+        if len(store) == 0:
+            raise ValueError("the dataset holds no sample")
+        self.store, self.layout, self.equal_lengths = store, layout, equal_lengths
+        self.global_batch_size = global_batch_size
+        self.shape = (-1, data_parallel_size, micro_batch_size)  # micro batches, ranks, samples
+        self.rank = data_parallel_rank
+        self.packs = None
+        self.sample_lengths, self.sample_weights = layout.padded(store.lengths), store.weights
+        if layout.pack_length:
+            self.packs = pack(self.sample_lengths, layout.pack_length, seed)
+            self.sample_weights = np.add.reduceat(store.weights[self.packs.items], self.packs.starts[:-1])
+            self.sample_lengths = np.full(len(self.packs), layout.pack_length)
+        self.shuffle, self.seed = shuffle, seed
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch at hand and its order
+
+    @property
+    def samples(self) -> int:
+        return len(self.sample_lengths)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch_size)
+
+    def __getitem__(self, number: tuple[int, int, bool]) -> Batch:
+        step, micro_batch, once = number
+        samples = self._samples(step, once)  # [global batch]
+        mine = samples.reshape(self.shape)[:, self.rank]  # [micro batches, samples of one]
+        lengths = self.layout.row_length(self._lengths(mine))  # [micro batches]
+        return self.layout.batch(
+            [self._sample(i) for i in mine[micro_batch].tolist()],
+            loss_tokens=float(self.sample_weights[samples[samples >= 0]].sum()),
+            row_length=int(lengths.max() if self.equal_lengths else lengths[micro_batch]),
+        )
+
+    def padding_share(self) -> float:
+        samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
+        samples[samples >= 0] = self.order(0)[samples[samples >= 0]]
+        micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
+        rows = self.layout.row_length(self._lengths(micro_batches))
+        if self.equal_lengths:
+            rows = np.broadcast_to(rows.max(1, keepdims=True), rows.shape)
+        filled = (micro_batches >= 0).any(-1)  # rows without any sample are an evaluation's, not training's
+        total = rows[filled].sum() * (1 if self.layout.padding_free else self.shape[-1])
+        return 1 - self.store.lengths.sum() / total
+
+    def _samples(self, step: int, once: bool) -> np.ndarray:
+        """Numbers of the samples of a global batch, -1 for a filler: [global batch]."""
+        places = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        if once:
+            return np.where(places < self.samples, places, -1)
+        epochs, places = np.divmod(places, self.samples)
+        return np.concatenate([self.order(int(e))[places[epochs == e]] for e in np.unique(epochs)])
+
+    def order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.samples)
+        if self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+        return self._order[1]
+
+    def _lengths(self, samples: np.ndarray) -> np.ndarray:
+        return np.where(samples >= 0, self.sample_lengths[samples], self.layout.pack_length or 0)
+
+    def _sample(self, number: int) -> Sample:
+        if number < 0:
+            return []
+        documents = [number] if self.packs is None else self.packs[number].tolist()
+        return [self.store.row(document) for document in documents]
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

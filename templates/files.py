@@ -1,0 +1,386 @@
+"""Where rows come from: files, folders and hubs, behind one small interface.
+
+A source knows its number of rows and a fingerprint of its content, gives rows by number, and runs through all of them once
+for streaming. Fingerprints and row counts of files are kept beside the token cache, so that a large file is read for them
+once only.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .encode import Row
+from .store import cache_root
+
+EXTENSIONS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+BLOCK = 1 << 26  # bytes of a file to look at at a time
+
+
+class Source(ABC):
+    """A dataset. Reading raises ValueError, naming the file and the line, where it is broken."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        """The rows of these numbers, which are sorted."""
+
+    @abstractmethod
+    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+        """Every `shares`-th row from number `share` on, in order, with as little work on the others as can be."""
+
+
+class File(Source):
+    """A file on disk. `parse` is what differs: all rows, in order, as (line to name, columns)."""
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, str(path)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        stat = self.path.stat()
+        key = hashlib.blake2b(f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16)
+        memo = cache_root() / "files" / f"{key.hexdigest()}.json"
+        try:
+            return json.loads(memo.read_text())
+        except (OSError, ValueError):
+            pass
+        with self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        facts = {"fingerprint": digest.hexdigest() + self.path.suffix, "rows": self.count()}
+        if (
+            time.time_ns() - stat.st_mtime_ns > 2e9
+        ):  # a file still being written may change again within the clock's tick
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            beside = memo.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps(facts))
+            beside.rename(memo)
+        return facts
+
+    @property
+    def fingerprint(self) -> str:
+        return self._facts["fingerprint"]
+
+    def __len__(self) -> int:
+        return self._facts["rows"]
+
+    def count(self) -> int:
+        return len(self._all)
+
+    @abstractmethod
+    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]: ...
+
+    @cached_property
+    def _all(self) -> list[tuple[int, dict[str, Any]]]:
+        return list(self.parse())
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for number in numbers.tolist():
+            line, row = self._all[number]
+            yield number, f"{self.name} line {line}", row
+
+    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+        for number, (line, row) in enumerate(self.parse()):
+            if number % shares == share:
+                yield number, f"{self.name} line {line}", row
+
+
+class Lines(File):
+    """One row in each line that is not blank: JSON, or plain text."""
+
+    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]]):
+        super().__init__(path)
+        self.read = read
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """Of each line that is not blank: where it starts, where it ends, its number from 1. [rows, 3]"""
+        data = np.memmap(self.path, np.uint8, mode="r") if self.path.stat().st_size else np.empty(0, np.uint8)
+        ends = [np.flatnonzero(data[at : at + BLOCK] == ord("\n")) + at for at in range(0, len(data), BLOCK)]
+        ends = np.concatenate([*ends, [len(data)]]).astype(np.int64)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        index = np.stack([starts, ends, np.arange(1, len(ends) + 1)], axis=1)
+        short = index[:, 1] - index[:, 0] < 16
+        blank = [i for i in np.flatnonzero(short).tolist() if not bytes(data[starts[i] : ends[i]]).strip()]
+        return np.delete(index, blank, axis=0)
+
+    def count(self) -> int:
+        return len(self._index)
+
+    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        raise NotImplementedError  # `rows` and `stream` read single lines
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        with self.path.open("rb") as file:
+            for number, (start, end, line) in zip(numbers.tolist(), self._index[numbers].tolist(), strict=True):
+                file.seek(start)
+                yield number, f"{self.name} line {line}", self._line(file.read(end - start), line)
+
+    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+        number = -1
+        with self.path.open("rb") as file:
+            for line, text in enumerate(file, 1):
+                if text.strip():
+                    number += 1
+                    if number % shares == share:
+                        yield number, f"{self.name} line {line}", self._line(text, line)
+
+    def _line(self, text: bytes, line: int) -> dict[str, Any]:
+        try:
+            row = self.read(text.decode("utf-8-sig" if line == 1 else "utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.name} line {line} is not JSON: {error.msg} at column {error.colno}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.name} line {line} is not UTF-8: {error.reason}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{self.name} line {line} is a {type(row).__name__}, where an object is expected")
+        return row
+
+
+class JsonArray(File):
+    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        try:
+            rows = json.loads(self.path.read_text(encoding="utf-8-sig"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.name} line {error.lineno} is not JSON: {error.msg}") from error
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{self.name}: element {number} is a {type(row).__name__}, where an object is expected"
+                )
+            yield number, row
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for number, place, row in super().rows(numbers):
+            yield number, place.replace(" line ", " element "), row
+
+
+class Csv(File):
+    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        csv.field_size_limit(1 << 30)
+        with self.path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            try:
+                for row in reader:
+                    if None in row or None in row.values():
+                        raise ValueError(
+                            f"{self.name} line {reader.line_num} has not as many fields as the header, "
+                            f"{len(reader.fieldnames or [])}"
+                        )
+                    yield reader.line_num, row
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(f"{self.name} line {reader.line_num + 1} is not CSV: {error}") from error
+
+
+class Parquet(File):
+    """Read by row groups, of which the last one read is kept."""
+
+    @cached_property
+    def _file(self):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.ParquetFile(self.path, memory_map=True)
+        except pa.ArrowException as error:
+            raise ValueError(f"{self.name} is not Parquet: {error}") from error
+
+    def count(self) -> int:
+        return self._file.metadata.num_rows
+
+    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        number = 0
+        for batch in self._file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+        starts = np.cumsum([0, *sizes])
+        for group in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
+            inside = numbers[(numbers >= starts[group]) & (numbers < starts[group + 1])]
+            rows = self._group(group).take(inside - starts[group]).to_pylist()
+            for number, row in zip(inside.tolist(), rows, strict=True):
+                yield number, f"{self.name} row {number + 1}", row
+
+    def _group(self, number: int):
+        if getattr(self, "_kept", (None,))[0] != number:
+            self._kept = number, self._file.read_row_group(number)
+        return self._kept[1]
+
+
+class Joined(Source):
+    """Several sources one after another."""
+
+    def __init__(self, name: str, sources: list[Source]):
+        self.name, self.sources = name, sources
+
+    @property
+    def fingerprint(self) -> str:
+        return " ".join(source.fingerprint for source in self.sources)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0] + [len(source) for source in self.sources])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
+            inside = numbers[(numbers >= start) & (numbers < stop)] - start
+            for number, place, row in source.rows(inside) if len(inside) else ():
+                yield number + int(start), place, row
+
+    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+        for source in self.sources:
+            yield from source.stream(share, shares)
+
+
+class HubDataset(Source):
+    """A datasets.Dataset, or (for `stream` alone) a datasets.IterableDataset."""
+
+    def __init__(self, name: str, dataset):
+        self.name, self.dataset = name, dataset
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset._fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for number, row in zip(numbers.tolist(), self.dataset.select(numbers), strict=True):
+            yield number, f"{self.name} row {number + 1}", row
+
+    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+        for number, row in enumerate(self.dataset):
+            if number % shares == share:
+                yield number, f"{self.name} row {number + 1}", row
+
+
+def open_source(name: str, *, use_hf: bool = False, hub_token: str | None = None, streaming: bool = False) -> Source:
+    """The dataset that `name` (of --dataset, without its `#rows`) means. Raises ValueError naming the cure."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    if path.suffix.lower() in EXTENSIONS or name.startswith(("/", ".", "~")):
+        raise ValueError(f"--dataset {name}: there is no such file or folder (seen from {Path.cwd()})")
+    return HubDataset(name, _from_hub(name, use_hf, hub_token, streaming))
+
+
+def _file(path: Path) -> File:
+    match path.suffix.lower():
+        case ".jsonl":
+            return Lines(path, json.loads)
+        case ".json":
+            return JsonArray(path) if _first_character(path) == b"[" else Lines(path, json.loads)
+        case ".csv":
+            return Csv(path)
+        case ".parquet":
+            return Parquet(path)
+        case ".txt":
+            return Lines(path, lambda text: {"text": text.rstrip("\r\n")})
+    raise ValueError(f"--dataset {path}: unknown kind of file {path.suffix!r}; known: {' '.join(EXTENSIONS)}")
+
+
+def _first_character(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def _folder(path: Path) -> Source:
+    if (path / "state.json").is_file():  # written by datasets' save_to_disk
+        import datasets
+
+        return HubDataset(str(path), datasets.load_from_disk(str(path)))
+    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS and file.is_file()]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise ValueError(f"--dataset {path}: the folder holds no data file ({' '.join(EXTENSIONS)})")
+    return Joined(str(path), [_file(file) for file in files])
+
+
+def _from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
+    """The training split of `id` or `id:subset`, of Hugging Face (or hf::id) or of ModelScope (or ms::id)."""
+    hub, _, rest = name.rpartition("::")
+    repository, _, subset = rest.partition(":")
+    if hub == "hf" or (use_hf and hub != "ms"):
+        return _train_split(name, _from_hugging_face(name, repository, subset or None, token, streaming))
+    try:
+        from modelscope import MsDataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError(
+            f"--dataset {name}: there is no such file or folder, and to take it as a ModelScope id the package modelscope "
+            "is needed: pip install modelscope, or give --use_hf true to take it from Hugging Face"
+        ) from error
+    try:
+        dataset = MsDataset.load(repository, subset_name=subset or "default", split="train", use_streaming=streaming)
+    except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
+        raise ValueError(f"--dataset {name}: ModelScope did not give it: {error}") from error
+    return dataset.to_hf_dataset() if hasattr(dataset, "to_hf_dataset") else dataset
+
+
+def _from_hugging_face(name: str, repository: str, subset: str | None, token: str | None, streaming: bool):
+    import datasets
+
+    try:
+        return datasets.load_dataset(repository, subset, token=token, streaming=streaming)
+    except Exception as error:  # as above
+        raise ValueError(
+            f"--dataset {name}: there is no such file or folder, and Hugging Face did not give it: {error}"
+        ) from error
+
+
+def _train_split(name: str, splits):
+    if "train" in splits:
+        return splits["train"]
+    if len(splits) == 1:
+        return next(iter(splits.values()))
+    raise ValueError(
+        f"--dataset {name} has no split `train`, only {', '.join(splits)}: save the one that you want to a file"
+    )
+
+
+def split_count(name: str) -> tuple[str, int | None]:
+    """`name#500` -> (name, 500). Raises ValueError where what follows # is no number of rows."""
+    path, hash_sign, count = name.rpartition("#")
+    if not hash_sign or Path(name).exists():
+        return name, None
+    if not count.isdecimal() or int(count) == 0:
+        raise ValueError(f"--dataset {name}: after # a number of rows is expected, as in {path}#500")
+    return path, int(count)
+
+
+def require_rows(source: Source) -> None:
+    if len(source) == 0:
+        raise ValueError(f"--dataset {source.name} is empty: it holds no row")
+
+
+def sources(names: Iterable[str], **hub: Any) -> list[tuple[Source, int | None]]:
+    """The datasets of --dataset, each with the number of rows to take of it (None: all)."""
+    opened = []
+    for name in names:
+        path, count = split_count(name)
+        opened.append((open_source(path, **hub), count))
+    return opened

@@ -1,0 +1,218 @@
+"""A row of a dataset, in any of the usual formats -> one conversation, or one text.
+
+The format is found by the columns:
+- `messages` (role, content) or `conversations` (sharegpt: from, value; or pairs of human, assistant)
+- `instruction`, `input`, `output`
+- `query`, `response` and their aliases, with `history` and `system`
+- `text`: plain text, for pre-training
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Stage = Literal["sft", "pt"]
+
+QUERY = ("query", "prompt", "input", "instruction", "question", "problem")
+RESPONSE = ("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution", "completion")
+TEXT = ("text", "content")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "tool_call": "tool_call", "function_call": "tool_call",
+    "tool": "tool", "tool_response": "tool", "function_response": "tool", "observation": "tool", "function": "tool",
+}  # fmt: skip
+KNOWN = (
+    "messages; conversations; query + response (+ history, system; or "
+    f"{', '.join(QUERY[1:])} + {', '.join(RESPONSE[1:])}); instruction + input + output; for pt also: text"
+)
+
+
+class UnusableRow(ValueError):
+    """Why a row cannot be used. Rows of one message are counted together, so it names no row and quotes little of it."""
+
+
+@dataclass
+class Conversation:
+    """What the chat template is given, and how much each message is trained on (None: as --loss_scale says)."""
+
+    messages: list[dict[str, Any]]
+    weights: list[float | None]
+    tools: list[dict] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def to_text(row: dict[str, Any]) -> str:
+    """The text of a row for pre-training: plain text, or messages with a single one of the assistant."""
+    row = _present(row)
+    for column in (*TEXT, *(RESPONSE if not any(column in row for column in QUERY) else ())):
+        if column in row:
+            return _string(row[column], column)
+    if messages := _message_list(row):
+        roles = [_role(message) for message in messages]
+        if roles != ["assistant"]:
+            raise UnusableRow(
+                f"pre-training takes plain text, and this row has messages of {', '.join(dict.fromkeys(roles))}: "
+                "use megatron sft, with --loss_scale all to train on every token"
+            )
+        return _content(messages[0])
+    raise UnusableRow(_unknown_format(row, "pt takes a column `text`, or messages with a single one of the assistant"))
+
+
+def to_conversation(row: dict[str, Any], *, answered: bool = True) -> Conversation:
+    """The conversation of a row for fine-tuning; with `answered` false, a row to answer may end with the user."""
+    row = _present(row)
+    for column in MEDIA:
+        if row.get(column):
+            raise UnusableRow(f"it has {column}, and this version trains on text only")
+    if messages := _message_list(row):
+        conversation = _from_messages(messages)
+    elif "instruction" in row and "input" in row and (response := _first(row, RESPONSE)) is not None:
+        query = "\n".join(part for part in (str(row["instruction"]), str(row["input"])) if part)
+        conversation = _from_turns([], query, response)
+    elif (query := _first(row, QUERY)) is not None and (response := _first(row, RESPONSE)) is not None:
+        conversation = _from_turns(_json(row.get("history"), "history") or [], query, response)
+    elif query is not None and not answered:
+        conversation = _from_turns(_json(row.get("history"), "history") or [], query, "")
+        del conversation.messages[-1], conversation.weights[-1]
+    elif any(column in row for column in TEXT):
+        raise UnusableRow("it is plain text, which has no turns: use megatron pt")
+    else:
+        raise UnusableRow(_unknown_format(row, f"known formats: {KNOWN}"))
+    if row.get("system") and conversation.messages[0]["role"] != "system":
+        conversation.messages.insert(0, {"role": "system", "content": _string(row["system"], "system")})
+        conversation.weights.insert(0, None)
+    if answered and not any(message["role"] == "assistant" for message in conversation.messages):
+        raise UnusableRow("the assistant says nothing in it")
+    if tools := _json(row.get("tools"), "tools"):
+        conversation.tools = [_json(tool, "tools") for tool in tools]
+    conversation.template_kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    return conversation
+
+
+def _present(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that hold something: Arrow and CSV fill what a row does not have with nulls."""
+    return {column: value for column, value in row.items() if value is not None}
+
+
+def _first(row: dict[str, Any], columns: tuple[str, ...]) -> str | None:
+    return next((_string(row[column], column) for column in columns if column in row), None)
+
+
+def _string(value: Any, column: str) -> str:
+    if isinstance(value, int | float):
+        return str(value)
+    if not isinstance(value, str):
+        raise UnusableRow(f"its {column} is a {type(value).__name__}, where text is expected")
+    return value
+
+
+def _json(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value:
+        return None
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UnusableRow(f"its {column} is not JSON") from error
+
+
+def _message_list(row: dict[str, Any]) -> list[dict] | None:
+    for column in ("messages", "conversations", "conversation"):
+        if column in row:
+            messages = _json(row[column], column)
+            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+                raise UnusableRow(f"its {column} is no list of messages")
+            if not messages:
+                raise UnusableRow(f"its {column} is empty")
+            return _pairs(messages)
+    return None
+
+
+def _pairs(messages: list[dict]) -> list[dict]:
+    """[{"human": ..., "assistant": ...}, ...] as messages; others as they are."""
+    if not all({"human", "assistant"} <= message.keys() for message in messages):
+        return messages
+    return [{"role": role, "content": pair[role]} for pair in messages for role in ("human", "assistant")]
+
+
+def _role(message: dict) -> str:
+    role = message.get("role") or message.get("from")
+    if role not in ROLES:
+        raise UnusableRow(f"a message has the role {role!r}; known: {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def _content(message: dict) -> str:
+    content = message["content"] if message.get("content") is not None else message.get("value")
+    if isinstance(content, list):  # OpenAI's content blocks
+        if other := [block.get("type") for block in content if block.get("type") != "text"]:
+            raise UnusableRow(f"a message has {other[0]} content, and this version trains on text only")
+        return "".join(_string(block.get("text"), "text") for block in content)
+    if content is None:
+        if not message.get("tool_calls"):
+            raise UnusableRow("a message has no content")
+        return ""
+    return _string(content, "content")
+
+
+def _from_turns(history: list, query: str, response: str) -> Conversation:
+    messages = []
+    for turn in [*history, (query, response)]:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise UnusableRow("its history is no list of [query, response]")
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
+    return _from_messages(messages)
+
+
+def _from_messages(rows: list[dict]) -> Conversation:
+    messages: list[dict[str, Any]] = []
+    weights: list[float | None] = []
+    for row in rows:
+        role, weight = _role(row), _weight(row)
+        if role == "tool_call":
+            call = {"type": "function", "function": _call(_json(_content(row), "tool_call"))}
+            if messages and messages[-1]["role"] == "assistant":  # one turn, of text and of one call or more
+                messages[-1].setdefault("tool_calls", []).append(call)
+                weights[-1] = weight if weights[-1] is None else weights[-1]
+                continue
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        else:
+            message = {"role": role, "content": _content(row)}
+            if calls := _json(row.get("tool_calls"), "tool_calls"):
+                message["tool_calls"] = [{**call, "function": _call(call.get("function", call))} for call in calls]
+            for key in ("reasoning_content", "name", "tool_call_id"):
+                if row.get(key) is not None:
+                    message[key] = row[key]
+        messages.append(message)
+        weights.append(weight)
+    return Conversation(messages, weights)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A function call with its arguments as a dict: the one form that every chat template takes."""
+    if not isinstance(call, dict) or "name" not in call:
+        raise UnusableRow("a tool call has no name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            pass  # some models write free text there
+    return {"name": call["name"], "arguments": arguments}
+
+
+def _weight(message: dict) -> float | None:
+    loss = message.get("loss") if message.get("loss") is not None else message.get("loss_scale")
+    if loss is None:
+        return None
+    if not isinstance(loss, int | float) or loss < 0:
+        raise UnusableRow(f"a message's loss is {loss!r}; true, false or a weight is expected")
+    return float(loss)
+
+
+def _unknown_format(row: dict[str, Any], known: str) -> str:
+    return f"no known format: its columns are {', '.join(row) or 'none'}; {known}; --columns renames columns"

@@ -1,0 +1,259 @@
+"""--dataset and the options -> token stores, and what a user should know about them before training."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from .encode import Encoder
+from .files import Source, sources
+from .formats import Stage
+from .options import PrepareOptions
+from .packing import pack
+from .report import describe_packs, describe_source, describe_store, marked
+from .store import Refusals, TokenFile, TokenStore, cache_root, open_or_build, record_batch
+from .streaming import TokenStream
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 500  # rows that a process tokenises at a time
+
+
+@dataclass
+class Prepared:
+    """What `prepare` gives: the samples to train on and, where there are, to evaluate on."""
+
+    train: TokenStore | TokenStream
+    val: TokenStore | None
+    _describe: Callable[[], str]
+
+    @cached_property
+    def report(self) -> str:
+        """For the log: rows used and left out, tokens, the shares trained on and of padding, the first sample."""
+        return self._describe()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows that are taken of a source."""
+
+    source: Source
+    file: TokenFile  # of these rows, or of these and more
+    rows: np.ndarray  # int64, distinct and sorted
+    total: int  # how many to take: beyond their number they repeat
+
+    def documents(self, random: np.random.Generator) -> np.ndarray:
+        """Numbers of the documents in the file."""
+        times, rest = divmod(self.total, max(len(self.rows), 1))
+        some = random.permutation(self.rows)[:rest]
+        numbers = [np.flatnonzero(np.isin(self.file.rows, self.rows))] * times
+        return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, some))])
+
+    def split(self, ratio: float, random: np.random.Generator) -> "tuple[_Part, _Part]":
+        """Two parts that share no row; the second has about `ratio` of them."""
+        order = random.permutation(self.rows)
+        aside = max(round(len(order) * ratio), 1)
+        first = replace(self, rows=np.sort(order[aside:]), total=self.total - aside)
+        return first, replace(self, rows=np.sort(order[:aside]), total=aside)
+
+
+def prepare(
+    options: PrepareOptions, tokenizer, *, stage: Stage, use_hf: bool = False, hub_token: str | None = None
+) -> Prepared:
+    """Find the tokens of the datasets in the cache, or make them.
+
+    Knows nothing of ranks. Call it on the first rank of each node, then on the others, with load_from_cache_file true:
+    these find what the first has made.
+    Raises ValueError, naming the flag or the file and line, where the options or the data cannot be used, and OSError
+    where the cache cannot be written.
+    """
+    if not options.dataset:
+        raise ValueError("--dataset is missing: give files, folders or hub ids")
+    if not 0 <= options.split_dataset_ratio < 1:
+        raise ValueError(f"--split_dataset_ratio {options.split_dataset_ratio} must be at least 0 and below 1")
+    if options.streaming and options.split_dataset_ratio:
+        raise ValueError("--streaming true cannot split off rows: give --val_dataset, not --split_dataset_ratio")
+    if options.max_length is not None and options.max_length < 2:
+        raise ValueError(f"--max_length {options.max_length} leaves nothing to predict: give at least 2")
+    options = _with_max_length(options)
+    encoder = Encoder(tokenizer, options, stage, options.columns)
+    hub = {"use_hf": use_hf, "hub_token": hub_token}
+    random = np.random.default_rng(options.data_seed)
+
+    val_parts = _parts(options.val_dataset, options, options.val_dataset_shuffle, encoder, hub)
+    if options.streaming:
+        stream = TokenStream(
+            sources(options.dataset, streaming=True, **hub), encoder, options.shuffle_buffer_size, options.strict
+        )
+        val = _store(val_parts, options.val_dataset_shuffle, random) if val_parts else None
+        return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, tokenizer))
+    parts = _parts(options.dataset, options, options.dataset_shuffle, encoder, hub)
+    if options.split_dataset_ratio and not val_parts:
+        pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
+        parts, val_parts = [first for first, _ in pairs], [second for _, second in pairs]
+    train = _store(parts, options.dataset_shuffle, random)
+    val = _store(val_parts, options.val_dataset_shuffle, random) if val_parts else None
+    # The tokenizer's threads have done their work: the loader's forks need not warn of them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, tokenizer))
+
+
+def _with_max_length(options: PrepareOptions) -> PrepareOptions:
+    """A sample must fit into a pack."""
+    if not options.packing:
+        return options
+    if not (options.packing_length or options.max_length):
+        raise ValueError("--packing true needs the length of a pack: give --packing_length or --max_length")
+    pack_length = options.packing_length or options.max_length or 0
+    max_length = options.max_length or pack_length
+    if pack_length < max_length:
+        raise ValueError(f"--packing_length {pack_length} must be at least --max_length {max_length}")
+    return replace(options, max_length=max_length, packing_length=pack_length)
+
+
+def _parts(names: list[str], options: PrepareOptions, shuffle: bool, encoder: Encoder, hub: dict) -> list[_Part]:
+    """The sources with the rows that are taken of each, tokenised."""
+    parts = []
+    for source, wanted in sources(names, **hub):
+        if not (available := len(source)):
+            raise ValueError(f"--dataset {source.name} is empty: it holds no row")
+        total = wanted or available
+        rows = np.arange(min(total, available))
+        if shuffle and total < available:
+            rows = np.sort(np.random.default_rng(options.data_seed).permutation(available)[:total])
+        parts.append(_Part(source, _tokens(source, rows, encoder, options), rows, total))
+    return parts
+
+
+def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: PrepareOptions) -> TokenFile:
+    """The tokens of these rows, from the cache or made now."""
+    name = hashlib.blake2b(f"{source.fingerprint} {encoder.fingerprint}".encode(), digest_size=16)
+    if len(rows) < len(source):
+        name.update(rows.tobytes())
+
+    def build() -> Iterator[tuple[pa.RecordBatch, Refusals]]:
+        logger.info("tokenising %s (%d rows, %d processes)", source.name, len(rows), options.dataset_num_proc)
+        with tqdm(total=len(rows), desc=f"tokenising {Path(source.name).name}", unit="row", disable=None) as progress:
+            for chunk, (batch, refusals) in encode_all(source, rows, encoder, options.dataset_num_proc):
+                _be_strict(refusals, options)
+                progress.update(chunk)
+                yield batch, refusals
+
+    folder = cache_root() / "tokens" / name.hexdigest()
+    file = open_or_build(folder, build, rebuild=not options.load_from_cache_file)
+    _be_strict(file.refusals, options)
+    return file
+
+
+def _be_strict(refusals: Refusals, options: PrepareOptions) -> None:
+    if options.strict and refusals.counts:
+        reason, places = next(iter(refusals.places.items()))
+        raise ValueError(f"{places[0]}: {reason} (--strict true)")
+
+
+def encode_all(
+    source: Source, rows: np.ndarray, encoder: Encoder, processes: int
+) -> Iterator[tuple[int, tuple[pa.RecordBatch, Refusals]]]:
+    """Rows as (how many, (their tokens, those left out)), in order, CHUNK by CHUNK."""
+    chunks = [rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK)]
+    processes = min(processes, len(chunks))
+    if processes <= 1:
+        for chunk in chunks:
+            yield len(chunk), _encode(source, encoder, chunk)
+        return
+    with _tokenizers_parallelism(False):  # forked processes take the cores
+        pool = ProcessPoolExecutor(
+            processes, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(source, encoder)
+        )
+        try:
+            for chunk, result in zip(chunks, pool.map(_work, chunks), strict=True):
+                yield len(chunk), result
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_worker: list = []  # in a worker process: its source and encoder
+
+
+def _start_worker(source: Source, encoder: Encoder) -> None:
+    _worker[:] = source, encoder
+
+
+def _work(chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
+    return _encode(*_worker, chunk)
+
+
+def _encode(source: Source, encoder: Encoder, chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
+    documents, refusals = encoder.encode(source.rows(chunk))
+    return record_batch(documents), refusals
+
+
+@contextmanager
+def _tokenizers_parallelism(wanted: bool):
+    """Whether the tokenizer starts threads of its own; a fork would complain of them."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = str(wanted).lower()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _store(parts: list[_Part], shuffle: bool, random: np.random.Generator) -> TokenStore:
+    starts = np.cumsum([0] + [len(part.file) for part in parts])
+    documents = np.concatenate([part.documents(random) + start for part, start in zip(parts, starts[:-1], strict=True)])
+    if not len(documents):
+        refusals = "\n".join(f"{part.source.name}:\n{part.file.refusals}" for part in parts)
+        raise ValueError(f"no row of --dataset can be used\n{refusals}")
+    return TokenStore([part.file for part in parts], random.permutation(documents) if shuffle else documents)
+
+
+def _describe(
+    options: PrepareOptions,
+    parts: list[_Part],
+    train: TokenStore,
+    val_parts: list[_Part],
+    val: TokenStore | None,
+    tokenizer,
+) -> str:
+    lines = ["Training data:", *_describe_parts(parts), describe_store(train)]
+    if options.packing_length and options.packing:
+        packs = pack(train.lengths, options.packing_length, options.data_seed)
+        lines.append(describe_packs(packs, train.lengths, options.packing_length))
+    elif options.padding_free:
+        lines.append("  laid end to end, without padding")
+    lines += _describe_val(val_parts, val)
+    return "\n".join([*lines, marked(train.row(0), tokenizer)])
+
+
+def _describe_parts(parts: list[_Part]) -> list[str]:
+    return [
+        describe_source(part.source.name, part.total, int(np.isin(part.file.rows, part.rows).sum()), part.file.refusals)
+        for part in parts
+    ]
+
+
+def _describe_val(parts: list[_Part], store: TokenStore | None) -> list[str]:
+    return ["Evaluation data:", *_describe_parts(parts), describe_store(store)] if store else []
+
+
+def _describe_stream(stream: TokenStream, val_parts: list[_Part], val: TokenStore | None, tokenizer) -> str:
+    names = ", ".join(source.name for source, _ in stream.sources)
+    first = next(stream.epoch(), None)
+    if first is None:
+        raise ValueError(f"no row of --dataset {names} can be used: the warnings say why")
+    lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val), marked(first, tokenizer)]
+    return "\n".join(lines)
