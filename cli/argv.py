@@ -26,7 +26,7 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    saves_less: bool = True  # nobody said that optimizer state need not be saved
+    weights_only: bool = False  # the user knows that a checkpoint has no optimizer state: --no_save_optim true
 
 
 def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[Given, str | None]:
@@ -101,7 +101,7 @@ def _take(
         if asked_values and not values:
             return
     if name in SAVED_LATER:
-        given.saves_less &= not (not values or show(values[0]).lower() == "true")
+        given.weights_only |= name == "no_save_optim" and (not values or show(values[0]).lower() == "true")
         return
     if name in NEEDLESS and name not in flags:
         given.notes.append(f"--{asked} is not needed: {NEEDLESS[name]}.")

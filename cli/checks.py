@@ -70,6 +70,8 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
         raise UsageError(f"--model {options.model}: config.json is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UsageError(f"--model {options.model}: config.json holds no JSON object.")
+    if "vision_config" in config or "audio_config" in config:
+        raise UsageError(f"--model {options.model}: this version does not have multimodal models. Give a text model.")
     return config
 
 

@@ -3,16 +3,14 @@
 Knows neither torch nor transformers: `megatron --help` answers at once. Imports what a command needs where it is run.
 """
 
-import hashlib
 import importlib
 import inspect
 import itertools
 import os
 import sys
-import tempfile
+import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -45,6 +43,9 @@ ABOUT = {
     "megatron": "Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs.",
     "swift": "Use and convert what was trained.",
 }
+WEIGHTS_ONLY = (
+    "this version saves weights only, not the optimizer's state; --no_save_optim true says that this is known."
+)
 USAGE = "[CONFIG.yaml] [--flag value ...]"
 
 
@@ -65,8 +66,8 @@ def main(program: str, argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError) as error:  # the rooms raise these, with a cure, for what a user can put right
-        if not _ours(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
+    except Exception as error:
+        if not _for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
             raise
         _say_once(f"error: {error}")
         return 1
@@ -95,6 +96,8 @@ def _main(program: str, argv: list[str]) -> int:
     given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     options, sources = resolve(_options(command), given, filed)
     notes = typed.notes + (filed.notes if filed else [])
+    if program == "megatron" and not (typed.weights_only or (filed and filed.weights_only)):
+        notes.append(WEIGHTS_ONLY)
     start = _start_training if program == "megatron" else _start_here
     return start(command, options, sources, notes, [program, *argv])
 
@@ -211,23 +214,19 @@ def _tell(notes: list[str]) -> None:
 
 
 def _say_once(message: str) -> None:
-    """Print an error; where all processes of a node meet the same one, the first of them alone."""
-    if "LOCAL_RANK" in os.environ:
-        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
-        mark = (
-            Path(tempfile.gettempdir()) / f"megaswift-{os.getppid()}-{os.environ.get('TORCHELASTIC_RUN_ID')}-{digest}"
-        )
-        try:
-            mark.touch(exist_ok=False)
-        except OSError:
-            return
+    """Print an error that perhaps all processes of a node meet at once: the first of them, which then ends, has torchrun
+    end the others before they print it too."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(2)
     print(message, file=sys.stderr, flush=True)
 
 
-def _ours(error: BaseException) -> bool:
-    """Raised by a line of this package (and not by a library that it called)."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("megaswift.")
+def _for_users(error: Exception) -> bool:
+    """Whether the message says all: what a line of ours raised, of a kind that the rooms use for what a user can put
+    right. Set MEGASWIFT_TRACEBACK=1 to see where it came from."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by_us = str(frame.f_globals.get("__name__")).startswith("megaswift.")
+    return raised_by_us and isinstance(error, ValueError | OSError | ImportError | RuntimeError)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ LATER: dict[str, Later] = {
     **_later("a model type as a flag", "The model's config.json says it.", model_type=NEVER),
 }  # fmt: skip
 
-# Accepted with any value: the run says once what is saved.
+# Accepted with any value: a note says what is saved.
 SAVED_LATER = ("no_save_optim", "no_save_rng")
 
 # Flags of `megatron rlhf` that sft and pt do not know.

@@ -40,10 +40,11 @@ class Layout:
         return self.world // (self.expert * self.expert_tensor * self.pipeline)
 
     def __str__(self) -> str:
-        return (
-            f"{self.world} processes = TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
-            f"; experts: EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"
-        )
+        text = f"{self.world} processes = TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
+        if self.expert == self.expert_tensor == 1:
+            return text
+        experts = f"EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"
+        return f"{text}; experts: {experts}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Each pt and sft example of the guide, as a dry run with a small local model and dataset in the place of the hub's."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megaswift.cli.main import main
+
+from .conftest import DENSE, MIXTURE, write_model, write_tokenizer
+
+EXAMPLES = dict(
+    re.findall(
+        r"^## (.+?)\n(.+?)(?=\n## |\Z)", (Path(__file__).parent / "examples.sh").read_text(), re.DOTALL | re.MULTILINE
+    )
+)
+LATER = {
+    "LoRA SFT (Dense Model)": "--tuner_type lora: this version does not have LoRA",
+    "MoE LoRA Training": "--tuner_type lora: this version does not have LoRA",
+}
+MULTIMODAL = "Multimodal SFT (e.g., Qwen3-VL)"
+STEPS = {  # rows / global batch, rounded up; packed: what the packs give
+    "Full Parameter SFT (Dense Model)": (2, "2 processes = TP 2 x PP 1 x CP 1 x DP 1"),
+    "MoE Model SFT (e.g., Qwen3-30B-A3B)": (1, "8 processes = TP 4 x PP 2 x CP 1 x DP 1"),
+    "Pre-training": (1, "8 processes = TP 2 x PP 1 x CP 1 x DP 4"),
+}
+
+
+def parse(name: str) -> tuple[dict[str, str], list[str]]:
+    """Environment and arguments of an example."""
+    lines = [line for line in EXAMPLES[name].splitlines() if not line.startswith("#")]
+    words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    start = words.index("megatron")
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 1 :]
+
+
+def test_the_examples_are_there() -> None:
+    assert set(EXAMPLES) == {*STEPS, *LATER, MULTIMODAL}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_dry_run(name: str, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    environment, words = parse(name)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "model", MIXTURE if "MoE" in name else DENSE)
+    write_tokenizer(model)
+    if words[0] == "pt":
+        rows.write_text("".join(json.dumps({"text": f"A line of text, number {n}."}) + "\n" for n in range(40)))
+    words[words.index("--model") + 1] = str(model)
+    first = words.index("--dataset") + 1
+    last = next(i for i in range(first, len(words)) if words[i].startswith("--"))
+    words[first:last] = [str(rows)] * (last - first)
+
+    code = main("megatron", [*words, "--dry_run", "true"])
+    printed = capsys.readouterr()
+
+    assert code == 0, printed.err
+    steps, layout = STEPS[name]
+    if "--packing" not in words:
+        steps = -(-40 * (last - first) // 16)
+    assert f"steps per epoch   {steps}\n" in printed.out
+    assert layout in printed.out
+    assert f"-m megaswift.cli.main megatron {words[0]}" in printed.out
+    assert f"--nproc_per_node={environment['NPROC_PER_NODE']} " in printed.out
+    assert re.search(r"lr +1e-05   \(command line\)", printed.out)
+    assert "this version saves weights only" not in printed.err  # they say --no_save_optim true
+    assert not (tmp_path / "megatron_output").exists()
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_refused_until_their_feature_is_there(name: str, capsys) -> None:
+    assert main("megatron", [*parse(name)[1], "--dry_run", "true"]) == 2
+    assert LATER[name] in capsys.readouterr().err
+
+
+def test_multimodal_models_are_refused_until_they_are_there(tmp_path: Path, capsys) -> None:
+    words = parse(MULTIMODAL)[1]
+    model = write_model(
+        tmp_path / "model", {"model_type": "qwen3_vl", "text_config": DENSE, "vision_config": {"depth": 2}}
+    )
+    words[words.index("--model") + 1] = str(model)
+    assert main("megatron", [*words, "--dry_run", "true"]) == 2
+    assert f"--model {model}: this version does not have multimodal models" in capsys.readouterr().err
