@@ -1,0 +1,299 @@
+"""`swift infer`: talk to a checkpoint, or have it answer a dataset, by transformers or by vLLM.
+
+    swift infer --model DIR --stream true                          # a chat
+    swift infer --model DIR --val_dataset test.jsonl --temperature 0 --max_batch_size 32
+
+Both engines are given the same token ids, made by the tokenizer's own chat template. A dataset's last answer is kept
+out of the prompt. The result file has a JSON object a row: `messages` (with the answer at the end), `response`, and
+`labels`, the dataset's own answer (null where it has none).
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ..bridge.hub import model_folder
+from ..templates.files import require_rows, sources
+from ..templates.formats import Conversation, UnusableRow, to_conversation
+from .folders import damage
+from .options import InferOptions
+
+Emit = Callable[[str], None]  # takes a piece of an answer as it comes
+
+
+def run(options: InferOptions) -> None:
+    """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError, each with its cure."""
+    rows = list(read_prompts(options)) if options.val_dataset else []
+    folder = checked_folder(options)
+    engine = (VllmEngine if options.infer_backend == "vllm" else TransformersEngine)(folder, options)
+    if options.val_dataset:
+        answer(engine, rows, result_path(folder, options), options)
+    else:
+        chat(engine, options)
+
+
+def checked_folder(options: InferOptions) -> Path:
+    """The model's folder, once it is known to hold a whole checkpoint."""
+    folder = model_folder(options)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"--model {folder}: there is no config.json in it. Give the folder of a checkpoint-N.")
+    if faults := damage(folder):
+        raise ValueError(
+            f"--model {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
+        )
+    return folder
+
+
+@dataclass
+class Prompt:
+    """A row to answer. `label`: the last answer of the row's own, None where it has none."""
+
+    conversation: Conversation
+    label: str | None
+
+
+def read_prompts(options: InferOptions) -> Iterator[Prompt]:
+    """The rows of `--val_dataset`, with `--system` in those that have no system prompt of their own."""
+    for source, count in sources(options.val_dataset, use_hf=options.use_hf, hub_token=options.hub_token):
+        require_rows(source)
+        for _, place, row in source.rows(np.arange(min(count or len(source), len(source)))):
+            try:
+                conversation = to_conversation(row, answered=False)
+            except UnusableRow as error:
+                raise ValueError(f"--val_dataset: {place}: {error}") from error
+            messages = conversation.messages
+            label = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+            if not messages:
+                raise ValueError(f"--val_dataset: {place}: it has an answer and no question")
+            if options.system and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": options.system})
+            yield Prompt(conversation, label)
+
+
+def result_path(folder: Path, options: InferOptions) -> Path:
+    """Where the answers go; never a file that is there."""
+    if options.result_path is None:
+        return folder / "infer_result" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    path = Path(options.result_path).expanduser()
+    if path.exists():
+        raise FileExistsError(f"--result_path {path} exists. Move it away, or give another path.")
+    return path
+
+
+def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOptions) -> None:
+    """Answer each prompt, in order, a row of `path` each; rows are written as their batch is done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = len(prompts) if options.infer_backend == "vllm" else options.max_batch_size  # vLLM makes its own batches
+    right, start = 0, time.perf_counter()
+    with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Answer", disable=None) as bar:
+        for first in range(0, len(prompts), size):
+            batch = prompts[first : first + size]
+            responses = engine.generate([engine.encode(prompt.conversation) for prompt in batch])
+            for prompt, response in zip(batch, responses, strict=True):
+                messages = [*prompt.conversation.messages, {"role": "assistant", "content": response}]
+                row = {"messages": messages, "response": response, "labels": prompt.label}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                right += prompt.label is not None and response.strip() == prompt.label.strip()
+            file.flush()
+            bar.update(len(batch))
+    seconds = time.perf_counter() - start
+    print(f"{len(prompts)} answers in {seconds:.1f} s ({len(prompts) / seconds:.3g} a second): {path}")
+    if labelled := sum(prompt.label is not None for prompt in prompts):
+        print(f"equal to the dataset's answer: {right} of {labelled} ({right / labelled:.1%})")
+
+
+def chat(engine: "Engine", options: InferOptions) -> None:
+    """Ask and answer on the terminal until `exit`, `quit`, or the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() its line editing and history)
+    print("Chat. `clear` forgets what was said, `exit` leaves; Ctrl-C stops an answer.")
+    beginning = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(beginning)
+    while True:
+        try:
+            text = input("<<< ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if text in ("exit", "quit"):
+            return
+        if text == "clear":
+            messages = list(beginning)
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        said: list[str] = []
+
+        def emit(piece: str, said: list[str] = said) -> None:
+            said.append(piece)
+            print(piece, end="", flush=True)
+
+        try:
+            prompt = engine.encode(Conversation(messages, [None] * len(messages)))
+            (response,) = engine.generate([prompt], emit if options.stream else None)
+            print("" if options.stream else response)
+        except KeyboardInterrupt:
+            response = "".join(said)
+            print(" [stopped]")
+        messages.append({"role": "assistant", "content": response})
+
+
+class Engine:
+    """Token ids in, text out."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"--model {folder}: its tokenizer has no chat template, so it is no chat model. Give one that was "
+                "fine-tuned on conversations, or add a chat_template.jinja to the folder."
+            )
+
+    def encode(self, conversation: Conversation) -> list[int]:
+        """The conversation as the model is to see it, up to where its answer begins."""
+        return self.tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            add_generation_prompt=True,
+            return_dict=True,
+            **conversation.template_kwargs,
+        )["input_ids"]
+
+    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+        """An answer to each prompt. `emit`, with a single prompt, is given the answer piece by piece."""
+        raise NotImplementedError
+
+
+class TransformersEngine(Engine):
+    """`model.generate` on batches padded on the left; on every GPU that is visible, or on the CPU."""
+
+    def __init__(self, folder: Path, options: InferOptions):
+        super().__init__(folder)
+        import torch
+        from transformers import AutoModelForCausalLM, set_seed
+
+        set_seed(options.seed)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=options.torch_dtype or "auto", device_map="auto" if torch.cuda.is_available() else None
+        ).eval()
+        self.settings = self._settings(options)
+
+    def _settings(self, options: InferOptions) -> Any:
+        """The model's generation config with the options on top of it."""
+        settings = self.model.generation_config
+        ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+        settings.eos_token_id = sorted({end for end in (*ends, self.tokenizer.eos_token_id) if end is not None})
+        # Padding is masked, so that any token does; a tokenizer's own may lie beyond the model's embedding.
+        settings.pad_token_id = (settings.eos_token_id or [0])[0]
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"):
+            if (value := getattr(options, name)) is not None:
+                setattr(settings, name, value)
+        if options.temperature == 0:
+            settings.do_sample, settings.temperature, settings.top_p, settings.top_k = False, None, None, None
+        elif options.temperature is not None:
+            settings.do_sample = True
+        if settings.top_k == -1:
+            settings.top_k = 0  # transformers' spelling of "all"
+        return settings
+
+    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+        import copy
+
+        import torch
+
+        longest = max(map(len, prompts))
+        tokens = torch.full((len(prompts), longest), self.settings.pad_token_id)  # [prompts, longest]
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        settings = copy.copy(self.settings)
+        if settings.max_new_tokens is None:
+            settings.max_new_tokens = max(1, self.model.config.max_position_embeddings - longest)
+        with torch.inference_mode():
+            output = self.model.generate(
+                tokens.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
+                generation_config=settings,
+                streamer=_streamer(self.tokenizer, emit) if emit else None,
+            )
+        return self.tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+
+
+def _streamer(tokenizer: Any, emit: Emit) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            emit(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+class VllmEngine(Engine):
+    """vLLM in this process."""
+
+    def __init__(self, folder: Path, options: InferOptions):
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError(
+                "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
+                "'megaswift[vllm]'), or leave the flag out to use transformers."
+            )
+        super().__init__(folder)
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+        self.llm = LLM(
+            str(folder),
+            dtype=options.torch_dtype or "auto",
+            seed=options.seed,
+            tensor_parallel_size=options.vllm_tensor_parallel_size,
+            gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+            max_model_len=options.vllm_max_model_len,
+            enforce_eager=options.vllm_enforce_eager,
+        )
+        self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+            if (value := getattr(options, name)) is not None:
+                setattr(self.settings, name, value)
+        self.settings.max_tokens = options.max_new_tokens
+        self._requests = 0
+
+    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+        if emit:
+            return [self._stream(prompts[0], emit)]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, self.settings, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
+        return [output.outputs[0].text for output in outputs]
+
+    def _stream(self, prompt: list[int], emit: Emit) -> str:
+        """vLLM's own loop, a token at a time."""
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        settings = self.settings.clone()
+        settings.output_kind = RequestOutputKind.DELTA
+        self._requests += 1
+        request = f"chat-{self._requests}"
+        engine = self.llm.llm_engine
+        engine.add_request(request, {"prompt_token_ids": prompt}, settings)
+        pieces = []
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    pieces.append(output.outputs[0].text)
+                    emit(pieces[-1])
+        except KeyboardInterrupt:
+            engine.abort_request([request])
+            raise
+        return "".join(pieces)
