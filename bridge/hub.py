@@ -11,20 +11,22 @@ from .options import ModelOptions
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "original/*", "figures/*"]
 
 
-def model_folder(options: ModelOptions) -> Path:
-    """The folder of `--model`. Raises FileNotFoundError or ImportError with a cure; errors of the hub pass through."""
+def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
+    """The folder of `--model`; a hub's, without `weights`, holds its small files alone.
+
+    Raises FileNotFoundError or ImportError with a cure; errors of the hub pass through.
+    """
     name = options.model
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"--model {name}: no such folder (a hub's model is named owner/name)")
+    ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
     if options.use_hf:
         from huggingface_hub import snapshot_download
 
         return Path(
-            snapshot_download(
-                name, revision=options.model_revision, token=options.hub_token, ignore_patterns=list(_IGNORED)
-            )
+            snapshot_download(name, revision=options.model_revision, token=options.hub_token, ignore_patterns=ignored)
         )
     if importlib.util.find_spec("modelscope") is None:
         raise ImportError(
@@ -34,9 +36,7 @@ def model_folder(options: ModelOptions) -> Path:
     from modelscope import snapshot_download as modelscope_download  # type: ignore[import-not-found]
 
     return Path(
-        modelscope_download(
-            name, revision=options.model_revision, token=options.hub_token, ignore_patterns=list(_IGNORED)
-        )
+        modelscope_download(name, revision=options.model_revision, token=options.hub_token, ignore_patterns=ignored)
     )
 
 

@@ -38,13 +38,14 @@ def wrap_for_data_parallelism(model: Model, options: ParallelOptions) -> list[Di
 
 
 def build_optimizer(
-    model: Model, chunks: list[DistributedDataParallel], options: OptimizerOptions, parallel: ParallelOptions, lr: float
+    model: Model, chunks: list[DistributedDataParallel], options: OptimizerOptions, rates: ScheduleOptions
 ) -> MegatronOptimizer:
     """AdamW or SGD over the chunks' parameters, with fp32 master weights where these are in half precision."""
     dtype = model.config.params_dtype
     config = OptimizerConfig(
         optimizer=options.optimizer,
-        lr=lr,
+        lr=rates.lr,
+        min_lr=min(rates.min_lr, rates.lr),
         weight_decay=options.weight_decay,
         clip_grad=options.clip_grad,
         adam_beta1=options.adam_beta1,
@@ -54,8 +55,8 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     model.config.grad_scale_func = optimizer.scale_loss

@@ -6,7 +6,8 @@ by the number of ranks, of micro batches, or of tokens a second time.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
@@ -39,6 +40,24 @@ class Training:
     schedule: OptimizerParamScheduler
     clip_grad: float
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @contextmanager
+    def parameters_gathered(self) -> Iterator[None]:
+        """Within, every rank's parameters are those after the last step, also where their gathering is overlapped with
+        the next forward pass."""
+        overlapped = self.chunks[0].ddp_config.overlap_param_gather
+        if overlapped:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook()
+        yield
+        if overlapped:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is not finite. The weights are those of the step before."""
@@ -50,7 +69,9 @@ def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]
     return loss, {"loss": loss.detach()}
 
 
-def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) -> tuple[dict[str, Tensor], float | None]:
+def train_step(
+    training: Training, batches: list[Batch], loss: Loss, step: int
+) -> tuple[dict[str, Tensor], float | None]:
     """One optimizer step over this rank's micro batches.
 
     Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the gradient

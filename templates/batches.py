@@ -87,6 +87,11 @@ class Batches:
             self.steps_per_epoch = self.plan.steps_per_epoch
 
     @property
+    def samples(self) -> int | None:
+        """Samples (packs, where packed) of an epoch. None for a stream."""
+        return None if isinstance(self.plan, StreamedBatches) else self.plan.samples
+
+    @property
     def padding_share(self) -> float | None:
         """Share of the tokens of the first epoch, over all ranks, that are padding. None for a stream."""
         return None if isinstance(self.plan, StreamedBatches) else self.plan.padding_share()

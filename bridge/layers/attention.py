@@ -54,7 +54,9 @@ def make_segments(bounds: list[int], cp_rank: int, cp_size: int, device: torch.d
             queries.append(chunk)
             keys.append((number + 1) * chunk)
             index += places[: number + 1]
-    return Segments(queries, keys, _ends(queries, device), _ends(keys, device), _to(torch.cat(index), device) if index else None)
+    return Segments(
+        queries, keys, _ends(queries, device), _ends(keys, device), _to(torch.cat(index), device) if index else None
+    )
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
@@ -133,7 +135,8 @@ class CoreAttention(MegatronModule):
         **_,
     ):
         super().__init__(config=config)
-        assert pg_collection is not None and attn_mask_type == AttnMaskType.causal
+        assert pg_collection is not None
+        assert attn_mask_type == AttnMaskType.causal
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -166,7 +169,8 @@ class CoreAttention(MegatronModule):
         """query [tokens, heads, dim] with key and value [tokens, groups, dim] where packed, else [sequence, batch, ...]
         -> [tokens, heads * dim] or [sequence, batch, heads * dim]"""
         documents = packed_seq_params
-        assert documents is not None and attention_bias is None
+        assert documents is not None
+        assert attention_bias is None
         packed = query.dim() == 3
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -174,16 +178,18 @@ class CoreAttention(MegatronModule):
         if self.inner is not None:
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
-            output = self.inner(query, key, value, None, attn_mask_type, packed_seq_params=documents if packed else None)
+            output = self.inner(
+                query, key, value, None, attn_mask_type, packed_seq_params=documents if packed else None
+            )
             return output.reshape(*query.shape[:-2], -1)
 
         segments = documents.segments
         assert segments is not None
         if segments.key_index is not None:  # all-gather forward, reduce-scatter backward
             key, value = (
-                gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group).index_select(
-                    0, segments.key_index
-                )
+                gather_from_sequence_parallel_region(
+                    x, tensor_parallel_output_grad=True, group=self.cp_group
+                ).index_select(0, segments.key_index)
                 for x in (key, value)
             )
         if self.kernel == "varlen" and query.shape[1] == 1 and not (self.training and self.dropout):
@@ -226,7 +232,9 @@ class CoreAttention(MegatronModule):
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """All [sequence, batch, heads, dim]."""
         outputs = []
-        for q, k, v in zip(query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True):
+        for q, k, v in zip(
+            query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True
+        ):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [batch, heads, length, dim]
             mask = None
             if q.shape[2] != k.shape[2]:  # a later chunk: the last query meets the last key

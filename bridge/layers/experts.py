@@ -13,7 +13,9 @@ from torch import Tensor
 class _StackedLinear(torch.nn.Module):
     """`weight` [experts, out, in]; the split over expert tensor parallelism lies on `split_dim`."""
 
-    def __init__(self, config: TransformerConfig, experts: int, inputs: int, outputs: int, split_dim: int, shared: bool):
+    def __init__(
+        self, config: TransformerConfig, experts: int, inputs: int, outputs: int, split_dim: int, shared: bool
+    ):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
@@ -35,7 +37,8 @@ class GroupedExperts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection=None, name=None):
         super().__init__(config=config)
-        assert pg_collection is not None and config.moe_ffn_hidden_size is not None
+        assert pg_collection is not None
+        assert config.moe_ffn_hidden_size is not None
         if config.add_bias_linear:
             raise ValueError("experts with biases need --transformer_impl transformer_engine")
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
@@ -44,8 +47,8 @@ class GroupedExperts(MegatronModule):
         gates = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = _StackedLinear(config, num_local_experts, config.hidden_size, gates * width, 1, shared)
         self.linear_fc2 = _StackedLinear(config, num_local_experts, width, config.hidden_size, 2, shared)
-        self.recompute_activation = (
-            config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or [])
+        self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
+            config.recompute_modules or []
         )
 
     def _activate(self, x: Tensor, probs: Tensor) -> Tensor:

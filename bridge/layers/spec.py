@@ -25,7 +25,9 @@ from .experts import GroupedExperts
 from .norm import Norm
 
 
-def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (and virtual stage), dense or MoE as `config.moe_layer_freq` says."""
     frequency = config.moe_layer_freq
     if config.num_moe_experts is None:

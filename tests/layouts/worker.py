@@ -59,7 +59,7 @@ def open_model(job: dict, options: SftOptions) -> Model:
 
 def open_training(model: Model, options: SftOptions) -> Training:
     chunks = wrap_for_data_parallelism(model, options)
-    optimizer = build_optimizer(model, chunks, options, options, options.lr)
+    optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, ref.STEPS)
     return Training(model, chunks, optimizer, schedule, options.clip_grad)
 

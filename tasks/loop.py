@@ -1,0 +1,166 @@
+"""The loop around the training step: data in, log lines out, evaluations and checkpoints in between."""
+
+import gc
+import math
+import time
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from torch import Tensor
+
+from ..bridge import runtime
+from ..templates.batches import Batches
+from ..templates.layout import Batch
+from .checkpoint import save_checkpoint
+from .flops import Flops, peak_flops
+from .log import RunLog
+from .run import Run
+from .train import Loss, NonFiniteError, Training, evaluate_step, sum_over_ranks, train_step
+
+
+def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None) -> None:
+    """Train for the whole run. `names`: the metrics that `loss` returns; they are logged under these names."""
+    options, model = run.options, training.model
+    max_steps = steps_of(run, train)
+    flops = Flops.of(model.config, model.architecture.vocab_size)
+    log = RunLog(
+        run.folder if run.writes else None,
+        options,
+        max_steps,
+        peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
+        dist.get_world_size(),
+        six_n=flops.six_n_d(1),
+        settings=vars(options),
+    )
+    window = _Window(names)
+    steps = train.steps()
+    last = None
+    try:
+        for step in range(1, max_steps + 1):
+            start = time.perf_counter()
+            batches = next(steps)
+            data_wait = time.perf_counter() - start
+            learning_rate = training.learning_rate
+            metrics, grad_norm = train_step(training, batches, loss, step)
+            window.add(batches, metrics, flops, _balancing(training))
+            if log.due(step):
+                means, tokens, cost = window.read(training)
+                log.step(int(tokens), cost, data_wait)
+                norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+                log.train(step, means | norm | {"learning_rate": learning_rate})
+            else:
+                log.step(0, 0.0, data_wait)
+            with log.meter.paused():
+                if val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps):
+                    log.evaluation(step, evaluate(training, val, loss, names, options.eval_iters))
+                    if options.manual_gc and options.manual_gc_eval:
+                        gc.collect()
+                if _saves(run, train, step, max_steps):
+                    last = save_checkpoint(run, training, step)
+                    log.draw()
+                    log.note(f"checkpoint: {last}")
+            if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
+                gc.collect()
+    except NonFiniteError as error:
+        log.close({"stopped": str(error), "last_checkpoint": last and str(last)})
+        raise
+    log.close({"last_checkpoint": str(last)})
+
+
+def evaluate(training: Training, val: Batches, loss: Loss, names: list[str], most: int) -> dict[str, float]:
+    """Means over the evaluation data, weighted by trained tokens, as `eval_<name>`. `most` global batches, or all (-1)."""
+    total, weight = torch.zeros(len(names), dtype=torch.float64), 0.0
+    for batches in islice(val.once(), most if most >= 0 else None):
+        tokens = batches[0].loss_tokens
+        sums, _ = sum_over_ranks(evaluate_step(training, batches, loss), names)
+        total += torch.tensor([sums[name] for name in names], dtype=torch.float64) * tokens
+        weight += tokens
+    return {f"eval_{name}": value for name, value in zip(names, (total / max(weight, 1.0)).tolist(), strict=True)}
+
+
+def steps_of(run: Run, train: Batches) -> int:
+    """Optimizer steps of the run. Epochs are passes over all samples; the last step is filled from a further pass."""
+    options = run.options
+    if options.train_iters is not None:
+        return options.train_iters
+    if train.samples is None:
+        raise ValueError("--streaming true has no known length: give --train_iters instead of --num_train_epochs")
+    assert options.num_train_epochs is not None  # checked with the command line
+    return max(1, math.ceil(options.num_train_epochs * train.samples / options.global_batch_size - 1e-9))
+
+
+def _falls_on(step: int, every: int, max_steps: int) -> bool:
+    return step % every == 0 or step == max_steps
+
+
+def _saves(run: Run, train: Batches, step: int, max_steps: int) -> bool:
+    options = run.options
+    if options.save_strategy == "steps" or train.samples is None:
+        return _falls_on(step, options.save_steps, max_steps)
+    seen = options.global_batch_size * step
+    return step == max_steps or seen // train.samples > (seen - options.global_batch_size) // train.samples
+
+
+def _balancing(training: Training) -> dict[str, Tensor]:
+    """MoE: the router's auxiliary losses of the step, summed over this rank's layers and micro batches."""
+    if training.model.config.num_moe_experts is None:
+        return {}
+    tracker = get_moe_metrics_tracker()
+    sums = {name: entry.values.sum() for name, entry in tracker.metrics.items()}
+    tracker.clear()
+    return sums
+
+
+class _Window:
+    """Sums since the last log line, on the device: nothing here waits for it until `read`."""
+
+    def __init__(self, names: list[str]):
+        self.names = names
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps, self.micro_batches, self.tokens, self.flops = 0, 0, 0, 0.0
+        self.metrics: dict[str, Any] = {}
+        self.balancing: dict[str, Any] = {}
+
+    def add(self, batches: list[Batch], metrics: dict[str, Tensor], flops: Flops, balancing: dict[str, Tensor]) -> None:
+        lengths = [length for batch in batches for length in batch.lengths]
+        self.steps += 1
+        self.micro_batches += len(batches)
+        self.tokens += sum(lengths)
+        self.flops += flops.training(lengths)
+        for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
+
+    def read(self, training: Training) -> tuple[dict[str, float], float, float]:
+        """Means of the metrics over the steps, then tokens and FLOPs, all over all ranks. Every rank calls this."""
+        sums, (tokens, flops) = sum_over_ranks(self.metrics, self.names, self.tokens, self.flops)
+        means = {name: value / self.steps for name, value in sums.items()}
+        means |= self._balancing_means(training)
+        self._reset()
+        return means, tokens, flops
+
+    def _balancing_means(self, training: Training) -> dict[str, float]:
+        config = training.model.config
+        if config.num_moe_experts is None:
+            return {}
+        # A rank has its own layers (pipeline), and a share of each value (tensor and context parallelism); data-parallel
+        # ranks have values of their own.
+        names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(names, sorted(self.balancing))
+        found = sorted({name for some in names for name in some})
+        if not found:
+            return {}
+        frequency = config.moe_layer_freq
+        pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
+        parts = sum(map(bool, pattern)) * self.micro_batches * parallel_state.get_data_parallel_world_size()
+        vector = torch.zeros(len(found), dtype=torch.float64, device=runtime.device())
+        for place, name in enumerate(found):
+            vector[place] = self.balancing.get(name, 0.0)
+        dist.all_reduce(vector)
+        return dict(zip(found, (vector / parts).tolist(), strict=True))

@@ -1,0 +1,157 @@
+"""Opening a run: its place among the processes, its folder, its tokenizer, its data. The same for every task that trains."""
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..bridge import hub, runtime
+from ..bridge.build import DTYPES
+from ..bridge.parallel import initialize
+from ..templates.batches import Batches
+from ..templates.prepare import Prepared, prepare
+from .args import save_args
+from .folders import default_output_dir, new_run_folder
+from .options import SftOptions
+
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """What is known once a run is open, before anything is built."""
+
+    options: SftOptions
+    model_folder: Path
+    hf_config: dict[str, Any]
+    folder: Path  # of the run: v{N}-{time}
+    dtype: torch.dtype
+    tokenizer: Any
+    data: Prepared
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the logs."""
+        return dist.get_rank() == 0
+
+
+def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sft", "pt"]) -> Run:
+    """Process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
+    runtime.enable()
+    if options.deterministic_mode:
+        _only_deterministic_kernels()
+    initialize(options, seed=options.seed)
+    if options.manual_gc:
+        gc.disable()
+    model_folder = first_of_each_node(lambda: hub.model_folder(options))
+    hf_config = hub.read_config(model_folder)
+    folder = on_first_rank(
+        lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
+    )
+    on_first_rank(lambda: save_args(folder / "args.json", options, sources))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    data = first_of_each_node(
+        lambda: prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token),
+        # The first has just built what `load_from_cache_file false` asked for.
+        then=lambda: prepare(
+            replace(options, load_from_cache_file=True),
+            tokenizer,
+            stage=stage,
+            use_hf=options.use_hf,
+            hub_token=options.hub_token,
+        ),
+    )
+    return Run(options, model_folder, hf_config, folder, _dtype(options, hf_config), tokenizer, data)
+
+
+def train_batches(run: Run) -> Batches:
+    """This rank's micro batches of the training data."""
+    return _batches(run, run.data.train, shuffle=run.options.train_dataloader_shuffle)
+
+
+def eval_batches(run: Run) -> Batches | None:
+    """This rank's micro batches of the evaluation data, where there is any."""
+    return None if run.data.val is None else _batches(run, run.data.val, shuffle=False)
+
+
+def _batches(run: Run, store, *, shuffle: bool) -> Batches:
+    options = run.options
+    return Batches(
+        store,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,
+        equal_lengths=options.pipeline_model_parallel_size > 1,
+        packing=options.packing,
+        padding_free=options.padding_free,
+        max_length=options.packing_length or options.max_length,
+        shuffle=shuffle,
+        seed=options.data_seed,
+        num_workers=options.dataloader_num_workers,
+        pad_token_id=run.tokenizer.pad_token_id or 0,
+    )
+
+
+def on_first_rank[T](do: Callable[[], T]) -> T:
+    """`do()` on rank 0 alone; its result, or its error, on every rank."""
+    outcome = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
+    dist.broadcast_object_list(outcome, src=0)
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def first_of_each_node[T](do: Callable[[], T], then: Callable[[], T] | None = None) -> T:
+    """`do()` on the first rank of each node, then `then()` (or `do()`) on the others; an error of any reaches all."""
+    local_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    result = _guarded(do if local_first else lambda: None)
+    _raise_any(result)
+    if not local_first:
+        result = _guarded(then or do)
+    _raise_any(result)
+    value, _ = result
+    return value
+
+
+def _guarded(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise_any(result: tuple[Any, Exception | None]) -> None:
+    """Raise the first error that any rank has, on every rank."""
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, result[1])
+    if result[1] is not None:
+        raise result[1]  # with its own traceback
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _dtype(options: SftOptions, hf_config: dict[str, Any]) -> torch.dtype:
+    name = options.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"config.json has dtype {name!r}: give --torch_dtype, one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _only_deterministic_kernels() -> None:
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
