@@ -84,17 +84,20 @@ class SafetensorsFolder:
         if dim == 0 and shape:  # a run of bytes: map no others
             row = math.prod(shape[1:]) * dtype.itemsize
             offset, shape, start, stop = offset + start * row, (stop - start, *shape[1:]), 0, stop - start
-        count = math.prod(shape)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        page = offset - offset % mmap.ALLOCATIONGRANULARITY
-        with file.open("rb") as stream:
-            # A private mapping, for torch wants memory that it may write to; it goes with the last tensor on it.
-            mapped = mmap.mmap(
-                stream.fileno(), offset - page + count * dtype.itemsize, access=mmap.ACCESS_COPY, offset=page
-            )
-        tensor = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset - page).view(shape)
+        tensor = _mapped(file, offset, dtype, math.prod(shape)).view(shape)
         return tensor.narrow(dim, start, stop - start) if shape else tensor
+
+
+def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
+    """`count` values of a file from byte `offset` on."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    page = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as stream:
+        # A private mapping, for torch wants memory that it may write to; it goes with the last tensor on it.
+        length = offset - page + count * dtype.itemsize
+        memory = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - page)
 
 
 def read_header(file: Path) -> dict[str, Stored]:

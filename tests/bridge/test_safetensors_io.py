@@ -1,0 +1,108 @@
+"""Reading and writing safetensors, against the safetensors library, and the messages on damaged folders."""
+
+import json
+
+import pytest
+import torch
+from megaswift.bridge.safetensors_io import INDEX, SafetensorsFolder, finish_shards, write_shard
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+TENSORS = {
+    "a": torch.randn(6, 5),
+    "half": torch.randn(7, 3).bfloat16(),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+    "flat": torch.arange(9),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """TENSORS in two shards with an index, and a shard that the index does not name."""
+    names = list(TENSORS)
+    shards = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for shard, inside in shards.items():
+        save_file({name: TENSORS[name] for name in inside}, tmp_path / shard)
+    placed = {name: shard for shard, inside in shards.items() for name in inside}
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    save_file({"other": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    return tmp_path
+
+
+def test_slices_equal_the_tensors(folder):
+    source = SafetensorsFolder(folder)
+    assert source.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        stored = source.tensors[name]
+        assert (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+        if tensor.ndim == 0:
+            assert torch.equal(source.read(name, 0, 0, 1), tensor)
+        for dim, length in enumerate(tensor.shape):
+            for start, stop in ((0, length), (length // 3, length // 2), (length // 2, length)):
+                assert torch.equal(source.read(name, dim, start, stop), tensor.narrow(dim, start, stop - start))
+
+
+def test_slices_of_a_file_whose_data_is_not_aligned(tmp_path):
+    """Older writers did not pad the header."""
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
+    header += b" " * (1 - len(header) % 2)  # an odd length
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + tensor.numpy().tobytes())
+    assert torch.equal(SafetensorsFolder(tmp_path).read("x", 1, 1, 3), tensor[:, 1:3])
+
+
+def test_what_is_read_is_not_written_back(folder):
+    SafetensorsFolder(folder).read("a", 0, 0, 6).zero_()
+    assert torch.equal(SafetensorsFolder(folder).read("a", 0, 0, 6), TENSORS["a"])
+
+
+def test_written_files_are_read_by_the_library(tmp_path):
+    shapes = {"w": (3, 5), "b": (7,), "none": (0, 2)}
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_shard(tmp_path / "part", shapes, torch.bfloat16, iter(given.items()))
+    finish_shards(tmp_path, [("part", shapes)], torch.bfloat16)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(tensor, given[name].bfloat16())
+    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_no_such_weights(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no weights: no model.safetensors.index.json and no file that ends in"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_truncated_shard(folder):
+    shard = folder / "model-00001-of-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match=rf"00001-of-00002.safetensors is cut short: {len(whole) - 10} bytes"):
+        SafetensorsFolder(folder)
+    shard.write_bytes(whole[:40])
+    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors is not a whole safetensors file \(40 bytes\)"):
+        SafetensorsFolder(folder)
+
+
+def test_file_that_is_something_else(folder):
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 9)
+    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors is not a whole safetensors file"):
+        SafetensorsFolder(folder)
+    (folder / "model-00001-of-00002.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{")
+    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors is not a safetensors file: its header"):
+        SafetensorsFolder(folder)
+
+
+def test_index_and_shards_that_differ(folder):
+    shard = folder / "model-00002-of-00002.safetensors"
+    save_file({"scalar": TENSORS["scalar"]}, shard)
+    with pytest.raises(ValueError, match=r"00002-of-00002.safetensors has no tensor (empty|flat), which .*index.json"):
+        SafetensorsFolder(folder)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"00002-of-00002.safetensors is missing: .*index.json names it"):
+        SafetensorsFolder(folder)
+    (folder / INDEX).write_text("[]")
+    with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
+        SafetensorsFolder(folder)
