@@ -44,7 +44,9 @@ stamp=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
 if [ "$stamp" != "$(cat .venv/.installed 2>/dev/null)" ]; then
   say "Installing megaswift and what it needs into .venv (PyTorch is large: some minutes the first time)"
   [ -x .venv/bin/uv ] || .venv/bin/python -m pip install --quiet uv || exit 1
-  .venv/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[dev]' || exit 1
+  install() { .venv/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt "$@" -e '.[dev]'; }
+  # Without a GPU, PyTorch's own index has a build of a tenth of the size; where it cannot be reached, the usual one does.
+  if command -v nvidia-smi >/dev/null || ! install --torch-backend=cpu 2>/dev/null; then install || exit 1; fi
   printf '%s\n' "$stamp" >.venv/.installed
 fi
 export PATH="$PWD/.venv/bin:$PATH"
