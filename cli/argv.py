@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import LATER, NEEDLESS, RLHF, SAVED_LATER, today
+from .names import LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -94,44 +94,37 @@ def _read(file: Path) -> Any:
 def _take(
     given: Given, name: str, values: list[Any], flags: dict[str, Flag], others: dict[str, str], source: str
 ) -> None:
-    asked, asked_values = name, values
+    """Put one flag, as it was written at `source`, into `given`."""
+    asked, where = written(name, values), "" if source == "command line" else f" (from {source})"
     name, values, warning = today(name, values)
     if warning:
         given.notes.append(f"{warning}; the older one still works.")
-        if asked_values and not values:
-            return
     if name in SAVED_LATER:
-        given.weights_only |= name == "no_save_optim" and (not values or show(values[0]).lower() == "true")
-        return
-    if name in NEEDLESS and name not in flags:
-        given.notes.append(f"--{asked} is not needed: {NEEDLESS[name]}.")
-        return
-    if name in LATER and name not in flags:
-        later = LATER[name]
-        text = show(values).lower()
-        if text not in later.neutral and not (text == "" and "true" in later.neutral) and values != [None]:
-            where = "" if source == "command line" else f" (from {source})"
-            raise UsageError(
-                f"--{asked} {show(asked_values)}".rstrip()
-                + f"{where}: this version does not have {later.feature}. {later.cure}"
-            )
-        return
-    if name not in flags:
-        raise UsageError(_unknown(name, flags, others) + ("" if source == "command line" else f" (from {source})"))
-    flag = flags[name]
-    if flag.is_list:
-        if not values and source == "command line":
-            raise UsageError(f"--{asked} needs a value: {flag.metavar}.")
-        given.values[name] = [item for item in values if item is not None]
+        if name == "no_save_optim":
+            given.weights_only = show(values).lower() in ("", "true")
+    elif name in flags:
+        if values or flags[name].is_bool or (flags[name].is_list and where):
+            given.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, where)
+            given.sources[name] = source
+        elif not warning:  # an older spelling can ask for nothing
+            raise UsageError(f"{asked} needs a value{where}: {flags[name].metavar}.")
+    elif name in NEEDLESS:
+        given.notes.append(f"{asked} is not needed: {NEEDLESS[name]}.")
+    elif name in LATER:
+        later, text = LATER[name], show(values).lower()
+        asks_for_nothing = text in later.neutral or (text == "" and ("true" in later.neutral or values == [None]))
+        if not asks_for_nothing:
+            raise UsageError(f"{asked}{where}: this version does not have {later.feature}. {later.cure}")
     else:
-        if not values and flag.is_bool:
-            values = ["true"]
-        if not values:
-            raise UsageError(f"--{asked} needs a value: {flag.metavar}.")
-        if len(values) > 1:
-            raise UsageError(f"--{asked} {show(values)}: takes one value.")
-        given.values[name] = values[0]
-    given.sources[name] = source
+        raise UsageError(_unknown(name, flags, others) + where)
+
+
+def _one_or_all(flag: Flag, values: list[Any], where: str) -> Any:
+    if flag.is_list:
+        return [value for value in values if value is not None]
+    if len(values) > 1:
+        raise UsageError(f"{written(flag.name, values)}: takes one value{where}.")
+    return values[0]
 
 
 def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:

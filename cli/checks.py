@@ -1,11 +1,11 @@
 """What options cannot be together, found before anything heavy is imported. Each error names flag, value and cure."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..bridge.hub import read_config
 from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
 from ..tasks.options import CheckpointOptions, InferOptions, ScheduleOptions, SftOptions
@@ -28,9 +28,9 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _recompute(options)
     _optimizer(options)
     _pipeline(options)
-    _processes(options, layout, gpus, processes)
     if model is not None:
         _divisible(options, layout, model)
+    _processes(options, layout, gpus, processes)
     _lengths(options)
     _output(options)
     return notes
@@ -59,17 +59,10 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
                 f"--model {options.model}: no such model folder. Give a folder, or a hub id as OWNER/NAME."
             )
         return None
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UsageError(
-            f"--model {options.model}: the folder has no config.json. Give the folder of a Hugging Face checkpoint."
-        )
     try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise UsageError(f"--model {options.model}: config.json is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"--model {options.model}: config.json holds no JSON object.")
+        config = read_config(folder)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from None
     if "vision_config" in config or "audio_config" in config:
         raise UsageError(f"--model {options.model}: this version does not have multimodal models. Give a text model.")
     return config

@@ -19,9 +19,6 @@ def report(
 ) -> str:
     """Reads the dataset (its tokens are cached for the run itself), but no weights. `argv`: program, command, flags."""
     data = plan_data(options, layout, stage="pt" if argv[1] == "pt" else "sft")
-    steps = options.train_iters
-    if steps is None and data.steps_per_epoch is not None and options.num_train_epochs is not None:
-        steps = max(1, round(options.num_train_epochs * data.steps_per_epoch))
     share = options.micro_batch_size * layout.data
     lines = [
         *_options(options, sources),
@@ -35,8 +32,8 @@ def report(
         f"  global batch      {options.global_batch_size} = {options.micro_batch_size} x DP {layout.data} x "
         f"{options.global_batch_size // share} micro batches",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'not known: streaming'}",
-        f"  steps             {steps}",
-        f"  command           {shown_command(torchrun_command(processes, argv), settings)}",
+        f"  steps             {data.steps}",
+        f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
         "",
         "Nothing was trained: this was a dry run.",
     ]
@@ -54,3 +51,14 @@ def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
             source = sources.get(flag.name, "default")
             lines.append(f"  {flag.name:<44}{value}" + (f"   ({source})" if source != "default" else ""))
     return lines
+
+
+def _without_dry_run(argv: list[str]) -> list[str]:
+    kept: list[str] = []
+    for word in argv:
+        after = kept and kept[-1].replace("-", "_") == "__dry_run"
+        if after:
+            kept.pop()
+        if not (after and word.lower() in ("true", "1", "yes")):
+            kept.append(word)
+    return [word for word in kept if word.replace("-", "_").partition("=")[0] != "__dry_run"]

@@ -88,18 +88,26 @@ def _main(program: str, argv: list[str]) -> int:
         there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].options]
         raise UsageError(f"{program} {name}: this version does not have it. It has {', '.join(there)}.")
 
+    start = _start_training if program == "megatron" else _start_here
+    return start(command, *read_options(program, argv), [program, *argv])
+
+
+def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], list[str]]:
+    """The options of a command line (command and flags), where each value came from, and notes for the user.
+
+    Raises UsageError.
+    """
     from .argv import from_argv, from_config, resolve
 
-    flags, others = flags_of(_options(command)), _flags_of_others(program, name)
+    name, options = argv[0], _options(COMMANDS[program][argv[0]])
+    flags, others = flags_of(options), _flags_of_others(program, name)
     typed, config = from_argv(argv[1:], flags, others)
     filed = from_config(config, flags, others) if config else None
     given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
-    options, sources = resolve(_options(command), given, filed)
     notes = typed.notes + (filed.notes if filed else [])
     if program == "megatron" and not (typed.weights_only or (filed and filed.weights_only)):
         notes.append(WEIGHTS_ONLY)
-    start = _start_training if program == "megatron" else _start_here
-    return start(command, options, sources, notes, [program, *argv])
+    return *resolve(options, given, filed), notes
 
 
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
@@ -214,8 +222,8 @@ def _tell(notes: list[str]) -> None:
 
 
 def _say_once(message: str) -> None:
-    """Print an error that perhaps all processes of a node meet at once: the first of them, which then ends, has torchrun
-    end the others before they print it too."""
+    """Print an error. Where all processes of a node meet it at once, the first prints it and ends, upon which torchrun
+    ends the others before they print it too."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
     print(message, file=sys.stderr, flush=True)

@@ -151,7 +151,9 @@ def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:
 
     The values are text as on the command line; an empty list of a rewritten flag means that it asked for nothing.
     """
-    old = f"--{name} {' '.join(map(show, values))}".rstrip()
+    old = written(name, values)
+    if name in INVERTED or name in REWRITTEN:
+        values = values or ["true"]
     if name in RENAMED:
         name = RENAMED[name]
     elif name in INVERTED:
@@ -161,5 +163,10 @@ def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:
         values = [new for value in values if (new := rewrite(show(value).lower())) is not None]
     if name in OLD_VALUES:
         values = [OLD_VALUES[name].get(value, value) if isinstance(value, str) else value for value in values]
-    new = f"--{name} {' '.join(map(show, values))}".rstrip()
+    new = written(name, values)
     return name, values, None if new == old else f"{old} is an older spelling of {new}"
+
+
+def written(name: str, values: list[Any]) -> str:
+    """A flag as one would type it."""
+    return f"--{name} {show(values)}".rstrip()

@@ -1,10 +1,11 @@
 """What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..bridge.options import ParallelOptions
-from .options import SftOptions
+from .options import BatchOptions, SftOptions
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Layout:
 @dataclass(frozen=True)
 class DataPlan:
     steps_per_epoch: int | None  # None: a stream, whose length is not known
+    steps: int
     report: str
 
 
@@ -57,20 +59,33 @@ def plan_data(options: SftOptions, layout: Layout, *, stage: Literal["sft", "pt"
     """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
     from transformers import AutoTokenizer
 
+    from ..bridge.hub import model_folder
     from ..templates.batches import Batches
     from ..templates.prepare import prepare
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.model_revision, token=options.hub_token)
-    prepared = prepare(options, tokenizer, stage=stage)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(options, weights=False))
+    prepared = prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
     batches = Batches(
         prepared.train,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
         data_parallel_rank=0,
         data_parallel_size=layout.data,
+        context_parallel_size=layout.context,
+        length_multiple=layout.tensor if options.sequence_parallel else 1,
+        equal_lengths=layout.pipeline > 1,
         packing=options.packing,
         padding_free=options.padding_free,
         max_length=options.packing_length or options.max_length,
         seed=options.data_seed,
     )
-    return DataPlan(batches.steps_per_epoch, prepared.report)
+    return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)
+
+
+def steps_of(options: BatchOptions, samples: int | None) -> int:
+    """Optimizer steps of a run. Epochs are passes over all samples; the last step is filled from a further pass."""
+    if options.train_iters is not None:
+        return options.train_iters
+    if samples is None or options.num_train_epochs is None:
+        raise ValueError("a stream has no known length: give --train_iters instead of --num_train_epochs")
+    return max(1, math.ceil(options.num_train_epochs * samples / options.global_batch_size - 1e-9))

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from megaswift.cli.main import main
 
 from .conftest import DENSE, MIXTURE, write_model, write_tokenizer

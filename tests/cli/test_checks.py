@@ -1,0 +1,194 @@
+"""What cannot run is refused before anything heavy is imported, with the flag, the value and the cure."""
+
+import os
+from pathlib import Path
+
+import pytest
+from megaswift.cli.checks import check_training
+from megaswift.cli.flags import UsageError
+from megaswift.cli.main import main, read_options
+from megaswift.tasks.plan import Layout
+
+from .conftest import MIXTURE, write_model
+
+
+def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[object, list[str]]:
+    line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
+    options, _, _ = read_options("megatron", line)
+    notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world)
+    return options, notes
+
+
+TP, PP, CP, EP, ETP, VPP = (
+    f"--{name}_parallel_size"
+    for name in (
+        "tensor_model",
+        "pipeline_model",
+        "context",
+        "expert_model",
+        "expert_tensor",
+        "virtual_pipeline_model",
+    )
+)
+FIRST, LAST = "--decoder_first_pipeline_num_layers", "--decoder_last_pipeline_num_layers"
+SP = "--sequence_parallel true"
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (f"{TP} 3", 3, f"{TP} 3: does not divide the model's 8 attention heads. Give a divisor of 8."),
+        (f"{TP} 0", 1, f"{TP} 0: must be above 0."),
+        (f"{TP} 2", 3, "= 2: does not divide the number of processes, 3. Set NPROC_PER_NODE"),
+        (f"{TP} 4 {PP} 2", 4, f"{TP} x {PP} x {CP} = 8: does not divide the number of processes, 4."),
+        (f"{PP} 3", 3, f"{PP} 3: 4 of the model's 4 layers cannot be shared evenly by 3 stages"),
+        (f"{PP} 8 --global_batch_size 8", 8, "cannot be shared evenly by 8 stages"),
+        (f"{PP} 2 {VPP} 3", 2, f"{PP} 2, {VPP} 3: 4 of the model's 4 layers"),
+        (f"{PP} 3 {FIRST} 1", 3, f"{PP} 3, {FIRST} 1: 3 of the model's 4 layers cannot be shared evenly by 2 stages"),
+        (f"{PP} 2 {FIRST} 2 {LAST} 1", 2, f"{FIRST} 2, {LAST} 1: 1 of the model's 4 layers cannot"),
+        (f"{PP} 2 {FIRST} 3 {VPP} 2", 2, f"{FIRST} 3: not a multiple of {VPP} 2."),
+        (f"{VPP} 2", 1, f"{VPP} 2: there is one pipeline stage. Give {PP} 2 or more"),
+        (f"{FIRST} 2", 1, f"{FIRST} 2: there is one pipeline stage."),
+        (f"{PP} 2 {VPP} 2 --global_batch_size 1", 2, f"{VPP} 2: a step has 1 micro batches on each"),
+        (
+            f"{PP} 2 {VPP} 2 --microbatch_group_size_per_vp_stage 3 --global_batch_size 4",
+            2,
+            "--microbatch_group_size_per_vp_stage 3: a step has 4 micro batches",
+        ),
+        (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+        ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
+        ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),
+        (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: does not divide by 2 x {CP} 2 = 4. Give 1024."),
+        (f"{TP} 2 {SP} --packing true --max_length 101", 2, "--max_length 101: a pack must divide by"),
+        ("--packing true", 1, "--packing true needs the length of a pack: give --max_length."),
+        ("--packing true --padding_free false --max_length 8", 1, "--packing true needs --padding_free true"),
+        ("--recompute_granularity full", 1, "--recompute_granularity full needs --recompute_method"),
+        (
+            "--recompute_granularity full --recompute_method block",
+            1,
+            "needs --recompute_num_layers, as in --recompute_num_layers 1.",
+        ),
+        ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
+        ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
+        ("--lr 1e-5 --min_lr 1e-4", 1, "--min_lr 0.0001: above --lr 1e-05."),
+        ("--lr_decay_style WSD", 1, "--lr_decay_style WSD needs --lr_wsd_decay_iters"),
+        ("--overlap_param_gather true", 1, "--overlap_param_gather true needs --overlap_grad_reduce true."),
+        ("--use_precision_aware_optimizer --optimizer sgd", 1, "--use_precision_aware_optimizer true needs"),
+        ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be with --streaming true."),
+    ],
+)
+def test_options_that_cannot_be_together(dense: Path, words: str, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check(dense, words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (f"{TP} 2", 2, f"{TP} 2: training a mixture of experts with it needs --sequence_parallel true."),
+        (f"{EP} 3", 3, f"{EP} 3: does not divide the model's 8 experts. Give a divisor of 8."),
+        (f"{EP} 2 {ETP} 2", 2, f"{EP} x {ETP} x {PP} = 4: does not divide the number of processes, 2."),
+        (f"{ETP} 9 --global_batch_size 18", 9, f"{ETP} 9: does not divide the 24 columns of the model's experts."),
+    ],
+)
+def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check(mixture, words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        (f"{TP} 2 {SP}", 2),
+        (f"{TP} 8", 8),  # more than the 4 KV heads
+        (f"{TP} 4 {PP} 2 {CP} 2 {SP} --max_length 1024 --packing true", 32),
+        (f"{PP} 2 {FIRST} 3", 2),
+        (f"{PP} 3 {FIRST} 1 {LAST} 2", 3),
+        (f"{PP} 2 {VPP} 2", 2),
+        (f"{PP} 2 {VPP} 1 --global_batch_size 1", 2),
+        ("--num_train_epochs 0.5 --lr_warmup_fraction 0.05", 1),
+    ],
+)
+def test_layouts_that_can_run(dense: Path, words: str, world: int) -> None:
+    assert check(dense, words, world=world)[1] == []
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_switched_off(mixture: Path) -> None:
+    options, notes = check(mixture, f"{SP} {EP} 2", world=2)
+    assert options.sequence_parallel is False
+    (note,) = notes
+    assert note.startswith("--sequence_parallel true is switched off")
+
+
+def test_more_processes_than_gpus(dense: Path) -> None:
+    with pytest.raises(UsageError, match=r"NPROC_PER_NODE 4: more processes than the 2 visible GPUs\. Set "):
+        check(dense, "", world=4, gpus=2)
+    check(dense, "", world=4, gpus=0)  # a CPU takes as many as one likes
+
+
+def test_how_long_to_train_must_be_said(dense: Path, capsys) -> None:
+    assert main("megatron", ["sft", "--model", str(dense), "--dataset", "d"]) == 2
+    assert "--train_iters or --num_train_epochs is needed" in capsys.readouterr().err
+
+
+def test_a_dataset_is_needed(dense: Path, capsys) -> None:
+    assert main("megatron", ["pt", "--model", str(dense), "--train_iters", "1"]) == 2
+    assert "--dataset is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-such", "none", "a/b/c"])
+@pytest.mark.parametrize("command", [("megatron", "sft"), ("swift", "infer")])
+def test_no_such_model_folder(name: str, command: tuple[str, str], capsys) -> None:
+    assert main(command[0], [command[1], "--model", name]) == 2
+    assert f"--model {name}: no such model folder. Give a folder, or a hub id as OWNER/NAME." in capsys.readouterr().err
+
+
+def test_the_model_is_needed(capsys) -> None:
+    assert main("swift", ["infer"]) == 2
+    assert "--model is needed" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_config(tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main("megatron", ["sft", "--model", str(tmp_path / "empty")]) == 2
+    assert f"--model {tmp_path / 'empty'}: no config.json there" in capsys.readouterr().err
+
+
+def test_a_config_that_is_broken(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert main("megatron", ["sft", "--model", str(tmp_path)]) == 2
+    assert "config.json is not valid JSON" in capsys.readouterr().err
+
+
+def test_an_output_folder_below_a_file(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UsageError, match=r"--output_dir .*taken/x: .*taken is a file\. Give a folder"):
+        check(dense, f"--output_dir {tmp_path / 'taken' / 'x'}")
+
+
+def test_an_output_folder_that_cannot_be_written(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UsageError, match=r"--output_dir .*: .* cannot be written\. Give a folder"):
+        check(dense, f"--output_dir {tmp_path / 'out'}")
+
+
+def test_the_rate_of_experts_in_other_families(tmp_path: Path) -> None:
+    """Mixtral's spelling of the number of experts."""
+    config = {name: value for name, value in MIXTURE.items() if name != "num_experts"} | {"num_local_experts": 6}
+    with pytest.raises(UsageError, match="does not divide the model's 6 experts"):
+        check(write_model(tmp_path / "m", config), f"{EP} 4", world=4)
+
+
+def test_layout_sizes() -> None:
+    layout = Layout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
+    assert (layout.data, layout.expert_data) == (4, 4)
+
+
+def test_every_flag_with_a_bound_is_a_flag() -> None:
+    from megaswift.cli.checks import NOT_NEGATIVE, POSITIVE, SHARE
+    from megaswift.cli.flags import flags_of
+    from megaswift.tasks.options import SftOptions
+
+    assert {*NOT_NEGATIVE, *POSITIVE, *SHARE} <= set(flags_of(SftOptions))

@@ -1,0 +1,235 @@
+"""From what the user types to options, and where each value came from."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from megaswift.cli.flags import UsageError
+from megaswift.cli.main import main, read_options
+from megaswift.tasks.args import save_args
+
+BASE = ["sft", "--model", "m", "--dataset", "d", "--train_iters", "1", "--no_save_optim", "true"]
+
+
+def read(*words: str):
+    return read_options("megatron", [*BASE, *words])
+
+
+def refusal(*words: str, program: str = "megatron") -> str:
+    with pytest.raises(UsageError) as error:
+        read_options(program, [*BASE, *words] if program == "megatron" else list(words))
+    return str(error.value)
+
+
+def test_the_dialect() -> None:
+    options, sources, notes = read(
+        *("--dataset", "a#5", "b c.jsonl", "--lr=2e-5", "--use_hf", "--packing", "false", "--eval_iters", "-1"),
+        *("--micro-batch-size", "2", "--columns", '{"old": "new"}', "--save_steps", "1e3", "--strict", "TRUE"),
+        *("--recompute_modules", "core_attn", "mlp"),
+    )
+    assert options.dataset == ["a#5", "b c.jsonl"]
+    assert (options.lr, options.use_hf, options.packing, options.eval_iters, options.strict) == (
+        2e-5,
+        True,
+        False,
+        -1,
+        True,
+    )
+    assert (options.micro_batch_size, options.columns, options.save_steps) == (2, {"old": "new"}, 1000)
+    assert options.recompute_modules == ["core_attn", "mlp"]
+    assert sources["lr"] == sources["packing"] == "command line"
+    assert sources["min_lr"] == "default"
+    assert notes == []
+
+
+def test_pt_has_its_own_defaults() -> None:
+    assert read_options("megatron", ["pt", "--model", "m"])[0].loss_scale == "all"
+    assert read_options("megatron", ["sft", "--model", "m"])[0].loss_scale == "default"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr", "abc"], "--lr abc: a number is needed."),
+        (["--save_steps", "1.5"], "--save_steps 1.5: a whole number is needed."),
+        (["--save_steps", "many"], "--save_steps many: a whole number is needed."),
+        (["--save_steps", "inf"], "--save_steps inf: a whole number is needed."),
+        (["--packing", "maybe"], "--packing maybe: true or false is needed."),
+        (["--optimizer", "lion"], "--optimizer lion: choose one of adam, sgd."),
+        (["--report_to", "tensorboard", "x"], "--report_to x: choose one of tensorboard, wandb, swanlab, none."),
+        (["--columns", "{old: new}"], "--columns {old: new}: not valid JSON"),
+        (["--columns", "[1]"], "--columns [1]: a JSON object is needed"),
+        (["--lr", "1", "2"], "--lr 1 2: takes one value."),
+        (["--lr"], "--lr needs a value: number."),
+        (["--val_dataset"], "--val_dataset needs a value: text ...."),
+        (["--micro_batchsize", "2"], "--micro_batchsize: no such flag. The nearest is --micro_batch_size."),
+        (["--learning_rate", "2"], "--learning_rate: no such flag."),
+        (["--beta", "0.1"], "--beta is a flag of `megatron rlhf`, not of this command."),
+        (["--temperature", "0"], "--temperature is a flag of `swift infer`, not of this command."),
+        (["--config", "none.yaml"], "--config none.yaml: no such file."),
+    ],
+)
+def test_what_no_flag_takes(words: list[str], message: str) -> None:
+    assert message in refusal(*words)
+
+
+def test_a_flag_of_training_is_not_one_of_infer() -> None:
+    assert "--lr is a flag of `megatron pt`" in refusal("infer", "--model", "m", "--lr", "1", program="swift")
+
+
+def test_a_word_that_is_no_flag() -> None:
+    with pytest.raises(UsageError, match=r"config: not a flag\. Flags begin with --"):
+        read_options("megatron", ["sft", "config", "--model", "m"])
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--save", "out"], "output_dir", "out"),
+        (["--save_interval", "7"], "save_steps", 7),
+        (["--max_epochs", "2"], "num_train_epochs", 2.0),
+        (["--num_workers", "0"], "dataloader_num_workers", 0),
+        (["--no_rope_fusion"], "apply_rope_fusion", False),
+        (["--no_masked_softmax_fusion", "true"], "masked_softmax_fusion", False),
+        (["--no_bias_dropout_fusion", "false"], "bias_dropout_fusion", True),
+        (["--distributed_timeout_minutes", "10"], "ddp_timeout", 600),
+        (["--bf16", "true"], "torch_dtype", "bfloat16"),
+        (["--fp16"], "torch_dtype", "float16"),
+        (["--num_virtual_stages_per_pipeline_rank", "2"], "virtual_pipeline_model_parallel_size", 2),
+    ],
+)
+def test_older_names(words: list[str], name: str, value: object) -> None:
+    options, sources, notes = read(*words)
+    assert getattr(options, name) == value
+    assert sources[name] == "command line"
+    (note,) = notes
+    assert note.startswith(words[0])
+    assert f"--{name}" in note
+
+
+def test_older_names_that_ask_for_nothing() -> None:
+    options, _, notes = read("--fp16", "false", "--load_safetensors", "true")
+    assert options.torch_dtype is None
+    assert len(notes) == 2
+
+
+def test_older_values() -> None:
+    options, _, notes = read_options("swift", ["infer", "--model", "m", "--infer_backend", "pt"])
+    assert options.infer_backend == "transformers"
+    assert notes == [
+        "--infer_backend pt is an older spelling of --infer_backend transformers; the older one still works."
+    ]
+
+
+NEUTRAL = """--tuner_type full --finetune true --optimizer_cpu_offload false --merge_lora false --save_safetensors true
+    --no_save_rng true --optimizer_offload_fraction 1.0 --no_load_optim --freeze_vit true --freeze_llm false"""
+
+
+def test_later_features_switched_off_are_accepted() -> None:
+    assert read(*NEUTRAL.split())[2] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "feature"),
+    [
+        ("--tuner_type lora", "LoRA"),
+        ("--train_type lora", "LoRA"),
+        ("--lora_rank 8", "LoRA"),
+        ("--adapters a b", "LoRA"),
+        ("--fp8_format hybrid", "FP8"),
+        ("--optimizer_cpu_offload true", "offload"),
+        ("--optimizer_offload_fraction 0.5", "offload"),
+        ("--finetune false", "resuming"),
+        ("--mcore_model x", "resuming"),
+        ("--load x", "resuming"),
+        ("--no_load_optim false", "resuming"),
+        ("--freeze_llm true", "multimodal"),
+        ("--mtp_num_layers 1", "multi-token prediction"),
+        ("--save_safetensors false", "megatron-core's own format"),
+    ],
+)
+def test_later_features_are_refused_by_name(words: str, feature: str) -> None:
+    message = refusal(*words.split())
+    assert message.startswith(f"{words}: this version does not have ")
+    assert feature in message
+
+
+def test_what_is_not_saved_is_said_unless_it_is_known() -> None:
+    for words, said in (([], True), (["--no_save_optim", "false"], True), (["--no_save_optim"], False)):
+        notes = read_options("megatron", ["sft", "--model", "m", *words])[2]
+        assert any("saves weights only" in note for note in notes) is said
+
+
+def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FROM_CONFIG", raising=False)
+    monkeypatch.setenv("ALREADY_SET", "mine")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: m\ndataset: [a, b]\nlr: 2e-5\nmin_lr: 1.0e-6\npacking: true\ncolumns: {old: new}\nsave_interval: 9\n"
+        "eval_steps: null\nreport_to: []\nENV: {FROM_CONFIG: 1, ALREADY_SET: theirs}\n"
+    )
+    for words in (["sft", str(file), "--lr", "3e-5"], ["sft", "--lr", "3e-5", "--config", str(file)]):
+        options, sources, notes = read_options("megatron", words)
+        assert (options.lr, options.min_lr, options.packing, options.save_steps) == (3e-5, 1e-6, True, 9)
+        assert (options.dataset, options.columns, options.report_to, options.eval_steps) == (
+            ["a", "b"],
+            {"old": "new"},
+            [],
+            None,
+        )
+        assert (sources["lr"], sources["min_lr"], sources["seed"]) == ("command line", str(file), "default")
+        assert any("--save_interval 9 is an older spelling" in note for note in notes)
+    assert (os.environ.pop("FROM_CONFIG"), os.environ["ALREADY_SET"]) == ("1", "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.yaml", "lrr: 1", "--lrr: no such flag. The nearest is --lr. (from {file})"),
+        ("c.yaml", "lr: high", "--lr high: a number is needed (from {file})."),
+        ("c.yaml", "lr: [1, 2]", "--lr 1 2: takes one value (from {file})."),
+        ("c.yaml", "- lr", "--config {file}: a table of flag: value is needed."),
+        ("c.yaml", "lr: [", "--config {file}: cannot be read:"),
+        ("c.json", '{"lr": 1,}', "--config {file}: cannot be read:"),
+        ("c.json", '{"tuner_type": "lora"}', "--tuner_type lora (from {file}): this version does not have LoRA."),
+        ("c.json", '{"micro_batch_size": true}', "--micro_batch_size true: a whole number is needed (from {file})."),
+    ],
+)
+def test_faults_of_a_config_file(name: str, text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert message.format(file=file) in refusal("--config", str(file))
+
+
+def test_saved_arguments_can_be_given_back(tmp_path: Path) -> None:
+    options, sources, _ = read(
+        "--lr", "3e-5", "--columns", '{"a": "b"}', "--hub_token", "secret", "--report_to", "none"
+    )
+    options.sequence_parallel, sources["sequence_parallel"] = True, "derived"
+    save_args(tmp_path / "args.json", options, sources, kernels="local")
+    written = (tmp_path / "args.json").read_text()
+    assert "secret" not in written
+    assert json.loads(written)["options"]["lr"] == {"value": 3e-5, "source": "command line"}
+    assert json.loads(written)["kernels"] == "local"
+
+    again, sources, _ = read_options("megatron", ["sft", "--config", str(tmp_path / "args.json"), "--no_save_optim"])
+    assert vars(again) == vars(options) | {"hub_token": None, "sequence_parallel": False}
+    assert sources["lr"] == str(tmp_path / "args.json")
+    assert sources["min_lr"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "message"),
+    [
+        ("megatron", ["rlhf", "--rlhf_type", "grpo"], "megatron rlhf: this version does not have it."),
+        ("megatron", ["export"], "megatron export: this version does not have it."),
+        ("swift", ["export", "--to_mcore", "true"], "swift export: this version does not have it."),
+        ("swift", ["rollout"], "swift rollout: this version does not have it."),
+        ("megatron", ["stf"], "megatron stf: no such command. The nearest is sft."),
+        ("swift", ["--model", "m"], "swift --model: no such command."),
+    ],
+)
+def test_commands_that_are_not_there(program: str, words: list[str], message: str, capsys) -> None:
+    assert main(program, words) == 2
+    assert f"error: {message}" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""--help: quick, in groups, each flag with its type and default."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from megaswift.cli.flags import flags_of
+from megaswift.cli.main import main
+from megaswift.tasks.options import SftOptions
+
+MEGATRON = str(Path(sys.executable).with_name("megatron"))
+
+
+def seconds(*command: str) -> float:
+    """The quickest of five runs."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_help_is_quick() -> None:
+    """Half a second where `python -c pass` takes a twentieth: ten times that, whatever else the machine is doing."""
+    assert seconds(MEGATRON, "--help") < 10 * max(0.05, seconds(sys.executable, "-c", "pass"))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"]])
+def test_help_needs_neither_torch_nor_transformers(words: list[str]) -> None:
+    program = (
+        "import sys; from megaswift.cli.main import main; main('megatron', sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'datasets', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True)
+
+
+def test_help_lists_commands(capsys) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert main("megatron", words) == 0
+        printed = capsys.readouterr().out
+        assert [line.split()[0] for line in printed.partition("Commands:\n")[2].splitlines()] == [
+            "pt",
+            "sft",
+            "rlhf",
+            "export",
+        ]
+
+
+def test_help_shows_each_flag_with_type_and_default_in_its_group(capsys) -> None:
+    assert main("megatron", ["sft", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for flag in flags_of(SftOptions).values():
+        assert f"--{flag.name} {flag.metavar}" in printed
+        assert f"\n{flag.group}:\n" in printed
+    lines = " ".join(printed.split())
+    assert "--lr number Highest learning rate. [1e-05]" in lines
+    assert "--optimizer adam|sgd adam is AdamW. [adam]" in lines
+    assert lines.index("Parallelism:") < lines.index("--tensor_model_parallel_size int") < lines.index("Recompute")

@@ -1,0 +1,177 @@
+"""How the processes of a run are counted, started and ended. The task is a stand-in; all before it is the real thing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from megaswift.cli.flags import UsageError
+from megaswift.cli.launch import Processes, environment, shown_command, torchrun_command, visible_gpus
+from megaswift.tasks.options import SftOptions
+
+MEGATRON = str(Path(sys.executable).with_name("megatron"))
+
+STAND_IN = """
+import os, sys, time, types
+
+def run(options, sources):
+    rank = os.environ["RANK"]
+    with open(os.path.join(os.environ["STAND_IN"], "rank-" + rank), "w") as file:
+        print(os.getpid(), os.environ["WORLD_SIZE"], os.environ.get("OMP_NUM_THREADS"), file=file)
+    what = os.environ["STAND_IN_DOES"]
+    if what == "fail" and rank == "1":
+        raise KeyError("a fault of ours")
+    if what == "refuse":
+        from megaswift.bridge.hub import read_config
+        read_config("/no/such/folder")
+    if what == "wait":
+        time.sleep(60)
+
+if "STAND_IN" in os.environ:
+    task = types.ModuleType("megaswift.tasks.sft")
+    task.run = run
+    sys.modules["megaswift.tasks.sft"] = task
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which each process of the stand-in task leaves its pid, world size and OMP_NUM_THREADS."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    monkeypatch.setenv("STAND_IN_DOES", "nothing")
+    return tmp_path
+
+
+def line(model: Path, *words: str) -> list[str]:
+    return ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", "--save_interval", "3", *words]
+
+
+def started(folder: Path, ranks: int) -> list[int]:
+    """The pids of the processes, once all have begun."""
+    files = [folder / f"rank-{rank}" for rank in range(ranks)]
+    deadline = time.monotonic() + 120
+    while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return [int(file.read_text().split()[0]) for file in files]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "wait")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
+    pids = started(stand_in, 2)
+    assert all(map(alive, [parent.pid, *pids]))
+    parent.send_signal(number)
+    assert parent.wait(30) == code
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_an_error_is_said_once_and_ends_all(stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "refuse")
+    done = subprocess.run([MEGATRON, *line(dense)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("error: --model /no/such/folder: no config.json there") == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("--save_interval 3 is an older spelling") == 1  # before the processes, not in each
+
+    monkeypatch.setenv("STAND_IN_DOES", "fail")
+    done = subprocess.run([MEGATRON, *line(dense)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'a fault of ours'") == 1  # with its traceback
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[MEGATRON], ["-m", "megaswift.cli.main", "megatron"]])
+def test_under_an_outer_torchrun(how: list[str], stand_in: Path, dense: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, *how, *line(dense)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {(stand_in / f"rank-{rank}").read_text().split()[1] for rank in (0, 1)} == {"2"}
+    assert done.stderr.count("--save_interval 3 is an older spelling") == 1
+
+
+def test_one_process_runs_at_once(stand_in: Path, dense: Path) -> None:
+    process = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (stand_in / "rank-0").read_text().split() == [str(process.pid), "1", "None"]
+    assert "torch" not in errors
+
+
+def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Processes.of_environment(gpus=0).world == 1
+    assert Processes.of_environment(gpus=4).world == 4
+    for name, value in {"NPROC_PER_NODE": "2", "NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "host"}.items():
+        monkeypatch.setenv(name, value)
+    processes = Processes.of_environment(gpus=8)
+    assert (processes.world, processes.node_rank, processes.master_port) == (6, 1, 29500)
+    command = torchrun_command(processes, ["megatron", "sft", "config.yaml"])
+    assert command[3:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host", "--master_port=29500",
+                           "-m", "megaswift.cli.main", "megatron", "sft", "config.yaml"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: a whole number of at least 1 is needed."),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: a whole number of at least 1"),
+        ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: there are NNODES=2 nodes"),
+    ],
+)
+def test_an_environment_that_is_wrong(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Processes.of_environment(gpus=0)
+
+
+def test_what_a_run_wants_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    dense, split = SftOptions(), SftOptions(tensor_model_parallel_size=2)
+    assert environment(dense, Processes(2), gpus=0) == {"OMP_NUM_THREADS": str(max(1, cores // 2))}
+    assert environment(dense, Processes(2), gpus=2) == {}
+    assert environment(split, Processes(2), gpus=2) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment(dense, Processes(2), gpus=0) == {}
+
+
+def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_gpus() == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(
+        Path, "iterdir", lambda _: iter(Path(f"/dev/{name}") for name in ("nvidia0", "nvidia1", "nvidiactl"))
+    )
+    assert visible_gpus() == 2
+    for shown, count in (("1", 1), ("0,1", 2), ("0,1,2,3", 2), ("MIG-a,MIG-b", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert visible_gpus() == count
+
+
+def test_a_token_is_not_shown() -> None:
+    assert shown_command(["x", "--hub_token", "secret", "--hub_token=secret", "a b"], {"N": "1"}) == (
+        "N=1 x --hub_token ... --hub_token=... 'a b'"
+    )
