@@ -23,6 +23,10 @@ def rope(config: dict[str, Any], max_positions: int, *, base: float = 10000.0) -
     `base` is what holds where config.json gives none. Raises ValueError for a rule that the layers do not know.
     """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in settings.values()):
+        raise ValueError(
+            "config.json has rope_parameters for each type of layer: this family is known with one for all"
+        )
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base
     kind = settings.get("rope_type") or settings.get("type") or "default"
     settings.pop("type", None)

@@ -127,15 +127,15 @@ def distance(weights: Path, reference: Path, **changes: Any) -> float:
     with torch.no_grad():
         ours = model.log_probs(
             model.chunks[0],
-            tokens=tokens,
-            labels=labels,
-            position_ids=torch.arange(64).unsqueeze(0),
+            tokens=tokens.to(runtime.device()),
+            labels=labels.to(runtime.device()),
+            position_ids=torch.arange(64, device=runtime.device()).unsqueeze(0),
             cu_seqlens=torch.tensor([0, 64], dtype=torch.int32),
             max_seqlen=64,
         )
         logits = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)(tokens).logits
     theirs = logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
-    return ((ours - theirs).abs().max() / theirs.std()).item()
+    return ((ours.cpu() - theirs).abs().max() / theirs.std()).item()
 
 
 FAULTS = {  # names that change places in the checkpoint

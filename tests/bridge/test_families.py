@@ -85,6 +85,11 @@ def test_which_layers_have_experts(step, dense):
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters for each type of layer",
+        ),
         ("qwen2", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
