@@ -29,8 +29,6 @@ class KernelOptions:
         Literal["auto", "flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "local"], "Attention kernel."
     ] = "auto"
     attention_softmax_in_fp32: Annotated[bool, "Compute the softmax of unfused attention in fp32."] = True
-    cross_entropy_loss_fusion: Annotated[bool, "Fuse the vocab-parallel cross entropy."] = True
-    cross_entropy_fusion_impl: Annotated[Literal["native", "te"], "Whose fused cross entropy."] = "native"
     gradient_accumulation_fusion: Annotated[bool, "Accumulate weight gradients inside the matrix product."] = True
     masked_softmax_fusion: Annotated[bool, "Fuse scale, mask and softmax of unfused attention."] = True
     bias_dropout_fusion: Annotated[bool, "Fuse bias, dropout and the residual sum."] = True

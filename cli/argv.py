@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
+from .names import ALWAYS, LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -108,6 +108,9 @@ def _take(
             given.sources[name] = source
         elif not warning:  # an older spelling can ask for nothing
             raise UsageError(f"{asked} needs a value{where}: {flags[name].metavar}.")
+    elif name in ALWAYS:
+        if show(values).lower() not in ("", "true"):
+            given.notes.append(f"{asked} is not followed: {ALWAYS[name]}.")
     elif name in NEEDLESS:
         given.notes.append(f"{asked} is not needed: {NEEDLESS[name]}.")
     elif name in LATER:

@@ -26,7 +26,7 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _batch(options, layout)
     _schedule(options)
     _recompute(options)
-    _optimizer(options)
+    _overlap(options)
     _pipeline(options)
     if model is not None:
         _divisible(options, layout, model)
@@ -122,8 +122,6 @@ def _schedule(options: ScheduleOptions) -> None:
         raise UsageError(f"--min_lr {options.min_lr}: above --lr {options.lr}. Make it smaller.")
     if options.lr_warmup_iters and options.lr_warmup_fraction is not None:
         raise UsageError("--lr_warmup_iters and --lr_warmup_fraction: give one of them.")
-    if options.lr_decay_style == "WSD" and options.lr_wsd_decay_iters is None:
-        raise UsageError("--lr_decay_style WSD needs --lr_wsd_decay_iters: the steps of its last part.")
 
 
 def _recompute(options: RecomputeOptions) -> None:
@@ -134,13 +132,7 @@ def _recompute(options: RecomputeOptions) -> None:
                 raise UsageError(f"--recompute_granularity full needs --{name}, as in --{name} {example}.")
 
 
-def _optimizer(options: SftOptions) -> None:
-    if options.use_precision_aware_optimizer and not (
-        options.use_distributed_optimizer and options.optimizer == "adam"
-    ):
-        raise UsageError(
-            "--use_precision_aware_optimizer true needs --use_distributed_optimizer true and --optimizer adam."
-        )
+def _overlap(options: SftOptions) -> None:
     if options.overlap_param_gather and not options.overlap_grad_reduce:
         raise UsageError("--overlap_param_gather true needs --overlap_grad_reduce true.")
     if options.overlap_param_gather and not options.use_distributed_optimizer:

@@ -45,24 +45,38 @@ OLD_VALUES = {
     "report_to": {"all": "tensorboard"},
 }
 
-# Flags that asked for what is always so here, or for nothing: accepted, with a word.
-NEEDLESS = {
-    "load_safetensors": "--model always reads safetensors",
+# Flags whose `true` is always so: accepted; with another value, a note says why it is not followed.
+ALWAYS = {
+    "cross_entropy_loss_fusion": "the loss is computed in pieces, vocab-parallel, without full logits",
+    "calculate_per_token_loss": "the loss is per token over the global batch",
+    "load_safetensors": "weights are read from safetensors",
+    "check_model": "weights are checked as they are read",
+    "remove_unused_columns": "columns that nothing reads are left out",
+    "save_missing_weights": "what is not trained is saved too",
     "log_throughput": "every log line has it",
+    "align_grad_reduce": "the pipeline's stages reduce at the same time",
+    "align_param_gather": "the pipeline's stages gather at the same time",
+    "dataloader_pin_memory": "batches are pinned where there is a GPU",
+    "dataloader_persistent_workers": "the processes that make batches stay",
+}
+
+# Flags that nothing here needs: accepted, with a note.
+NEEDLESS = {
+    "cross_entropy_fusion_impl": "the loss has one implementation",
     "log_timers_to_tensorboard": "timers are not logged",
     "log_params_norm": "it is not logged",
     "ckpt_format": "checkpoints are Hugging Face folders",
     "wandb_save_dir": "it is in the run's folder",
+    "tensorboard_queue_size": "every log line is written",
     "lazy_tokenize": "tokens are cached, so that they are made once",
-    "check_model": "weights are checked as they are read",
     "use_chat_template": "pt takes plain text, sft the tokenizer's chat template",
     "template_backend": "the template is the tokenizer's own (jinja)",
-    "remove_unused_columns": "columns that nothing reads are always left out",
-    "calculate_per_token_loss": "the loss is always per token over the global batch",
-    "align_grad_reduce": "it is always so",
-    "align_param_gather": "it is always so",
-    "packing_num_proc": "packing takes one process a few seconds for millions of rows",
-    "save_missing_weights": "tensors that are not trained are always kept",
+    "packing_num_proc": "packing takes seconds for a million rows",
+    "packing_strategy": "packs are made by best fit",
+    "dataloader_prefetch_factor": "it is two batches",
+    "perform_initialization": "every weight comes from the checkpoint",
+    "no_initialization": "every weight comes from the checkpoint",
+    "use_cpu_initialization": "every weight comes from the checkpoint",
     "use_persistent_ckpt_worker": "checkpoints are written without one",
 }
 
@@ -105,10 +119,12 @@ LATER: dict[str, Later] = {
              vit_gradient_checkpointing_kwargs=NEVER, vit_attn_impl=NEVER, max_pixels=NEVER,
              language_model_only="false"),
     **_later("multi-token prediction", "Leave it out.", mtp_num_layers=("0",), mtp_loss_scaling_factor=NEVER),
+    **_later("optimizer states in other types than fp32", "Leave it out.", use_precision_aware_optimizer="false",
+             main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
     **_later("FSDP", "Leave it out: --use_distributed_optimizer shares the optimizer's state.",
              use_megatron_fsdp="false"),
     **_later("overlap of tensor parallelism's communication", "Leave it out.", tp_comm_overlap="false"),
-    **_later("DeepEP", "Leave it out: --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
+    **_later("DeepEP", "Give --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
     **_later("pipeline layouts given by text", "Give --decoder_first_pipeline_num_layers and its sibling.",
              pipeline_model_parallel_layout=NEVER, account_for_embedding_in_pipeline_split="false",
              account_for_loss_in_pipeline_split="false"),

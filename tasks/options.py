@@ -37,13 +37,6 @@ class OptimizerOptions:
     adam_beta2: Annotated[float, "Adam's decay of the variance."] = 0.95
     adam_eps: Annotated[float, "Adam's epsilon."] = 1e-8
     sgd_momentum: Annotated[float, "SGD's momentum."] = 0.9
-    use_precision_aware_optimizer: Annotated[
-        bool, "Keep the optimizer's state in the four types below (Transformer Engine's Adam)."
-    ] = False
-    main_grads_dtype: Annotated[Literal["fp32", "bf16"], "Gradients, under the precision-aware optimizer."] = "fp32"
-    main_params_dtype: Annotated[Literal["fp32", "fp16"], "Master weights, likewise."] = "fp32"
-    exp_avg_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], "Adam's mean, likewise."] = "fp32"
-    exp_avg_sq_dtype: Annotated[Literal["fp32", "fp16", "bf16", "fp8"], "Adam's variance, likewise."] = "fp32"
 
 
 @dataclass
@@ -62,7 +55,7 @@ class ScheduleOptions:
     lr_wsd_decay_style: Annotated[
         Literal["exponential", "linear", "cosine", "minus_sqrt"], "WSD: shape of the last part."
     ] = "exponential"
-    lr_wsd_decay_iters: Annotated[int | None, "WSD: steps of the last part."] = None
+    lr_wsd_decay_iters: Annotated[int | None, "WSD: steps of the last part; left out: a tenth."] = None
 
 
 @dataclass

@@ -109,9 +109,16 @@ def test_older_names(words: list[str], name: str, value: object) -> None:
 
 
 def test_older_names_that_ask_for_nothing() -> None:
-    options, _, notes = read("--fp16", "false", "--load_safetensors", "true")
+    options, _, notes = read("--fp16", "false")
     assert options.torch_dtype is None
-    assert len(notes) == 2
+    assert len(notes) == 1
+
+
+def test_flags_that_nothing_here_needs() -> None:
+    assert read("--load_safetensors", "true", "--cross_entropy_loss_fusion")[2] == []
+    (always, needless) = read("--cross_entropy_loss_fusion", "false", "--ckpt_format", "torch_dist")[2]
+    assert always.startswith("--cross_entropy_loss_fusion false is not followed: the loss is computed in pieces")
+    assert needless == "--ckpt_format torch_dist is not needed: checkpoints are Hugging Face folders."
 
 
 def test_older_values() -> None:

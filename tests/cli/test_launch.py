@@ -1,4 +1,4 @@
-"""How the processes of a run are counted, started and ended. The task is a stand-in; all before it is the real thing."""
+"""How the processes of a run are counted, started and ended. The task is a stand-in; all before it is real."""
 
 import os
 import re
@@ -127,7 +127,8 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     processes = Processes.of_environment(gpus=8)
     assert (processes.world, processes.node_rank, processes.master_port) == (6, 1, 29500)
     command = torchrun_command(processes, ["megatron", "sft", "config.yaml"])
-    assert command[3:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host", "--master_port=29500",
+    assert command[3:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host",
+                           "--master_port=29500",
                            "-m", "megaswift.cli.main", "megatron", "sft", "config.yaml"]  # fmt: skip
 
 
@@ -162,9 +163,8 @@ def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert visible_gpus() == 0
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(
-        Path, "iterdir", lambda _: iter(Path(f"/dev/{name}") for name in ("nvidia0", "nvidia1", "nvidiactl"))
-    )
+    devices = [Path("/dev") / name for name in ("null", "nvidia0", "nvidia1", "nvidiactl")]
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(devices))
     assert visible_gpus() == 2
     for shown, count in (("1", 1), ("0,1", 2), ("0,1,2,3", 2), ("MIG-a,MIG-b", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)

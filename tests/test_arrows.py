@@ -1,0 +1,65 @@
+"""The rooms and the arrows between them: cli -> tasks -> bridge, tasks -> templates, and never back or in a circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "bridge": {"bridge"},
+    "templates": {"templates"},
+    "tasks": {"tasks", "bridge", "templates"},
+    "cli": {"cli", "tasks", "bridge", "templates"},
+}
+FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]
+
+
+def module(file: Path) -> str:
+    """bridge/layers/rope.py -> bridge.layers.rope; a package's __init__.py -> the package"""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(file) for file in FILES}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, anywhere in it."""
+    package = module(file).split(".") if file.name == "__init__.py" else module(file).split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("megaswift.")]
+            yield from (name.removeprefix("megaswift.") for name in names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            elif (node.module or "").startswith("megaswift"):
+                base = (node.module or "").split(".")[1:]
+            else:
+                continue
+            base = [part for part in base if part]
+            for alias in node.names:
+                name = ".".join([*base, alias.name])
+                yield name if name in MODULES else ".".join(base)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module)
+def test_a_room_imports_only_what_is_below_it(file: Path) -> None:
+    room = module(file).split(".")[0]
+    assert {name.split(".")[0] for name in imports(file)} <= MAY_IMPORT[room]
+
+
+def test_no_files_import_each_other() -> None:
+    graph = {module(file): {name for name in imports(file) if name != module(file)} for file in FILES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_imports_are_seen() -> None:
+    """The two tests above would pass on a parser that finds nothing."""
+    found = {name for file in FILES for name in imports(file)}
+    assert {"bridge.options", "tasks.options", "templates.options", "cli.flags"} <= found
