@@ -34,10 +34,11 @@ run NPROC_PER_NODE=2 megatron sft \
   --tensor_model_parallel_size 2 \
   --micro_batch_size 64 \
   --global_batch_size 64 \
-  --train_iters 800 \
+  --train_iters 600 \
   --lr 1e-3 \
   --lr_warmup_fraction 0.05 \
   --max_length 64 \
+  --dataloader_num_workers 0 \
   --logging_steps 20 \
   --output_dir $work
 checkpoint=$(ls -d $work/v*/checkpoint-* | tail -n 1)

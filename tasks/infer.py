@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..bridge.hub import model_folder
-from ..templates.files import require_rows, sources
+from ..templates.files import sources
 from ..templates.formats import Conversation, UnusableRow, to_conversation
 from .folders import damage
 from .options import InferOptions
@@ -64,7 +64,8 @@ class Prompt:
 def read_prompts(options: InferOptions) -> Iterator[Prompt]:
     """The rows of `--val_dataset`, with `--system` in those that have no system prompt of their own."""
     for source, count in sources(options.val_dataset, use_hf=options.use_hf, hub_token=options.hub_token):
-        require_rows(source)
+        if not len(source):
+            raise ValueError(f"--val_dataset {source.name} is empty: it holds no row")
         for _, place, row in source.rows(np.arange(min(count or len(source), len(source)))):
             try:
                 conversation = to_conversation(row, answered=False)

@@ -1,4 +1,4 @@
-"""How the quickstart's data was made: sums of two numbers up to 99. Run it again and it writes the same files.
+"""How the quickstart's data was made: sums of two numbers from 10 to 99. Run it again and it writes the same files.
 
     python scripts/quickstart/make_data.py
 
@@ -16,7 +16,7 @@ TRAIN, TEST = 4000, 200
 
 def main() -> None:
     rng = random.Random(0)
-    pairs = list(combinations_with_replacement(range(100), 2))
+    pairs = list(combinations_with_replacement(range(10, 100), 2))
     rng.shuffle(pairs)
     test = [rng.sample(pair, 2) for pair in pairs[:TEST]]
     seen = [list(order) for pair in pairs[TEST:] for order in {pair, pair[::-1]}]
