@@ -30,7 +30,7 @@ from .options import InferOptions
 Emit = Callable[[str], None]  # takes a piece of an answer as it comes
 
 
-def run(options: InferOptions) -> None:
+def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError, each with its cure."""
     rows = list(read_prompts(options)) if options.val_dataset else []
     folder = checked_folder(options)
