@@ -1,0 +1,116 @@
+"""Writes docs/flags.md from the option classes and the tables of names. `python -m megaswift.cli.flags_doc`"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..tasks.options import InferOptions, PtOptions, SftOptions
+from .flags import Flag, flags_of, show
+from .names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
+
+PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
+
+# flag -> (default in ms-swift's Megatron guide and 4.6 release, why ours is another)
+DEPARTURES = {
+    "accumulate_allreduce_grads_in_fp32": (
+        "false",
+        "sums of many bf16 gradients lose digits; false halves their memory",
+    ),
+    "apply_rope_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
+    "attention_backend": ("flash", "the fastest that is there; flash needs a package that takes long to build"),
+    "ddp_backend": ("nccl", "left out: nccl on GPUs, gloo on a CPU"),
+    "load_from_cache_file": ("false", "tokens are found again by content, so that a stale cache cannot be met"),
+    "moe_permute_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
+    "swanlab_project": ("megatron-swift", "our own name"),
+    "wandb_project": ("megatron-swift", "our own name"),
+}
+
+HEAD = """\
+# Flags
+
+Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates/options.py` and `tasks/options.py`.
+
+- `--flag value`, or `--flag=value`. Lists take spaces: `--dataset a.jsonl b.jsonl`. Booleans take `true`, `false`, or nothing
+  for true. Tables take JSON: `--columns '{"question": "query"}'`.
+- Flags from a file: `megatron sft config.yaml --lr 2e-5`, or `--config FILE` (YAML or JSON; the command line wins). An `ENV:`
+  table in it sets variables of the environment that are not set.
+- A run saves all its flags, each with where its value came from, as `args.json`, which is a config file too.
+- Processes: `NPROC_PER_NODE` (left out: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`.
+- `--dry_run true` checks and prints everything, and trains nothing.
+- `MEGASWIFT_TRACEBACK=1` shows where an error was raised.
+"""
+
+
+def page() -> str:
+    """The whole page, Markdown."""
+    return "\n".join([HEAD, *_training(), *_infer(), *_departures(), *_older(), *_refused(), *_needless()]) + "\n"
+
+
+def _training() -> Iterator[str]:
+    pt, sft = flags_of(PtOptions), flags_of(SftOptions)
+    others = [f"`--{name} {show(flag.default)}`" for name, flag in pt.items() if flag.default != sft[name].default]
+    yield f"## megatron sft, megatron pt\n\npt has other defaults: {', '.join(others)}.\n"
+    yield from _groups(sft.values())
+
+
+def _infer() -> Iterator[str]:
+    yield "## swift infer\n"
+    yield from _groups(flags_of(InferOptions).values())
+
+
+def _groups(flags: Iterable[Flag]) -> Iterator[str]:
+    for group, members in itertools.groupby(flags, key=lambda flag: flag.group):
+        yield f"### {group}\n"
+        rows = (
+            (f"`--{f.name}`", f"`{f.metavar}`", f"`{f.shown_default}`" if f.shown_default else "", f.help)
+            for f in members
+        )
+        yield from _table(("flag", "type", "default", ""), rows)
+
+
+def _departures() -> Iterator[str]:
+    yield "## Defaults that differ from ms-swift's\n"
+    defaults = {name: flag.shown_default for name, flag in flags_of(SftOptions).items()}
+    rows = (
+        (f"`--{n}`", f"`{old}`", f"`{defaults[n]}`" if defaults[n] else "", why) for n, (old, why) in DEPARTURES.items()
+    )
+    yield from _table(("flag", "ms-swift", "here", "why"), rows)
+
+
+def _older() -> Iterator[str]:
+    yield "## Older names\n\nAccepted, with a note.\n"
+    rows = [(f"`--{old}`", f"`--{new}`") for old, new in RENAMED.items()]
+    rows += [(f"`--{old} true`", f"`--{new} false`") for old, new in INVERTED.items()]
+    rows += [(f"`--{old}`", f"`--{new}`, otherwise written") for old, (new, _) in REWRITTEN.items()]
+    rows += [
+        (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
+    ]
+    yield from _table(("older", "today's"), rows)
+
+
+def _refused() -> Iterator[str]:
+    yield "## Not in this version\n\nRefused, unless the value asks for nothing.\n"
+    for (feature, cure), names in itertools.groupby(LATER, key=lambda name: LATER[name][:2]):
+        written = (
+            f"`--{name}`" + "".join(f" (`{value}` is accepted)" for value in LATER[name].neutral) for name in names
+        )
+        yield f"- {feature[0].upper() + feature[1:]}: {', '.join(written)}. {cure}"
+    yield ""
+
+
+def _needless() -> Iterator[str]:
+    yield "## Accepted, and not needed\n"
+    yield from (f"- `--{name}`: {why}." for name, why in {**ALWAYS, **NEEDLESS}.items())
+    yield "- `--no_save_optim`, `--no_save_rng`: this version saves weights only."
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    head = list(head)
+    for cells in (head, ["---"] * len(head), *rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")

@@ -1,0 +1,51 @@
+"""Names and defaults are the guide's, save where docs/flags.md says otherwise."""
+
+import re
+from pathlib import Path
+
+from megaswift.cli.flags import flags_of
+from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
+from megaswift.cli.names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN, RLHF, SAVED_LATER
+from megaswift.tasks.options import InferOptions, SftOptions
+
+HERE = Path(__file__).parent
+SFT, INFER = flags_of(SftOptions), flags_of(InferOptions)
+KNOWN = {*SFT, *LATER, *ALWAYS, *NEEDLESS, *SAVED_LATER}
+
+
+def guide() -> dict[str, str]:
+    """Default of each flag of the guide's tables, as it is written there."""
+    rows = re.findall(r"^\| `--(\w+)` \| .* \| (.+) \|$", (HERE / "guide.md").read_text(), re.MULTILINE)
+    return {name: default.strip("`") for name, default in rows}
+
+
+def test_every_flag_of_the_tables_and_examples_is_known() -> None:
+    examples = set(re.findall(r"--(\w+)", (HERE / "examples.sh").read_text()))
+    assert len(guide()) == 39
+    assert {*guide(), *examples} <= KNOWN
+
+
+def test_defaults_are_the_guides() -> None:
+    different = set()
+    for name, default in guide().items():
+        if name in SFT:
+            ours = SFT[name].default
+            theirs = {"None": None, "None (all)": None, '["core_attn"]': ["core_attn"], "true": True, "false": False}
+            wanted = theirs.get(default, default.split(" ")[0])
+            if (type(ours)(wanted) if isinstance(ours, int | float) else wanted) != ours:
+                different.add(name)
+    assert different == {"moe_permute_fusion"}
+    assert different <= set(DEPARTURES) <= set(SFT)
+
+
+def test_what_is_known_by_another_name_is_known_once() -> None:
+    """No name is in two tables, and what older names stand for is there."""
+    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER, SAVED_LATER, RLHF))]
+    assert len(set().union(*tables)) == sum(map(len, tables))
+    assert not set(SFT) & set().union(*tables)
+    assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN
+    assert set(OLD_VALUES) <= {*SFT, *INFER}
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run python -m megaswift.cli.flags_doc"
