@@ -6,6 +6,7 @@ another, and a run continues at any step by starting there.
 
 from collections.abc import Iterable, Iterator
 from itertools import count, islice, product
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,26 +49,27 @@ class Batches:
     ):
         if global_batch_size % (micro_batch_size * data_parallel_size):
             raise ValueError(
-                f"--global_batch_size {global_batch_size} must be a multiple of --micro_batch_size {micro_batch_size} x "
-                f"{data_parallel_size} data-parallel ranks = {micro_batch_size * data_parallel_size}"
+                f"--global_batch_size {global_batch_size} must be a multiple of --micro_batch_size {micro_batch_size} "
+                f"x {data_parallel_size} data-parallel ranks = {micro_batch_size * data_parallel_size}"
             )
         if packing and not padding_free:
             raise ValueError("--packing true lays documents end to end, which --padding_free false forbids: drop one")
-        if packing and not max_length:
+        pack_length = max_length if packing else None
+        if packing and not pack_length:
             raise ValueError("--packing true needs the length of a pack: give --packing_length or --max_length")
         self.layout = Layout(
             padding_free=padding_free,
-            pack_length=max_length if packing else None,
+            pack_length=pack_length,
             length_multiple=length_multiple,
             context_parallel_rank=context_parallel_rank,
             context_parallel_size=context_parallel_size,
             pad_token_id=pad_token_id,
         )
-        if packing and max_length % self.layout.row_multiple:
+        if pack_length and pack_length % self.layout.row_multiple:
             raise ValueError(
-                f"--packing_length (or --max_length) {max_length} must be a multiple of {self.layout.row_multiple}, by "
+                f"--packing_length (or --max_length) {pack_length} must be a multiple of {self.layout.row_multiple} by "
                 f"--context_parallel_size {context_parallel_size} and sequence parallelism: "
-                f"take {-(-max_length // self.layout.row_multiple) * self.layout.row_multiple}"
+                f"take {-(-pack_length // self.layout.row_multiple) * self.layout.row_multiple}"
             )
         self.num_workers = num_workers
         self.micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
@@ -223,5 +225,5 @@ class PlannedBatches(Dataset):
         return [self.store.row(document) for document in documents]
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch

@@ -4,19 +4,18 @@ What the assistant says in a turn runs from the end of the generation prompt to 
 what the model must produce by itself. It is found in one of three ways:
 
 1. The template says it, by `{% generation %}`.
-2. By the template's literals (`<|im_start|>assistant\\n` ... `<|im_end|>`), learned once from a probe conversation. This
-   takes one rendering, and holds for templates that rewrite the content or drop the thinking of earlier turns. Where a
-   row's own text contains such a literal, a copy of the row in which these are masked by as many other characters is
-   rendered too: positions are the same, and which literals are the template's shows.
+2. By the template's literals (`<|im_start|>assistant\\n` ... `<|im_end|>`), learned once from a probe conversation.
+   This takes one rendering, and holds for templates that rewrite the content or drop the thinking of earlier turns.
+   Where a row's own text contains such a literal, a copy of the row in which these are masked by as many other
+   characters is rendered too: positions are the same, and which literals are the template's shows.
 3. By rendering the conversation up to each turn, where a template or a row resists: each must begin the whole.
 
 A row that none of them explains is refused: training on the wrong tokens shows nowhere.
 """
 
-import json
 import re
 from dataclasses import dataclass
-from os.path import commonprefix
+from functools import cache
 from typing import Any
 
 from .formats import Conversation, UnusableRow
@@ -46,15 +45,15 @@ class ChatTemplate:
     def __init__(self, tokenizer, **template_kwargs: Any):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which sft needs: take an instruction-tuned model's tokenizer, put a "
-                "chat_template.jinja into the model's folder, or train on plain text with megatron pt"
+                "the tokenizer has no chat template, which sft needs: take an instruction-tuned model's tokenizer, put "
+                "a chat_template.jinja into the model's folder, or train on plain text with megatron pt"
             )
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._special_tokens = dict(tokenizer.special_tokens_map)
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(t) for t in sorted(added, key=len, reverse=True)) or "(?!)")
-        self._dialects: dict[tuple[str, str], Dialect | None] = {}
+        self._dialects: dict[tuple[bool, str], Dialect | None] = {}
 
     def text(self, conversation: Conversation, *, messages: list[dict] | None = None, prompt: bool = False) -> str:
         """The conversation (or other messages under its tools) as text; `prompt` adds the generation prompt."""
@@ -66,29 +65,31 @@ class ChatTemplate:
         Raises UnusableRow where the template refuses the conversation, or where a turn cannot be told from the rest.
         """
         count = sum(message["role"] == "assistant" for message in conversation.messages)
-        template = self._tokenizer.get_chat_template(None, conversation.tools)
-        if re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        if _marks_generations(self._tokenizer.get_chat_template(None, conversation.tools)):
             text, turns = self._render(conversation, conversation.messages, False, tagged=True)
             if len(turns) != count:
-                raise UnusableRow(
-                    f"the chat template marks {len(turns)} generations for {count} turns of the assistant"
-                )
+                raise UnusableRow(f"the chat template marks {len(turns)} generations in {count} turns")
             return text, turns
         text = self.text(conversation)
-        dialect = self._dialect(template, conversation)
+        dialect = self._dialect(conversation)
         turns = dialect and self._by_literals(text, conversation, dialect)
         if not turns or len(turns) != count:
             turns = self._by_prefixes(text, conversation)
         return text, turns
 
-    def _render(self, conversation: Conversation, messages: list[dict], prompt: bool, tagged: bool):
+    def _render(
+        self, conversation: Conversation, messages: list[dict], prompt: bool, tagged: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools: Any = conversation.tools  # functions too, says its signature
+        turns: Any
 
         try:
             texts, turns = render_jinja_template(
                 conversations=[messages],
-                tools=conversation.tools,
+                tools=tools,
                 chat_template=self._tokenizer.get_chat_template(None, conversation.tools),
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=tagged,
@@ -98,17 +99,19 @@ class ChatTemplate:
             raise UnusableRow(f"the chat template refuses it: {error}") from error
         return texts[0], turns[0] if tagged else []
 
-    def _dialect(self, template: str, conversation: Conversation) -> Dialect | None:
-        key = template, json.dumps(conversation.template_kwargs, sort_keys=True, default=str)
+    def _dialect(self, conversation: Conversation) -> Dialect | None:
+        key = bool(conversation.tools), str(conversation.template_kwargs)
         if key not in self._dialects:
+            # Some tokenizers have a template of its own for tools: it is chosen by there being any.
+            tools = conversation.tools and conversation.tools[:1]
             try:
-                self._dialects[key] = self._learn(Conversation(PROBE, [], None, conversation.template_kwargs))
+                self._dialects[key] = self._learn(Conversation(PROBE, [], tools, conversation.template_kwargs))
             except UnusableRow:
                 self._dialects[key] = None
         return self._dialects[key]
 
     def _learn(self, probe: Conversation) -> Dialect | None:
-        """The literals, from a conversation whose words are known. None where the template does not work by literals."""
+        """The literals, from a conversation of known words. None where the template does not work by literals."""
         text = self.text(probe)
         words = [message["content"] for message in PROBE]
         if any(text.count(word) != 1 for word in words):
@@ -116,15 +119,15 @@ class ChatTemplate:
         prompts, headers, ends = [], [], []
         for turn in (1, 3):
             before = self.text(probe, messages=PROBE[:turn])
-            prompt = self.text(probe, messages=PROBE[:turn], prompt=True).removeprefix(before)
+            prompted = self.text(probe, messages=PROBE[:turn], prompt=True)
             start, stop = text.index(words[turn]), text.index(words[turn]) + len(words[turn])
             end = self._special.search(text, stop)
-            if not text.startswith(before) or not end:
+            if not (text.startswith(before) and prompted.startswith(before) and end):
                 return None
-            prompts.append(prompt)
-            headers.append(commonprefix([text[len(before) : start], prompt]))
+            prompts.append(prompted[len(before) :])
+            headers.append(_common_prefix(text[len(before) : start], prompts[-1]))
             ends.append(text[stop : end.end()])
-        header = commonprefix(headers)
+        header = _common_prefix(*headers)
         if not header or prompts[0] != prompts[1]:
             return None
         opener = self._special.match(header)
@@ -144,7 +147,7 @@ class ChatTemplate:
             restored = text
             for literal, mask in masks.items():
                 restored = restored.replace(mask, literal)
-            if restored != original or masks[dialect.header][0] in original:
+            if restored != original or any(mask[0] in original for mask in masks.values()):
                 return None
         turns = []
         at = text.find(dialect.header)
@@ -179,6 +182,15 @@ class ChatTemplate:
                     break
             turns.append((len(prompt), len(prompt) + len(said)))
         return turns
+
+
+@cache
+def _marks_generations(template: str) -> bool:
+    return bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+
+
+def _common_prefix(a: str, b: str) -> str:
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
 def _strings(value: Any) -> list[str]:

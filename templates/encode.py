@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Encoder:
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
 
     @property
     def fingerprint(self) -> str:
@@ -41,9 +43,11 @@ class Encoder:
         import tokenizers
         import transformers
 
+        options = [getattr(self.options, f.name) for f in fields(TemplateOptions)]
+        tokenizer = self.tokenizer
         parts = [
-            FORMAT, self.stage, asdict_of(self.options), self.system, self.columns, self.tokenizer.chat_template,
-            self.tokenizer.special_tokens_map, self.tokenizer.backend_tokenizer.to_str(),
+            FORMAT, self.stage, options, self.system, self.columns,
+            tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map,
             transformers.__version__, tokenizers.__version__,
         ]  # fmt: skip
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
@@ -57,9 +61,10 @@ class Encoder:
                 texts.append((number, place, *self._text(row)))
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
-        encodings = self.tokenizer.backend_tokenizer.encode_batch(
-            [text for _, _, text, _ in texts], add_special_tokens=self.stage == "pt"
-        )
+        backend = self.tokenizer.backend_tokenizer
+        # Plain text needs no offsets, and is faster without.
+        encode_batch = backend.encode_batch if self.chat else backend.encode_batch_fast
+        encodings = encode_batch([text for _, _, text, _ in texts], add_special_tokens=self.chat is None)
         documents = []
         for (number, place, _, turns), encoding in zip(texts, encodings, strict=True):
             try:
@@ -129,13 +134,6 @@ class Encoder:
         if not pieces:
             raise UnusableRow("no token of it is trained on")
         return pieces
-
-
-def asdict_of(options: TemplateOptions) -> dict[str, Any]:
-    """The fields of TemplateOptions alone, of an option set that may hold more."""
-    from dataclasses import fields
-
-    return {f.name: getattr(options, f.name) for f in fields(TemplateOptions)}
 
 
 def _system(system: str | None) -> str | None:

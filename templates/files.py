@@ -1,8 +1,8 @@
 """Where rows come from: files, folders and hubs, behind one small interface.
 
-A source knows its number of rows and a fingerprint of its content, gives rows by number, and runs through all of them once
-for streaming. Fingerprints and row counts of files are kept beside the token cache, so that a large file is read for them
-once only.
+A source knows its number of rows and a fingerprint of its content, gives rows by number, and runs through all of them
+once for streaming. Fingerprints and row counts of files are kept beside the token cache, so that a large file is read
+for them once only.
 """
 
 import csv
@@ -268,8 +268,9 @@ class HubDataset(Source):
         return len(self.dataset)
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        for number, row in zip(numbers.tolist(), self.dataset.select(numbers), strict=True):
-            yield number, f"{self.name} row {number + 1}", row
+        columns = self.dataset[numbers.tolist()]  # column -> values
+        for number, values in zip(numbers.tolist(), zip(*columns.values(), strict=True), strict=True):
+            yield number, f"{self.name} row {number + 1}", dict(zip(columns, values, strict=True))
 
     def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
         for number, row in enumerate(self.dataset):
@@ -331,8 +332,8 @@ def _from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
         from modelscope import MsDataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
-            f"--dataset {name}: there is no such file or folder, and to take it as a ModelScope id the package modelscope "
-            "is needed: pip install modelscope, or give --use_hf true to take it from Hugging Face"
+            f"--dataset {name}: there is no such file or folder, and to take it as a ModelScope id the package "
+            "modelscope is needed: pip install modelscope, or give --use_hf true to take it from Hugging Face"
         ) from error
     try:
         dataset = MsDataset.load(repository, subset_name=subset or "default", split="train", use_streaming=streaming)
@@ -357,9 +358,7 @@ def _train_split(name: str, splits):
         return splits["train"]
     if len(splits) == 1:
         return next(iter(splits.values()))
-    raise ValueError(
-        f"--dataset {name} has no split `train`, only {', '.join(splits)}: save the one that you want to a file"
-    )
+    raise ValueError(f"--dataset {name} has no split `train`, only {', '.join(splits)}: save one of them to a file")
 
 
 def split_count(name: str) -> tuple[str, int | None]:
@@ -370,11 +369,6 @@ def split_count(name: str) -> tuple[str, int | None]:
     if not count.isdecimal() or int(count) == 0:
         raise ValueError(f"--dataset {name}: after # a number of rows is expected, as in {path}#500")
     return path, int(count)
-
-
-def require_rows(source: Source) -> None:
-    if len(source) == 0:
-        raise ValueError(f"--dataset {source.name} is empty: it holds no row")
 
 
 def sources(names: Iterable[str], **hub: Any) -> list[tuple[Source, int | None]]:

@@ -8,6 +8,7 @@ The format is found by the columns:
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ KNOWN = (
 
 
 class UnusableRow(ValueError):
-    """Why a row cannot be used. Rows of one message are counted together, so it names no row and quotes little of it."""
+    """Why a row cannot be used. Rows of the same reason are counted together: it names no row and quotes little."""
 
 
 @dataclass
@@ -181,7 +182,7 @@ def _from_messages(rows: list[dict]) -> Conversation:
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
-            message = {"role": role, "content": _content(row)}
+            message: dict[str, Any] = {"role": role, "content": _content(row)}
             if calls := _json(row.get("tool_calls"), "tool_calls"):
                 message["tool_calls"] = [{**call, "function": _call(call.get("function", call))} for call in calls]
             for key in ("reasoning_content", "name", "tool_call_id"):
@@ -198,10 +199,8 @@ def _call(call: Any) -> dict[str, Any]:
         raise UnusableRow("a tool call has no name")
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
+        with suppress(json.JSONDecodeError):  # some models write free text there
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            pass  # some models write free text there
     return {"name": call["name"], "arguments": arguments}
 
 

@@ -1,7 +1,7 @@
 """A micro batch as tensors: documents laid end to end (or padded), positions, boundaries, context-parallel shards."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -14,7 +14,7 @@ Sample = Sequence[Document]  # what one row holds: a document, a pack of several
 
 @dataclass
 class Batch:
-    """One micro batch of one data-parallel rank, on the CPU. Of a context-parallel group, each rank holds its own part."""
+    """One micro batch of one data-parallel rank, on the CPU: of a context-parallel group, each rank holds its part."""
 
     tokens: (
         Tensor  # [rows, local_length] int64; one row when padding_free; local_length = length / context parallel size
@@ -31,8 +31,7 @@ class Batch:
     lengths: list[int]  # real lengths of the documents, without padding
 
     def pin_memory(self) -> "Batch":
-        pinned = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: v.pin_memory() if isinstance(v, Tensor) else v for name, v in pinned.items()})
+        return replace(self, **{n: v.pin_memory() for n, v in self.__dict__.items() if isinstance(v, Tensor)})
 
     # Between processes a batch travels as plain bytes: each shared tensor would hold a file descriptor open, and a step
     # of many micro batches runs out of them.
@@ -47,9 +46,9 @@ class Batch:
 class Layout:
     """How the samples of a micro batch become a Batch.
 
-    Under context parallelism each document is padded to a multiple of 2 x size, cut into 2 x size chunks, and rank r holds
-    chunks r and 2 x size - 1 - r, so that causal attention costs each rank the same. A tail of padding is a document of
-    its own, which no loss weight touches.
+    Under context parallelism each document is padded to a multiple of 2 x size, cut into 2 x size chunks, and rank r
+    holds chunks r and 2 x size - 1 - r, so that causal attention costs each rank the same. A tail of padding is a
+    document of its own, which no loss weight touches.
     """
 
     padding_free: bool = True

@@ -51,20 +51,21 @@ class _Part:
     file: TokenFile  # of these rows, or of these and more
     rows: np.ndarray  # int64, distinct and sorted
     total: int  # how many to take: beyond their number they repeat
+    aside: bool = False  # split off: the file is described with the part that it was split from
 
-    def documents(self, random: np.random.Generator) -> np.ndarray:
+    @cached_property
+    def documents(self) -> np.ndarray:
         """Numbers of the documents in the file."""
         times, rest = divmod(self.total, max(len(self.rows), 1))
-        some = random.permutation(self.rows)[:rest]
         numbers = [np.flatnonzero(np.isin(self.file.rows, self.rows))] * times
-        return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, some))])
+        return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, self.rows[:rest]))])
 
     def split(self, ratio: float, random: np.random.Generator) -> "tuple[_Part, _Part]":
         """Two parts that share no row; the second has about `ratio` of them."""
         order = random.permutation(self.rows)
         aside = max(round(len(order) * ratio), 1)
-        first = replace(self, rows=np.sort(order[aside:]), total=self.total - aside)
-        return first, replace(self, rows=np.sort(order[:aside]), total=aside)
+        rest = replace(self, rows=np.sort(order[aside:]), total=self.total - aside)
+        return rest, replace(self, rows=np.sort(order[:aside]), total=aside, aside=True)
 
 
 def prepare(
@@ -190,7 +191,8 @@ def _start_worker(source: Source, encoder: Encoder) -> None:
 
 
 def _work(chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
-    return _encode(*_worker, chunk)
+    source, encoder = _worker
+    return _encode(source, encoder, chunk)
 
 
 def _encode(source: Source, encoder: Encoder, chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
@@ -214,10 +216,10 @@ def _tokenizers_parallelism(wanted: bool):
 
 def _store(parts: list[_Part], shuffle: bool, random: np.random.Generator) -> TokenStore:
     starts = np.cumsum([0] + [len(part.file) for part in parts])
-    documents = np.concatenate([part.documents(random) + start for part, start in zip(parts, starts[:-1], strict=True)])
+    documents = np.concatenate([part.documents + start for part, start in zip(parts, starts[:-1], strict=True)])
     if not len(documents):
         refusals = "\n".join(f"{part.source.name}:\n{part.file.refusals}" for part in parts)
-        raise ValueError(f"no row of --dataset can be used\n{refusals}")
+        raise ValueError(f"no row of the dataset can be used\n{refusals}")
     return TokenStore([part.file for part in parts], random.permutation(documents) if shuffle else documents)
 
 
@@ -241,7 +243,9 @@ def _describe(
 
 def _describe_parts(parts: list[_Part]) -> list[str]:
     return [
-        describe_source(part.source.name, part.total, int(np.isin(part.file.rows, part.rows).sum()), part.file.refusals)
+        describe_source(
+            part.source.name, part.total, len(part.documents), Refusals() if part.aside else part.file.refusals
+        )
         for part in parts
     ]
 

@@ -12,16 +12,14 @@ SHOWN = 4000  # characters of the first sample
 
 def describe_source(name: str, rows: int, documents: int, refusals: Refusals) -> str:
     line = f"  {name}: {rows:,} rows, {documents:,} samples"
-    if not refusals.counts:
-        return line
-    return f"{line}; left out:\n{refusals}"
+    return f"{line}; rows left out:\n{refusals}" if refusals.counts else line
 
 
 def describe_store(store: TokenStore) -> str:
     tokens = int(store.lengths.sum())
     return (
         f"  together {len(store):,} samples of {store.lengths.min():,} to {store.lengths.max():,} tokens, "
-        f"{tokens / len(store):,.0f} on average; {tokens:,} tokens, of which {store.trained_tokens / tokens:.1%} are trained on"
+        f"{tokens / len(store):,.0f} on average: {tokens:,} tokens, {store.trained_tokens / tokens:.1%} trained on"
     )
 
 

@@ -1,7 +1,7 @@
 """Tokens on disk: written once, memory-mapped, found again by what made them.
 
-A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per document) and `manifest.json` (its size,
-and which rows were left out and why). It is written beside its place and renamed into it, so that it is whole or absent.
+A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per document) and `manifest.json` (its
+size, and which rows were left out and why). It is written beside its place and renamed into it: it is whole or absent.
 """
 
 import errno

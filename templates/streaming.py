@@ -1,7 +1,7 @@
 """Data that fits nowhere: read, tokenised and packed while training, by every data-parallel rank for itself.
 
-Rank r's worker w reads every (ranks x workers)-th row, so nothing passes through one process, and the order follows from
-the seed, the ranks and the workers alone.
+Rank r's worker w reads every (ranks x workers)-th row, so nothing passes through one process, and the order follows
+from the seed, the ranks and the workers alone.
 """
 
 import logging
@@ -66,8 +66,8 @@ class TokenStream:
                     yield waiting.pop()
             if number < 0:
                 raise ValueError(
-                    f"no row of share {share + 1} of {shares} of --dataset can be used: the data is too small to stream, or "
-                    "every row is left out (the warnings say why)"
+                    f"no row of share {share + 1} of {shares} of --dataset can be used: too small to stream, "
+                    "or every row is left out (the warnings say why)"
                 )
 
     def _rows(self, share: int, shares: int) -> Iterator[Row]:

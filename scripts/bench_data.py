@@ -1,0 +1,136 @@
+"""How fast rows become tokens, beside the tokenizer alone, and how fast and how well lengths are packed.
+
+    python scripts/bench_data.py [--rows 100000] [--processes 2]
+
+The rows are passages of Python's own library, a few hundred tokens each, under a byte-level BPE trained on it. "The
+tokenizer alone" gets the rendered conversations, in batches of the same size, in as many processes, and keeps nothing.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megaswift.templates.chat import ChatTemplate
+from megaswift.templates.formats import to_conversation
+from megaswift.templates.options import PrepareOptions
+from megaswift.templates.packing import pack
+from megaswift.templates.prepare import CHUNK, prepare
+
+CHATML = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def make_rows(count: int) -> list[dict]:
+    """Passages of 600 to 1,800 characters: one as the query, the next as the response."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if "site-packages" not in str(file))
+    random = np.random.default_rng(0)
+    sizes, places = random.integers(600, 1800, count), random.integers(0, len(text) - 2000, count)
+    return [
+        {"query": text[place : place + size // 3], "response": text[place + size // 3 : place + size]}
+        for size, place in zip(sizes.tolist(), places.tolist(), strict=True)
+    ]
+
+
+def make_tokenizer(rows: list[dict]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=16_000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((row["response"] for row in rows[:10_000]), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+def tokenize_alone(how, texts: list[str], processes: int) -> float:
+    """Seconds in which `how` tokenizes the texts."""
+    chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
+    _work[:] = how, chunks
+    start = time.perf_counter()
+    if processes == 1:
+        for number in range(len(chunks)):
+            _tokenize(number)
+    else:
+        with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+            for _ in pool.map(_tokenize, range(len(chunks))):
+                pass
+    return time.perf_counter() - start
+
+
+_work: list = []
+
+
+def _tokenize(number: int) -> None:
+    how, chunks = _work
+    how(chunks[number])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    logging.disable()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are what is compared
+
+    rows = make_rows(arguments.rows)
+    tokenizer = make_tokenizer(rows)
+    template = ChatTemplate(tokenizer)
+    texts = [template.text(to_conversation(row)) for row in rows]
+
+    def report(what: str, seconds: float) -> None:
+        print(f"{what:<48} {len(rows) / seconds:>10,.0f} rows/s   {seconds:6.1f} s", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MODELSCOPE_CACHE"] = folder
+        data = Path(folder) / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = PrepareOptions(dataset=[str(data)], dataset_num_proc=arguments.processes)
+        start = time.perf_counter()
+        store = prepare(options, tokenizer, stage="sft").train
+        seconds = time.perf_counter() - start
+        tokens = store.lengths.sum()
+        print(f"{len(rows):,} rows, {tokens:,} tokens ({tokens / len(rows):.0f} a row), {arguments.processes} processes")
+        report("rows to the token store (prepare)", seconds)
+        start = time.perf_counter()
+        prepare(options, tokenizer, stage="sft")
+        report("found in the cache", time.perf_counter() - start)
+    call = tokenize_alone(lambda batch: tokenizer(batch, add_special_tokens=False)["input_ids"], texts, arguments.processes)
+    report("the tokenizer alone: tokenizer(texts)", call)
+    backend = tokenizer.backend_tokenizer
+    rust = tokenize_alone(
+        lambda batch: [e.ids for e in backend.encode_batch(batch, add_special_tokens=False)], texts, arguments.processes
+    )
+    report("the tokenizer alone: its Rust encode_batch, ids", rust)
+    print(f"the store takes {seconds / call - 1:+.1%} of the tokenizer's time, {seconds / rust - 1:+.1%} of encode_batch's")
+
+    print("\npacking: lengths, pack, fill, seconds")
+    random = np.random.default_rng(0)
+    cases = [(1000, 4096, random.integers(1, 1025, 1000)), (1000, 8192, random.integers(1, 8193, 1000))]
+    cases += [(10**6, 4096, random.integers(1, 1025, 10**6)), (10**6, 32768, random.integers(1, 32769, 10**6))]
+    for number, capacity, lengths in cases:
+        start = time.perf_counter()
+        packs = pack(lengths, capacity)
+        seconds = time.perf_counter() - start
+        print(f"{number:>9,} up to {lengths.max():>6,}   {capacity:>6,}   {lengths.sum() / len(packs) / capacity:7.2%}   {seconds:.2f}")
+
+
+if __name__ == "__main__":
+    main()
