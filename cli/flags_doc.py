@@ -30,12 +30,13 @@ HEAD = """\
 
 Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates/options.py` and `tasks/options.py`.
 
-- `--flag value`, or `--flag=value`. Lists take spaces: `--dataset a.jsonl b.jsonl`. Booleans take `true`, `false`, or nothing
-  for true. Tables take JSON: `--columns '{"question": "query"}'`.
-- Flags from a file: `megatron sft config.yaml --lr 2e-5`, or `--config FILE` (YAML or JSON; the command line wins). An `ENV:`
-  table in it sets variables of the environment that are not set.
+- `--flag value`, or `--flag=value`. Lists take spaces: `--dataset a.jsonl b.jsonl`. Booleans take `true`, `false`, or
+  nothing for true. Tables take JSON: `--columns '{"question": "query"}'`.
+- Flags from a file: `megatron sft config.yaml --lr 2e-5`, or `--config FILE` (YAML or JSON; the command line wins). An
+  `ENV:` table in it sets variables of the environment that are not set.
 - A run saves all its flags, each with where its value came from, as `args.json`, which is a config file too.
-- Processes: `NPROC_PER_NODE` (left out: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`.
+- Processes: `NPROC_PER_NODE` (left out: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`,
+  `MASTER_PORT`.
 - `--dry_run true` checks and prints everything, and trains nothing.
 - `MEGASWIFT_TRACEBACK=1` shows where an error was raised.
 """
@@ -81,7 +82,9 @@ def _older() -> Iterator[str]:
     yield "## Older names\n\nAccepted, with a note.\n"
     rows = [(f"`--{old}`", f"`--{new}`") for old, new in RENAMED.items()]
     rows += [(f"`--{old} true`", f"`--{new} false`") for old, new in INVERTED.items()]
-    rows += [(f"`--{old}`", f"`--{new}`, otherwise written") for old, (new, _) in REWRITTEN.items()]
+    for old, (new, rewrite) in REWRITTEN.items():
+        sample = "10" if old.endswith("minutes") else "true"
+        rows.append((f"`--{old} {sample}`", f"`--{new} {rewrite(sample)}`"))
     rows += [
         (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
     ]
@@ -91,11 +94,13 @@ def _older() -> Iterator[str]:
 def _refused() -> Iterator[str]:
     yield "## Not in this version\n\nRefused, unless the value asks for nothing.\n"
     for (feature, cure), names in itertools.groupby(LATER, key=lambda name: LATER[name][:2]):
-        written = (
-            f"`--{name}`" + "".join(f" (`{value}` is accepted)" for value in LATER[name].neutral) for name in names
-        )
+        written = [f"`--{name}`" + _accepted(LATER[name].neutral) for name in names]
         yield f"- {feature[0].upper() + feature[1:]}: {', '.join(written)}. {cure}"
     yield ""
+
+
+def _accepted(values: tuple[str, ...]) -> str:
+    return f" (accepted: {', '.join(f'`{value}`' for value in values)})" if values else ""
 
 
 def _needless() -> Iterator[str]:

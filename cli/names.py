@@ -52,7 +52,7 @@ ALWAYS = {
     "load_safetensors": "weights are read from safetensors",
     "check_model": "weights are checked as they are read",
     "remove_unused_columns": "columns that nothing reads are left out",
-    "save_missing_weights": "what is not trained is saved too",
+    "save_missing_weights": "every tensor of the checkpoint is known, and saved",
     "log_throughput": "every log line has it",
     "align_grad_reduce": "the pipeline's stages reduce at the same time",
     "align_param_gather": "the pipeline's stages gather at the same time",
