@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -60,6 +61,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=False, **ends)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = sum(parameter.numel() for parameter in model.parameters())
