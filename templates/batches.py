@@ -190,6 +190,8 @@ class PlannedBatches(Dataset):
         )
 
     def padding_share(self) -> float:
+        if self.layout.pack_length:
+            return 1 - self.store.lengths.sum() / self.sample_lengths.sum()
         samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
         samples[samples >= 0] = self.order(0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]

@@ -167,17 +167,19 @@ def open_or_build(
     try:
         beside.mkdir(parents=True, exist_ok=True)
         _write(beside, build())
+        file = TokenFile(beside)  # before the name is public: another run may take it away at once, to rebuild
         try:
             beside.rename(folder)
-        except OSError:
-            if not folder.exists():
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            # Another run was first with the same tokens: keep those.
+            # Another run was first with the same tokens.
     except OSError as error:
         raise _with_cure(error, folder.parent) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return TokenFile(folder)
+    file.folder = folder
+    return file
 
 
 def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, Refusals]]) -> None:

@@ -51,9 +51,7 @@ def said(tokenizer, row: dict, **options) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("template", "name"), list(product(TEMPLATES_TRIED, CONVERSATIONS))
-)
+@pytest.mark.parametrize(("template", "name"), list(product(TEMPLATES_TRIED, CONVERSATIONS)))
 def test_ids_are_those_of_apply_chat_template(make_tokenizer, template, name):
     tokenizer, messages = make_tokenizer(template), CONVERSATIONS[name]
     if template == "llama2" and name == "ends with the user":

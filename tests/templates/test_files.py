@@ -1,0 +1,164 @@
+import json
+import sys
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from megaswift.templates.files import open_source, sources, split_count
+
+ROWS = [{"query": f"q{i}", "response": 'line\nbreak, and "quotes" é漢'} for i in range(7)]
+
+
+def write(folder, kind: str):
+    path = folder / f"rows.{kind}"
+    match kind:
+        case "jsonl":
+            path.write_text("\n".join(json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(ROWS)))
+        case "json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case "csv":
+            datasets.Dataset.from_list(ROWS).to_csv(path)
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_files_beside_the_datasets_library(tmp_path, kind):
+    path = write(tmp_path, kind)
+    expected = datasets.load_dataset(
+        "json" if kind.startswith("json") else kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "hf")
+    ).to_list()
+    source = open_source(str(path))
+    assert len(source) == len(expected)
+    assert [row for _, _, row in source.rows(np.arange(7))] == expected
+    assert [(number, row) for number, _, row in source.rows(np.array([2, 5]))] == [(2, expected[2]), (5, expected[5])]
+    shares = [[row for _, _, row in source.stream(share, 3)] for share in range(3)]
+    assert shares == [expected[share::3] for share in range(3)]
+
+
+def test_text_and_blank_lines(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\r\n\n   \ntwo é\n\n".encode())
+    source = open_source(str(tmp_path / "a.txt"))
+    expected = [(0, f"{source.name} line 1", {"text": "one"}), (1, f"{source.name} line 4", {"text": "two é"})]
+    assert len(source) == 2
+    assert list(source.rows(np.arange(2))) == expected
+    assert list(source.stream()) == expected
+
+
+def test_json_lines_in_a_json_file_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"text": "x"}\n{"text": "y"}\n')
+    source = open_source(str(tmp_path / "a.json"))
+    assert [row["text"] for _, _, row in source.rows(np.arange(2))] == ["x", "y"]
+
+
+def test_a_folder_joins_its_files(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "b.txt").write_text("3\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n{"text": "2"}\n')
+    (tmp_path / "sub" / "c.csv").write_text("text\n4\n")
+    (tmp_path / ".hidden" / "d.txt").write_text("no\n")
+    (tmp_path / "README.md").write_text("no")
+    source = open_source(str(tmp_path))
+    assert [row["text"] for _, _, row in source.rows(np.arange(4))] == ["1", "2", "3", "4"]
+    assert [number for number, _, _ in source.rows(np.array([1, 3]))] == [1, 3]
+    assert [row["text"] for _, _, row in source.stream()] == ["1", "2", "3", "4"]
+
+
+def test_a_folder_of_the_datasets_library(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    source = open_source(str(tmp_path / "saved"))
+    assert [row for _, _, row in source.rows(np.arange(7))] == ROWS
+
+
+def test_a_changed_file_has_another_fingerprint(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n")
+    first = open_source(str(path)).fingerprint
+    path.write_text("two\n")  # as long, and within the clock's tick
+    assert open_source(str(path)).fingerprint != first
+    path.write_text("one\n")
+    assert open_source(str(path)).fingerprint == first
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n\n{"text": \n{}', r"a\.jsonl line 3 is not JSON: Expecting value"),
+        ("a.jsonl", '{"text": "x"}\n[1]', r"a\.jsonl line 2 is a list, where an object is expected"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', r"a\.jsonl line 2 is not UTF-8"),
+        ("a.json", '[{"text": "x"},\n{"text" "y"}]', r"a\.json line 2 is not JSON"),
+        ("a.json", '[{"text": "x"}, 3]', r"a\.json: element 2 is a int, where an object is expected"),
+        ("a.csv", "text,more\n1,2\n1\n", r"a\.csv line 3 has not as many fields as the header, 2"),
+        ("a.csv", 'text,more\n1,2\n"1"x,2\n', r"a\.csv line 3 is not CSV"),
+        ("a.parquet", "PAR1", r"a\.parquet is not Parquet"),
+        ("a.pdf", "x", r"unknown kind of file '\.pdf'; known: \.jsonl"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        list((source := open_source(str(path))).rows(np.arange(len(source))))
+    with pytest.raises(ValueError, match=message):
+        list(open_source(str(path)).stream())
+
+
+def test_missing_and_empty(tmp_path):
+    with pytest.raises(ValueError, match=r"--dataset .*/x\.jsonl: there is no such file or folder"):
+        open_source(str(tmp_path / "x.jsonl"))
+    with pytest.raises(ValueError, match=r"--dataset x\.csv: there is no such file or folder"):
+        open_source("x.csv")
+    with pytest.raises(ValueError, match="the folder holds no data file"):
+        open_source(str(tmp_path))
+
+
+def test_counts(tmp_path):
+    assert split_count("a/b#500") == ("a/b", 500)
+    assert split_count("a/b") == ("a/b", None)
+    (tmp_path / "odd#1").mkdir()
+    assert split_count(str(tmp_path / "odd#1")) == (str(tmp_path / "odd#1"), None)
+    for wrong in ("a#", "a#0", "a#many"):
+        with pytest.raises(ValueError, match="after # a number of rows is expected, as in a#500"):
+            split_count(wrong)
+
+
+def test_hugging_face(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options))
+        if arguments[0] == "no/train":
+            return datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS), dev=datasets.Dataset.from_list(ROWS))
+        if arguments[0] == "no/where":
+            raise ConnectionError("no route")
+        return datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list([]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    [(source, count)] = sources(["some/rows:part#3"], use_hf=True, hub_token="t")
+    assert asked == [("some/rows", "part", {"token": "t", "streaming": False})]
+    assert (len(source), count) == (7, 3)
+    assert list(source.rows(np.array([4]))) == [(4, "some/rows:part row 5", ROWS[4])]
+    assert [row for _, _, row in open_source("hf::some/rows").stream(1, 3)] == ROWS[1::3]
+    with pytest.raises(ValueError, match="has no split `train`, only test, dev"):
+        open_source("no/train", use_hf=True)
+    with pytest.raises(ValueError, match="Hugging Face did not give it: no route"):
+        open_source("no/where", use_hf=True)
+
+
+def test_modelscope(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)  # as where it is not installed
+    with pytest.raises(ValueError, match="pip install modelscope, or give --use_hf true"):
+        open_source("some/rows")
+
+    def load(repository, subset_name, split, use_streaming):
+        assert (repository, subset_name, split, use_streaming) == ("some/rows", "default", "train", False)
+        return SimpleNamespace(to_hf_dataset=lambda: datasets.Dataset.from_list(ROWS))
+
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(MsDataset=SimpleNamespace(load=load)))
+    for name in ("some/rows", "ms::some/rows"):
+        assert [row for _, _, row in open_source(name, use_hf=name.startswith("ms")).rows(np.arange(7))] == ROWS

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+from megaswift.templates.formats import UnusableRow, to_conversation, to_text
+
+TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURN},
+        {"messages": json.dumps(TURN)},
+        {"messages": [{**message, "loss": None, "tool_calls": None} for message in TURN]},  # as Arrow fills structs
+        {"messages": [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in TURN]},
+        {"conversations": SHAREGPT},
+        {"conversation": [{"human": "q", "assistant": "a"}]},
+        {"query": "q", "response": "a"},
+        {"query": "q", "response": "a", "history": None, "system": None, "id": 7},
+        {"prompt": "q", "completion": "a"},
+        {"question": "q", "answer": "a"},
+        {"problem": "q", "solution": "a"},
+        {"input": "q", "output": "a"},
+        {"instruction": "q", "output": "a"},
+        {"instruction": "q", "input": "", "output": "a"},
+    ],
+)
+def test_one_turn(row):
+    assert to_conversation(row).messages == TURN
+
+
+def test_several_turns_and_a_system_prompt():
+    longer = [{"role": "system", "content": "s"}, *TURN, *TURN]
+    assert to_conversation({"query": "q", "response": "a", "history": [["q", "a"]], "system": "s"}).messages == longer
+    assert to_conversation({"messages": TURN + TURN, "system": "s"}).messages == longer
+    assert to_conversation({"conversations": SHAREGPT + SHAREGPT, "system": "s"}).messages == longer
+    assert to_conversation({"conversation": [{"human": "q", "assistant": "a"}] * 2, "system": "s"}).messages == longer
+    assert to_conversation({"messages": longer, "system": "not this"}).messages == longer
+    assert to_conversation({"instruction": "Add.", "input": "1 1", "output": "2"}).messages[0]["content"] == "Add.\n1 1"
+    assert to_conversation({"query": "q", "response": 4}).messages[1]["content"] == "4"
+
+
+def test_tools():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}] * 2}
+    answer = {"role": "tool", "content": "2"}
+    expected = [TURN[0], called, answer, TURN[1]]
+    rows = [
+        {"messages": [TURN[0], *[{"role": "tool_call", "content": json.dumps(CALL)}] * 2, answer, TURN[1]]},
+        {"messages": [TURN[0], called, answer, TURN[1]]},
+        {
+            "conversations": [
+                SHAREGPT[0], *[{"from": "function_call", "value": json.dumps(CALL)}] * 2,
+                {"from": "observation", "value": "2"}, SHAREGPT[1],
+            ]
+        },
+    ]  # fmt: skip
+    for row in rows:
+        conversation = to_conversation({**row, "tools": json.dumps(tools)})
+        assert (conversation.messages, conversation.tools) == (expected, tools)
+    openai = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    message = to_conversation({"messages": [TURN[0], {"role": "assistant", "content": None, "tool_calls": [openai]}]})
+    assert message.messages[1]["tool_calls"][0]["function"] == CALL
+
+
+def test_loss_of_a_message():
+    row = {"messages": [TURN[0], {**TURN[1], "loss": False}, TURN[0], {**TURN[1], "loss_scale": 0.3}]}
+    assert to_conversation(row).weights == [None, 0.0, None, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"a": 1, "b": 2}, "no known format: its columns are a, b; known formats: messages; .*--columns"),
+        ({"messages": []}, "its messages is empty"),
+        ({"messages": "[{"}, "its messages is not JSON"),
+        ({"messages": ["hello"]}, "its messages is no list of messages"),
+        ({"messages": [{"role": "pirate", "content": "arr"}]}, "the role 'pirate'; known: system"),
+        ({"messages": [{"role": "user"}]}, "a message has no content"),
+        ({"messages": TURN[:1]}, "the assistant says nothing"),
+        ({"query": "q", "response": ["a"]}, "its response is a list, where text is expected"),
+        ({"query": "q", "response": "a", "history": [["q"]]}, "no list of .query, response."),
+        ({"messages": TURN, "images": ["a.png"]}, "it has images, and this version trains on text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message has image content"),
+        ({"messages": [TURN[0], {**TURN[1], "loss": "no"}]}, "a message's loss is 'no'"),
+        ({"text": "once"}, "plain text, which has no turns: use megatron pt"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, message):
+    with pytest.raises(UnusableRow, match=message):
+        to_conversation(row)
+
+
+def test_plain_text():
+    for row in (
+        {"text": "t"},
+        {"content": "t", "id": 3},
+        {"response": "t"},
+        {"messages": [{"role": "assistant", "content": "t"}]},
+    ):
+        assert to_text(row) == "t"
+    with pytest.raises(UnusableRow, match=r"messages of user, assistant: use megatron sft, with --loss_scale all"):
+        to_text({"messages": TURN})
+    with pytest.raises(UnusableRow, match="no known format: its columns are query, response; pt takes a column `text`"):
+        to_text({"query": "q", "response": "a"})

@@ -1,0 +1,115 @@
+"""Streaming: every rank reads its own share, and nothing but the seed decides."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from megaswift.templates.batches import Batches
+from megaswift.templates.options import PrepareOptions
+from megaswift.templates.prepare import prepare
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name, rows in (("a", range(40)), ("b", range(100, 120))):
+        lines = [json.dumps({"query": f"row {i}?", "response": f"{i}. " * (i % 5 + 1)}) + "\n" for i in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def make(data, tokenizer, rank=0, ranks=1, *, shuffle=True, num_workers=0, options=None, **more):
+    options = {
+        "dataset": [str(data / "a.jsonl"), str(data / "b.jsonl")],
+        "streaming": True,
+        "max_length": 64,
+        **(options or {}),
+    }
+    store = prepare(PrepareOptions(**options, shuffle_buffer_size=16), tokenizer, stage="sft").train
+    return Batches(
+        store, micro_batch_size=2, global_batch_size=4, data_parallel_rank=rank, data_parallel_size=ranks,
+        shuffle=shuffle, num_workers=num_workers, **more,
+    )  # fmt: skip
+
+
+def rows(steps, tokenizer) -> list[int]:
+    texts = [tokenizer.decode(batch.tokens[0]) for step in steps for batch in step]
+    return [int(part.split("?")[0]) for text in texts for part in text.split("row ")[1:]]
+
+
+def test_sources_alternate_and_epochs_follow(data, make_tokenizer):
+    tokenizer = make_tokenizer()
+    batches = make(data, tokenizer, shuffle=False)
+    assert batches.steps_per_epoch is None
+    order = rows(islice(batches.steps(), 30), tokenizer)  # 120 rows, two epochs
+    epoch = [number for pair in zip(range(20), range(100, 120), strict=True) for number in pair] + list(range(20, 40))
+    assert order == epoch + epoch
+    limited = make(data, tokenizer, shuffle=False, options={"dataset": [f"{data}/a.jsonl#3"]})
+    assert rows(islice(limited.steps(), 3), tokenizer) == [0, 1, 2] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_and_workers_share_the_rows(data, make_tokenizer, ranks, num_workers):
+    tokenizer = make_tokenizer()
+    seen = []
+    for rank in range(ranks):
+        batches = make(data, tokenizer, rank, ranks, shuffle=False, num_workers=num_workers)
+        seen += rows(islice(batches.steps(), 16 if num_workers else 15), tokenizer)
+    assert sorted(set(seen)) == [*range(40), *range(100, 120)]
+    assert max(np.bincount(seen)) <= 2 if num_workers else max(np.bincount(seen)) == 1
+
+
+def test_the_seed_decides_and_a_restart_continues(data, make_tokenizer):
+    tokenizer = make_tokenizer()
+
+    def order(start=0, steps=12, **options):
+        return rows(islice(make(data, tokenizer, **options).steps(start), steps), tokenizer)
+
+    first = order()
+    assert order() == first
+    assert order(start=5, steps=7) == order(steps=12)[20:]
+    assert order(seed=1) != first
+    assert order(shuffle=False) != first
+    assert sorted(order(steps=60)[:200]) != sorted(range(40))
+    assert set(order(steps=40)) == {*range(40), *range(100, 120)}
+
+
+def test_packs_of_a_stream(data, make_tokenizer):
+    tokenizer = make_tokenizer()
+    batches = make(data, tokenizer, packing=True, max_length=128)
+    steps = list(islice(batches.steps(), 20))
+    assert {batch.tokens.shape for step in steps for batch in step} == {(1, 256)}
+    real = sum(sum(batch.lengths) for step in steps for batch in step)
+    assert real / (20 * 2 * 256) > 0.9
+    assert batches.loss_tokens_are_local
+    for step in steps:
+        total = sum(float(batch.loss_weights.sum()) for batch in step)
+        assert {batch.loss_tokens for batch in step} == {total}
+    order = rows(steps, tokenizer)
+    assert max(np.bincount(order)) - min(np.bincount(order)[np.unique(order)]) <= 3  # epochs, save what waits
+
+
+def test_what_streaming_cannot_do(data, make_tokenizer, caplog):
+    tokenizer = make_tokenizer()
+    with pytest.raises(ValueError, match="with pipeline parallelism needs --packing true"):
+        make(data, tokenizer, equal_lengths=True)
+    with pytest.raises(ValueError, match="evaluate on a --val_dataset"):
+        next(make(data, tokenizer).once())
+    short = make(data, tokenizer, options={"max_length": 4})
+    with pytest.raises(ValueError, match="no row of share 1 of 1 of --dataset can be used"):
+        next(short.steps())
+    assert "line 1: longer than --max_length 4 (and all others like it)" in caplog.text
+    strict = make(data, tokenizer, options={"max_length": 4, "strict": True})
+    with pytest.raises(ValueError, match=r"line 1: longer than --max_length 4 \(--strict true\)"):
+        next(strict.steps())
+
+
+def test_the_report_and_the_validation_set(data, make_tokenizer):
+    options = PrepareOptions(
+        dataset=[f"{data}/a.jsonl"], val_dataset=[f"{data}/b.jsonl"], streaming=True, dataset_shuffle=False
+    )
+    prepared = prepare(options, make_tokenizer(), stage="sft")
+    assert len(prepared.val) == 20
+    assert f"Training data, streamed: {data}/a.jsonl" in prepared.report
+    assert "row 0?<|im_end|>\n<|im_start|>assistant\n⟦0. <|im_end|>⟧" in prepared.report
