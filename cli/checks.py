@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..bridge.families import family_of
 from ..bridge.hub import read_config
 from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
@@ -20,7 +21,7 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     `gpus`: those that this machine shows (0: a CPU); `processes`: those that are to run on this machine.
     """
     notes = list(_put_right(options))
-    model = read_model_config(options)
+    model = _known_model(options)
     _positive(options)
     _data(options)
     _batch(options, layout)
@@ -65,6 +66,17 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
         raise UsageError(str(error)) from None
     if "vision_config" in config or "audio_config" in config:
         raise UsageError(f"--model {options.model}: this version does not have multimodal models. Give a text model.")
+    return config
+
+
+def _known_model(options: ModelOptions) -> dict[str, Any] | None:
+    """config.json of a model whose architecture can be trained; None for a hub id."""
+    config = read_model_config(options)
+    try:
+        if config is not None:
+            family_of(config)
+    except ValueError as error:
+        raise UsageError(f"--model {options.model}: {error}") from None
     return config
 
 
@@ -212,41 +224,32 @@ def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
 
 
 def _divisible(options: SftOptions, layout: Layout, model: dict[str, Any]) -> None:
-    """The model's own sizes. Fewer KV heads than TP are not an error: they are repeated."""
-    tensor = layout.tensor
-    for key, what in (("num_attention_heads", "attention heads"), ("intermediate_size", "columns of the MLP")):
-        if (value := model.get(key)) and value % tensor:
-            raise UsageError(
-                f"--tensor_model_parallel_size {tensor}: does not divide the model's {value} {what}. "
-                f"Give a divisor of {value}."
-            )
-    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
-    if heads and kv_heads and max(kv_heads, tensor) % min(kv_heads, tensor):
+    """The model's own sizes, as far as config.json names them. Fewer KV heads than TP are repeated: no error."""
+    tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
+    _divides("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
+    _divides("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
+    if max(kv_heads, tensor) % min(kv_heads, tensor):
         raise UsageError(
             f"--tensor_model_parallel_size {tensor}: the model's {kv_heads} key and value heads can be neither split "
             f"nor repeated over {tensor} processes. Give a divisor or a multiple of {kv_heads}."
         )
-    experts = model.get("num_experts") or model.get("num_local_experts") or 0
+    experts = model.get("num_experts") or model.get("num_local_experts")
     if experts:
-        _experts(options, layout, model, experts)
+        _experts(options, layout, experts, model.get("moe_intermediate_size"))
     elif layout.expert > 1:
         raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Leave it out.")
     if layers := model.get("num_hidden_layers"):
         _layers(options, layout, layers)
 
 
-def _experts(options: SftOptions, layout: Layout, model: dict[str, Any], experts: int) -> None:
-    if experts % layout.expert:
-        raise UsageError(
-            f"--expert_model_parallel_size {layout.expert}: does not divide the model's {experts} experts. "
-            f"Give a divisor of {experts}."
-        )
-    width = model.get("moe_intermediate_size")
-    if width and width % layout.expert_tensor:
-        raise UsageError(
-            f"--expert_tensor_parallel_size {layout.expert_tensor}: does not divide the {width} columns of the "
-            f"model's experts. Give a divisor of {width}."
-        )
+def _divides(flag: str, size: int, whole: int | None, what: str) -> None:
+    if whole and whole % size:
+        raise UsageError(f"--{flag} {size}: does not divide the model's {whole} {what}. Give a divisor of {whole}.")
+
+
+def _experts(options: SftOptions, layout: Layout, experts: int, width: int | None) -> None:
+    _divides("expert_model_parallel_size", layout.expert, experts, "experts")
+    _divides("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
     if layout.tensor > 1 and not options.sequence_parallel:
         raise UsageError(
             f"--tensor_model_parallel_size {layout.tensor}: training a mixture of experts with it needs "

@@ -50,11 +50,11 @@ USAGE = "[CONFIG.yaml] [--flag value ...]"
 
 
 def megatron() -> NoReturn:
-    sys.exit(main("megatron", sys.argv[1:]))
+    _end(main("megatron", sys.argv[1:]))
 
 
 def swift() -> NoReturn:
-    sys.exit(main("swift", sys.argv[1:]))
+    _end(main("swift", sys.argv[1:]))
 
 
 def main(program: str, argv: list[str]) -> int:
@@ -221,6 +221,15 @@ def _tell(notes: list[str]) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
+def _end(code: int) -> NoReturn:
+    """Exit. One of several processes that has failed does so at once: tidying up could wait for the others for long."""
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _say_once(message: str) -> None:
     """Print an error. Where all processes of a node meet it at once, the first prints it and ends, upon which torchrun
     ends the others before they print it too."""
@@ -240,4 +249,4 @@ def _for_users(error: Exception) -> bool:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"Usage: torchrun ... -m megaswift.cli.main {'|'.join(COMMANDS)} COMMAND --flag value ...")
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    _end(main(sys.argv[1], sys.argv[2:]))

@@ -9,7 +9,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.plan import Layout
 
-from .conftest import MIXTURE, write_model
+from .conftest import write_model
 
 
 def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[object, list[str]]:
@@ -87,7 +87,7 @@ def test_options_that_cannot_be_together(dense: Path, words: str, world: int, me
         (f"{TP} 2", 2, f"{TP} 2: training a mixture of experts with it needs --sequence_parallel true."),
         (f"{EP} 3", 3, f"{EP} 3: does not divide the model's 8 experts. Give a divisor of 8."),
         (f"{EP} 2 {ETP} 2", 2, f"{EP} x {ETP} x {PP} = 4: does not divide the number of processes, 2."),
-        (f"{ETP} 9 --global_batch_size 18", 9, f"{ETP} 9: does not divide the 24 columns of the model's experts."),
+        (f"{ETP} 9 --global_batch_size 18", 9, f"{ETP} 9: does not divide the model's 24 columns of an expert."),
     ],
 )
 def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, message: str) -> None:
@@ -172,11 +172,12 @@ def test_an_output_folder_that_cannot_be_written(dense: Path, tmp_path: Path, mo
         check(dense, f"--output_dir {tmp_path / 'out'}")
 
 
-def test_the_rate_of_experts_in_other_families(tmp_path: Path) -> None:
-    """Mixtral's spelling of the number of experts."""
-    config = {name: value for name, value in MIXTURE.items() if name != "num_experts"} | {"num_local_experts": 6}
-    with pytest.raises(UsageError, match="does not divide the model's 6 experts"):
-        check(write_model(tmp_path / "m", config), f"{EP} 4", world=4)
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", {"architectures": ["NewForCausalLM"]})
+    with pytest.raises(UsageError) as error:
+        check(model, "")
+    assert f"--model {model}: config.json names the architecture NewForCausalLM" in str(error.value)
+    assert "Qwen3ForCausalLM" in str(error.value)
 
 
 def test_layout_sizes() -> None:

@@ -59,3 +59,14 @@ def test_help_shows_each_flag_with_type_and_default_in_its_group(capsys) -> None
     assert "--lr number Highest learning rate. [1e-05]" in lines
     assert "--optimizer adam|sgd adam is AdamW. [adam]" in lines
     assert lines.index("Parallelism:") < lines.index("--tensor_model_parallel_size int") < lines.index("Recompute")
+
+
+def test_a_line_is_checked_without_torch(dense: Path) -> None:
+    program = (
+        "import sys; from megaswift.cli.main import main; code = main('megatron', sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(code)"
+    )
+    words = ["sft", "--model", str(dense), "--dataset", "d", "--train_iters", "1", "--expert_model_parallel_size", "2"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "the model has no experts" in done.stderr
