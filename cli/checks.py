@@ -10,7 +10,7 @@ from ..bridge.hub import read_config
 from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
 from ..tasks.options import CheckpointOptions, InferOptions, ScheduleOptions, SftOptions
-from ..tasks.plan import Layout
+from ..tasks.plan import Layout, shard_bytes
 from ..templates.options import PrepareOptions
 from .flags import UsageError
 
@@ -302,6 +302,10 @@ def _lengths(options: SftOptions) -> None:
 def _output(options: CheckpointOptions) -> None:
     """Writing is tried by the run itself; this finds what can be seen without writing."""
     assert isinstance(options, ModelOptions)
+    try:
+        shard_bytes(options.max_shard_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     folder = Path(options.output_dir or default_output_dir(options.model)).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():

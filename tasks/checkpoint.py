@@ -1,16 +1,14 @@
 """Checkpoints of a run: `checkpoint-N` folders of Hugging Face weights, each whole or absent."""
 
-import re
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ..bridge.save import save_weights
 from .folders import begin, commit, rotate
+from .plan import shard_bytes
 from .run import Run, on_first_rank
 from .train import Training
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def save_checkpoint(run: Run, training: Training, step: int) -> Path:
@@ -35,11 +33,3 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
 
     on_first_rank(finish)
     return path
-
-
-def shard_bytes(size: str) -> int:
-    """'5GB' or '500MB' in bytes. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)I?B?\s*", size.upper())
-    if not match or float(match[1]) <= 0:
-        raise ValueError(f"--max_shard_size {size}: give a size such as 5GB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])

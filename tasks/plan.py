@@ -1,11 +1,14 @@
 """What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from ..bridge.options import ParallelOptions
 from .options import BatchOptions, SftOptions
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,11 @@ def steps_of(options: BatchOptions, samples: int | None) -> int:
     if samples is None or options.num_train_epochs is None:
         raise ValueError("a stream has no known length: give --train_iters instead of --num_train_epochs")
     return max(1, math.ceil(options.num_train_epochs * samples / options.global_batch_size - 1e-9))
+
+
+def shard_bytes(size: str) -> int:
+    """'5GB' or '500MB' in bytes. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)I?B?\s*", size.upper())
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"--max_shard_size {size}: give a size such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
