@@ -117,7 +117,7 @@ class Model:
 
 
 def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype) -> Model:
-    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there (see parallel.py)."""
+    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there: parallel.py."""
     runtime.enable()
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
@@ -238,7 +238,7 @@ def _build_chunk(
     tp = config.tensor_model_parallel_size
     return GPTModel(
         config,
-        block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),
+        block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded up to what TP divides, inside only
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -1,4 +1,7 @@
-"""Mends of megatron-core, each bound to the versions that need it; tests/bridge/test_compat.py fails once one is not needed."""
+"""Mends of megatron-core, each bound to the versions that need it.
+
+tests/bridge/test_compat.py fails once one is not needed any more.
+"""
 
 from importlib.metadata import version
 

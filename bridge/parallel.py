@@ -27,23 +27,25 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
             timeout=timedelta(seconds=options.ddp_timeout),
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
-    sizes = {
-        "tensor_model_parallel_size": options.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
-        "context_parallel_size": options.context_parallel_size,
-        "expert_model_parallel_size": options.expert_model_parallel_size,
-        "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
-    }
-    tp, pp, cp, ep, etp = sizes.values()
+    tp, pp, cp = (
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.context_parallel_size,
+    )
+    ep, etp = options.expert_model_parallel_size, options.expert_tensor_parallel_size
     world = dist.get_world_size()
     for product, names in ((tp * pp * cp, "TP x PP x CP"), (ep * etp * pp, "EP x ETP x PP")):
         if world % product:
             raise ValueError(f"{world} processes do not divide by {names} = {product}: change NPROC_PER_NODE or a size")
     parallel_state.initialize_model_parallel(
-        **sizes,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=max(1, options.ddp_timeout // 60),
-        create_gloo_process_groups=dist.get_backend() != "gloo",
+        create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

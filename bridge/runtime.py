@@ -1,7 +1,7 @@
 """megatron-core on a machine without an accelerator. `enable()` does nothing where CUDA is there.
 
-torch itself stays as it is: each module of megatron-core is handed a view of torch in which `torch.cuda` answers for the
-CPU and `device="cuda"` means the CPU. transformers, PEFT and everything else keep the real torch.
+torch itself stays as it is: each module of megatron-core is handed a view of torch in which `torch.cuda` answers for
+the CPU and `device="cuda"` means the CPU. transformers, PEFT and everything else keep the real torch.
 """
 
 import importlib
@@ -68,6 +68,25 @@ def _tensor_type(self: torch.Tensor, dtype: Any = None, **kwargs: Any):
     return result
 
 
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """all_gather of tensors whose first dimensions differ, which NCCL takes and gloo does not: they travel padded."""
+    longest = max(len(output) for output in outputs)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    for output, whole in zip(outputs, gathered, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    """reduce_scatter of tensors whose first dimensions differ: all are summed, and each rank takes its own."""
+    summed = torch.cat(inputs)
+    torch.distributed.all_reduce(summed, group=group)
+    lengths = [len(tensor) for tensor in inputs]
+    output.copy_(summed.split(lengths)[torch.distributed.get_rank(group)])
+
+
 _REAL_TYPE = torch.Tensor.type
 _enabled = False
 
@@ -107,7 +126,10 @@ def enable() -> None:
         **rng,
     )
     factories = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros")
-    view = _View(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in factories})
+    collectives = _View(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    view = _View(
+        torch, cuda=cuda, distributed=collectives, **{name: _on_cpu(getattr(torch, name)) for name in factories}
+    )
 
     for name in _LATE_MODULES:
         importlib.import_module(f"megatron.core.{name}")

@@ -72,7 +72,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
 
 
 def evaluate(training: Training, val: Batches, loss: Loss, names: list[str], most: int) -> dict[str, float]:
-    """Means over the evaluation data, weighted by trained tokens, as `eval_<name>`. `most` global batches, or all (-1)."""
+    """Means over the evaluation data by trained tokens, as `eval_<name>`; over `most` global batches, or all (-1)."""
     total, weight = torch.zeros(len(names), dtype=torch.float64), 0.0
     for batches in islice(val.once(), most if most >= 0 else None):
         tokens = batches[0].loss_tokens
@@ -149,7 +149,7 @@ class _Window:
         config = training.model.config
         if config.num_moe_experts is None:
             return {}
-        # A rank has its own layers (pipeline), and a share of each value (tensor and context parallelism); data-parallel
+        # A rank has its own layers (pipeline) and a share of each value (tensor and context parallelism); data-parallel
         # ranks have values of their own.
         names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(names, sorted(self.balancing))

@@ -55,6 +55,7 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
+        initial_loss_scale=2.0**16,  # fp16's; megatron-core's own 2**32 would skip the first dozen steps
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
@@ -96,8 +97,8 @@ def build_schedule(
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, clip_grad: float) -> float | None:
-    """Clip and step. Returns the gradient norm before clipping; None where fp16's loss scale was too high, in which case
-    the scale is lowered and the weights stay. A norm that is not finite is returned, and the weights stay as well."""
+    """Clip and step. Returns the gradient norm before clipping; None where fp16's loss scale was too high: the scale is
+    lowered and the weights stay. A norm that is not finite is returned, and the weights stay as well."""
     if optimizer.prepare_grads():
         return None
     norm = float(optimizer.get_grad_norm())

@@ -1,4 +1,4 @@
-"""Opening a run: its place among the processes, its folder, its tokenizer, its data. The same for every task that trains."""
+"""Opening a run: its place among the processes, its folder, tokenizer and data. Shared by every task that trains."""
 
 import gc
 import os
@@ -106,7 +106,7 @@ def _batches(run: Run, store, *, shuffle: bool) -> Batches:
 
 def on_first_rank[T](do: Callable[[], T]) -> T:
     """`do()` on rank 0 alone; its result, or its error, on every rank."""
-    outcome = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
+    outcome: list[Any] = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
     dist.broadcast_object_list(outcome, src=0)
     value, error = outcome[0]
     if error is not None:

@@ -1,15 +1,14 @@
 """The training step, and its forward-only sibling, on megatron-core's pipeline schedules. Every task calls these two.
 
-A task brings batches and a loss. The loss sees one micro batch and returns a scalar that is already divided by what the
-*global* batch counts (`batch.loss_tokens`), with metrics to be summed over micro batches and ranks. Nothing here divides
-by the number of ranks, of micro batches, or of tokens a second time.
+A task brings batches and a loss. The loss sees one micro batch and returns a scalar that is already divided by what
+the *global* batch counts (`batch.loss_tokens`), with metrics to be summed over micro batches and ranks. Nothing here
+divides by the number of ranks, of micro batches, or of tokens a second time.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -126,7 +125,7 @@ def run_schedule(
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=chunks if len(chunks) > 1 else chunks[0],
+        model=chunks if len(chunks) > 1 else chunks[0],  # pyright: ignore[reportArgumentType]
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
         micro_batch_size=rows,
@@ -169,7 +168,7 @@ def _to_device(batch: Batch) -> Batch:
 def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], step: int, grad_norm: float) -> str:
     """Which ranks have a loss or gradient that is not finite. Every rank calls this."""
     loss = all(bool(torch.isfinite(value)) for value in metrics.values())
-    buffers = chain.from_iterable((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in chunks)
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # pyright: ignore
     gradient = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
     everyone: list[tuple[bool, bool]] = [(True, True)] * dist.get_world_size()
     dist.all_gather_object(everyone, (loss, gradient))
@@ -179,6 +178,6 @@ def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], st
     }
     where = "; ".join(f"{name} of rank {', '.join(map(str, found))}" for name, found in ranks.items() if found)
     return (
-        f"step {step}: the gradient norm is {grad_norm} ({where or 'no single rank stands out'}). The weights are those "
-        "of the step before. Lower --lr, lengthen the warmup, or look at the data of this step"
+        f"step {step}: the gradient norm is {grad_norm} ({where or 'no single rank stands out'}). The weights are "
+        "those of the step before. Lower --lr, lengthen the warmup, or look at the data of this step"
     )

@@ -2,20 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .chat import ChatTemplate
 from .formats import Conversation, Stage, UnusableRow, to_conversation, to_text
+from .offsets import Offsets
 from .options import TemplateOptions
 from .store import FORMAT, Refusals
 
 Row = tuple[int, str, dict[str, Any]]  # number, place to name in a message, columns
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
-Document = tuple[int, list[int], Runs]  # number of the row, token ids, loss weights
+Document = tuple[int, np.ndarray, Runs]  # number of the row, token ids, loss weights
 
 
 class Encoder:
@@ -36,6 +38,7 @@ class Encoder:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = tokenizer.split_special_tokens
+        self.offsets = Offsets(backend)
 
     @property
     def fingerprint(self) -> str:
@@ -55,38 +58,63 @@ class Encoder:
     def encode(self, rows: Iterable[Row]) -> tuple[list[Document], Refusals]:
         """The documents of rows, in order, and the rows that give none."""
         refusals = Refusals()
-        texts: list[tuple[int, str, str, Any]] = []  # number, place, text, turns
+        found: list[tuple[int, str]] = []  # number, place
+        texts: list[str] = []
+        turns: list[
+            list[tuple[int, int]]
+        ] = []  # of each text, where the assistant's turns are: characters [start, end)
+        weights: list[list[float]] = []  # of each turn
         for number, place, row in rows:
             try:
-                texts.append((number, place, *self._text(row)))
+                text, places, scales = self._text(row)
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
-        backend = self.tokenizer.backend_tokenizer
-        # Plain text needs no offsets, and is faster without.
-        encode_batch = backend.encode_batch if self.chat else backend.encode_batch_fast
-        encodings = encode_batch([text for _, _, text, _ in texts], add_special_tokens=self.chat is None)
+            else:
+                found.append((number, place))
+                texts.append(text)
+                turns.append(places)
+                weights.append(scales)
         documents = []
-        for (number, place, _, turns), encoding in zip(texts, encodings, strict=True):
+        for (number, place), (ids, runs) in zip(found, self._tokenize(texts, turns, weights), strict=True):
             try:
-                documents += [(number, ids, runs) for ids, runs in self._cut(*self._weigh(encoding, turns))]
+                documents += [(number, *piece) for piece in self._cut(ids, runs)]
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
         return documents, refusals
 
-    def _text(self, row: dict[str, Any]) -> tuple[str, list[tuple[int, int, float]]]:
-        """The text of a row and its turns: start, end, loss weight."""
-        row = {self.columns.get(column, column): value for column, value in row.items()}
+    def _tokenize(
+        self, texts: list[str], turns: list[list[tuple[int, int]]], weights: list[list[float]]
+    ) -> Iterator[tuple[np.ndarray, Runs]]:
+        if self.chat is None:
+            eos = self.tokenizer.eos_token_id
+            for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts):
+                ids = encoding.ids if encoding.ids[-1:] == [eos] else [*encoding.ids, eos]
+                yield np.array(ids, np.int32), [(len(ids), 1.0)]
+            return
+        elsewhere = float(self.options.loss_scale == "all")
+        for (ids, spans), scales in zip(self.offsets.tokenize(texts, turns), weights, strict=True):
+            runs, done = [], 0
+            for (first, after), weight in zip(spans, scales, strict=True):
+                first = max(first, done)
+                if after > first:
+                    runs += [(first - done, elsewhere), (after - first, weight)]
+                    done = after
+            yield ids, [run for run in (*runs, (len(ids) - done, elsewhere)) if run[0]]
+
+    def _text(self, row: dict[str, Any]) -> tuple[str, list[tuple[int, int]], list[float]]:
+        """The text of a row, where its turns are, and how much each is trained on."""
+        if self.columns:
+            row = {self.columns.get(column, column): value for column, value in row.items()}
         if self.chat is None:
             text = to_text(row)
             if not text:
                 raise UnusableRow("it is empty")
-            return text, []
+            return text, [], []
         conversation = to_conversation(row)
         if self.system and conversation.messages[0]["role"] != "system":
             conversation.messages.insert(0, {"role": "system", "content": self.system})
             conversation.weights.insert(0, None)
-        text, turns = self.chat.turns(conversation)
-        return text, [(*turn, weight) for turn, weight in zip(turns, self._turn_weights(conversation), strict=True)]
+        return *self.chat.turns(conversation), self._turn_weights(conversation)
 
     def _turn_weights(self, conversation: Conversation) -> list[float]:
         """How much each turn of the assistant is trained on: as the message says, else by --loss_scale."""
@@ -99,23 +127,7 @@ class Encoder:
             if role == "assistant"
         ]
 
-    def _weigh(self, encoding, turns: list[tuple[int, int, float]]) -> tuple[list[int], Runs]:
-        ids = encoding.ids
-        if self.chat is None:
-            eos = self.tokenizer.eos_token_id
-            ids = ids if ids[-1:] == [eos] else [*ids, eos]
-            return ids, [(len(ids), 1.0)]
-        elsewhere = float(self.options.loss_scale == "all")
-        runs, done = [], 0
-        for start, end, weight in turns:
-            first, after = _tokens(encoding, start, end)
-            first = max(first, done)
-            if after > first:
-                runs += [(first - done, elsewhere), (after - first, weight)]
-                done = after
-        return ids, _joined([*runs, (len(ids) - done, elsewhere)])
-
-    def _cut(self, ids: list[int], runs: Runs) -> list[tuple[list[int], Runs]]:
+    def _cut(self, ids: np.ndarray, runs: Runs) -> list[tuple[np.ndarray, Runs]]:
         """A document within --max_length, or its pieces."""
         limit = self.options.max_length or len(ids)
         pieces = [(ids, runs)]
@@ -140,27 +152,6 @@ def _system(system: str | None) -> str | None:
     if system and system.endswith(".txt") and Path(system).is_file():
         return Path(system).read_text(encoding="utf-8").strip()
     return system
-
-
-def _tokens(encoding, start: int, end: int) -> tuple[int, int]:
-    """The tokens [first, after) that hold a character of [start, end)."""
-    first = next((t for i in range(start, end) if (t := encoding.char_to_token(i)) is not None), None)
-    last = next((t for i in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(i)) is not None), None)
-    if first is None or last is None:
-        return 0, 0
-    # A character may be spread over several tokens.
-    while last + 1 < len(encoding.ids) and (chars := encoding.token_to_chars(last + 1)) and chars[0] < end:
-        last += 1
-    return first, last + 1
-
-
-def _joined(runs: Runs) -> Runs:
-    """The same weights in as few runs as possible."""
-    return [
-        (sum(tokens for tokens, _ in group), weight)
-        for weight, group in ((weight, list(group)) for weight, group in groupby(runs, key=lambda run: run[1]))
-        if any(tokens for tokens, _ in group)
-    ]
 
 
 def _slice(runs: Runs, start: int, stop: int) -> Runs:

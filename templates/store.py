@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +58,7 @@ class Refusals:
         return "\n".join(lines)
 
 
-def record_batch(documents: Iterable[tuple[int, list[int], list[tuple[int, float]]]]) -> pa.RecordBatch:
+def record_batch(documents: Iterable[tuple[int, np.ndarray, list[tuple[int, float]]]]) -> pa.RecordBatch:
     """Documents (row, token ids, runs of loss weights as (tokens, weight)) as Arrow."""
     rows, ids, runs = zip(*documents, strict=True) if (documents := list(documents)) else ((), (), ())
     lengths = [[tokens for tokens, _ in r] for r in runs]
@@ -72,7 +71,7 @@ def record_batch(documents: Iterable[tuple[int, list[int], list[tuple[int, float
 
 def _lists(lists: Sequence[Sequence], dtype: type) -> pa.ListArray:
     offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.fromiter(chain.from_iterable(lists), dtype, offsets[-1]))
+    return pa.ListArray.from_arrays(offsets, np.concatenate([np.empty(0, dtype), *lists], dtype=dtype))
 
 
 class TokenFile:

@@ -46,7 +46,7 @@ class TokenStream:
             seen.merge(refusals)
             for _, ids, runs in documents:
                 tokens, weights = zip(*runs, strict=True)
-                yield np.array(ids, np.int32), np.repeat(np.array(weights, np.float32), tokens)
+                yield ids, np.repeat(np.array(weights, np.float32), tokens)
 
     def endless(self, share: int, shares: int, shuffle: bool, seed: int) -> Iterator[Document]:
         """Epoch after epoch, shuffled within a buffer."""

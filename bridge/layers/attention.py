@@ -22,7 +22,7 @@ from .rope import angles, rotate
 
 @dataclass(frozen=True)
 class Segments:
-    """Which keys a rank's queries meet: pieces of queries in order, each with as many keys, the last of which is its own.
+    """Which keys a rank's queries meet: pieces of queries in order, each with its keys, the last of which is its own.
 
     Without context parallelism a segment is a document. With it a rank holds two chunks of each document, and a chunk
     meets the document from its start to the chunk's end; `key_index` finds these keys among the gathered ones.
@@ -90,7 +90,7 @@ def describe_documents(
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> Documents:
-    """position_ids [batch, local sequence] on the device; cu_seqlens [documents + 1] on the CPU, over the whole sequence
+    """position_ids [batch, local sequence] on the device; cu_seqlens [documents + 1] on the CPU, over the whole row
     (None: rows are padded instead of packed); max_seqlen: the longest document."""
     device = position_ids.device
     turns = angles(position_ids, frequencies)

@@ -60,7 +60,7 @@ class GroupedExperts(MegatronModule):
         return (x * probs.unsqueeze(-1)).to(x.dtype)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """rows [rows, hidden_size] sorted by expert; tokens_per_expert [experts]; probs [rows] -> [rows, hidden_size]"""
+        """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> the shape of rows"""
         # One grouped product on the GPU in bf16; a loop over the experts elsewhere.
         grouped = rows.is_cuda and rows.dtype == torch.bfloat16
         counts = None if grouped else tokens_per_expert.tolist()

@@ -11,7 +11,7 @@ def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -
     """The rotation speeds of the `dim / 2` planes, fp32, as transformers' rope functions give them.
 
     `scaling` is None or {"rope_type": "linear" | "llama3", ...} with the keys of a Hugging Face config. Llama 3's rule
-    (https://arxiv.org/abs/2407.21783): long wavelengths are stretched by `factor`, short ones kept, those between blended.
+    (https://arxiv.org/abs/2407.21783): long waves are stretched by `factor`, short ones kept, those between blended.
     Raises ValueError for a rope type that is not known.
     """
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -38,7 +38,7 @@ def angles(position_ids: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [sequence, batch, heads, head_dim] by cos and sin [sequence, batch, 1, dim <= head_dim], both of x's dtype."""
+    """Turn x [sequence, batch, heads, head_dim] by cos and sin [sequence, batch, 1, dim <= head_dim] of its dtype."""
     dim = cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     first, second = turned.chunk(2, dim=-1)

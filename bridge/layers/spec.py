@@ -72,7 +72,7 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool) -> Mo
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column,
-            core_attention=CoreAttention,
+            core_attention=CoreAttention,  # pyright: ignore[reportArgumentType]
             linear_proj=row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -88,10 +88,10 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool) -> Mo
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_before,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm if moe else norm_before,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 

@@ -35,7 +35,6 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     parameters: dict[str, Tensor]
-    first_gradients: dict[str, Tensor]
 
 
 def loss_of(model, packs: list[Sample]) -> Tensor:
@@ -56,15 +55,28 @@ def train(model) -> Reference:
     plain = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    losses, norms, first = [], [], {}
+    losses, norms = [], []
     for step in range(STEPS):
         loss = loss_of(model, samples(step))
         loss.backward()
-        if step == 0:
-            first = {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return Reference(losses, norms, parameters, first)
+    return Reference(losses, norms, as_in_files(model.state_dict()))
+
+
+def as_in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names that a checkpoint's files have: transformers keeps experts stacked in memory, and writes them one by one."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for number, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                found |= {f"{stem}.{number}.gate_proj.weight": gate, f"{stem}.{number}.up_proj.weight": up}
+        elif last == "down_proj":
+            found |= {f"{stem}.{number}.down_proj.weight": expert for number, expert in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in found.items()}

@@ -22,13 +22,13 @@ from megaswift.bridge import runtime
 
 runtime.enable()
 
-from megaswift.bridge.build import Model, build_model
+from megaswift.bridge.build import DTYPES, Model, build_model
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train import Training, sft_loss, sum_over_ranks, train_step
+from megaswift.tasks.train import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
 from megaswift.templates.layout import Batch, Layout
 from megatron.core import parallel_state
 
@@ -52,7 +52,8 @@ def options_of(job: dict) -> SftOptions:
 
 def open_model(job: dict, options: SftOptions) -> Model:
     folder = Path(job["model"])
-    model = build_model(read_config(folder), options, torch.float32)
+    dtype = DTYPES[options.torch_dtype or "float32"]
+    model = build_model(read_config(folder), options, dtype)
     load_weights(model.chunks, read_config(folder), folder)
     return model
 
@@ -104,6 +105,9 @@ def plant(fault: str | None, model: Model) -> None:
             for layer in chunk.decoder.layers:
                 weight = layer.self_attention.linear_proj.weight
                 weight.data = weight.data.roll(1, dims=1)
+    elif fault == "infinite":  # on the last rank alone
+        if dist.get_rank() == dist.get_world_size() - 1:
+            model.chunks[0].embedding.word_embeddings.weight.data[5] = torch.inf
     elif fault is not None:
         raise ValueError(fault)
 
@@ -114,9 +118,14 @@ def run(job: dict) -> dict:
     model = open_model(job, options)
     plant(job.get("planted"), model)
     training = open_training(model, options)
+    before = [parameter.detach().clone() for chunk in model.chunks for parameter in chunk.parameters()]
     losses, norms = [], []
     for step in range(job.get("steps", ref.STEPS)):
-        metrics, norm = train_step(training, batches_of(step, options), sft_loss, step)
+        try:
+            metrics, norm = train_step(training, batches_of(step, options), sft_loss, step)
+        except NonFiniteError as error:
+            after = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+            return {"stopped": str(error), "kept": all(torch.equal(*pair) for pair in zip(before, after, strict=True))}
         losses.append(sum_over_ranks(metrics, ["loss"])[0]["loss"])
         norms.append(norm)
     if options.overlap_param_gather:

@@ -39,7 +39,7 @@ def encode(tokenizer, row: dict, **options) -> tuple[list[int], np.ndarray]:
     documents, refusals = Encoder(tokenizer, TemplateOptions(**options), "sft", {}).encode([(0, "row 1", row)])
     assert not refusals.counts, refusals
     (_, ids, runs) = documents[0]
-    return ids, np.repeat([weight for _, weight in runs], [tokens for tokens, _ in runs])
+    return ids.tolist(), np.repeat([weight for _, weight in runs], [tokens for tokens, _ in runs])
 
 
 def said(tokenizer, row: dict, **options) -> list[str]:
@@ -192,7 +192,7 @@ def test_pretraining_text(make_tokenizer, post_processor):
     whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     for row in ({"text": text}, {"messages": [{"role": "assistant", "content": text}]}):
         [(_, ids, runs)], _ = Encoder(tokenizer, TemplateOptions(), "pt", {}).encode([(0, "", row)])
-        assert (ids, runs) == (whole, [(len(whole), 1.0)])
+        assert (ids.tolist(), runs) == (whole, [(len(whole), 1.0)])
     split = TemplateOptions(max_length=16, truncation_strategy="split")
     documents, _ = Encoder(tokenizer, split, "pt", {}).encode([(0, "", {"text": text})])
     assert [token for _, ids, _ in documents for token in ids] == whole
