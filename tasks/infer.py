@@ -287,7 +287,8 @@ class VllmEngine(Engine):
         self._requests += 1
         request = f"chat-{self._requests}"
         engine = self.llm.llm_engine
-        engine.add_request(request, {"prompt_token_ids": prompt}, settings)
+        (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        engine.add_request(request, rendered, settings)
         pieces = []
         try:
             while engine.has_unfinished_requests():

@@ -130,17 +130,19 @@ class RunLog:
         self.folder = folder
         self.max_steps = max_steps
         self.logging_steps = options.logging_steps
-        self.meter = Meter(world_size, chip_peak_flops)
         self._six_n = six_n
         self._rows: list[dict[str, Any]] = []
-        self._start = time.perf_counter()
         self._start_step = self._step = start_step
         self._out = out or sys.stdout
         require_reporters(options)
+        self._sinks = _sinks(options, folder, settings or {}) if folder else []
+        self.meter = Meter(
+            world_size, chip_peak_flops
+        )  # its clock starts once the others, which take a while, are ready
+        self._start = time.perf_counter()
         if folder is None:
             return
         self._file = (folder / "logging.jsonl").open("a", buffering=1)  # a line reaches the file as soon as it is whole
-        self._sinks = _sinks(options, folder, settings or {})
         show = sys.stderr.isatty() if bar is None else bar
         self._bar = tqdm(total=max_steps, initial=start_step, desc="Train", dynamic_ncols=True, disable=not show)
 
