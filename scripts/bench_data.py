@@ -6,6 +6,8 @@ The rows are passages of Python's own library, a few hundred tokens each, under 
 tokenizer alone" gets the rendered conversations, in batches of the same size, in as many processes, and keeps nothing.
 """
 
+# pyright: reportMissingImports=false
+
 import argparse
 import json
 import logging
@@ -18,14 +20,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from megaswift.templates.chat import ChatTemplate
 from megaswift.templates.formats import to_conversation
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.packing import pack
 from megaswift.templates.prepare import CHUNK, prepare
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -35,8 +36,9 @@ CHATML = """{%- for message in messages %}
 
 def make_rows(count: int) -> list[dict]:
     """Passages of 600 to 1,800 characters: one as the query, the next as the response."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
-    text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if "site-packages" not in str(file))
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(library.glob("**/*.py")) if "site-packages" not in str(file)]
+    text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
     random = np.random.default_rng(0)
     sizes, places = random.integers(600, 1800, count), random.integers(0, len(text) - 2000, count)
     return [
@@ -106,30 +108,39 @@ def main() -> None:
         start = time.perf_counter()
         store = prepare(options, tokenizer, stage="sft").train
         seconds = time.perf_counter() - start
-        tokens = store.lengths.sum()
-        print(f"{len(rows):,} rows, {tokens:,} tokens ({tokens / len(rows):.0f} a row), {arguments.processes} processes")
+        mean = store.lengths.mean()
+        print(f"{len(rows):,} rows of {mean:.0f} tokens on average, {arguments.processes} processes")
         report("rows to the token store (prepare)", seconds)
         start = time.perf_counter()
         prepare(options, tokenizer, stage="sft")
         report("found in the cache", time.perf_counter() - start)
-    call = tokenize_alone(lambda batch: tokenizer(batch, add_special_tokens=False)["input_ids"], texts, arguments.processes)
-    report("the tokenizer alone: tokenizer(texts)", call)
     backend = tokenizer.backend_tokenizer
-    rust = tokenize_alone(
-        lambda batch: [e.ids for e in backend.encode_batch(batch, add_special_tokens=False)], texts, arguments.processes
-    )
-    report("the tokenizer alone: its Rust encode_batch, ids", rust)
-    print(f"the store takes {seconds / call - 1:+.1%} of the tokenizer's time, {seconds / rust - 1:+.1%} of encode_batch's")
 
-    print("\npacking: lengths, pack, fill, seconds")
+    def call(batch: list[str]) -> list:
+        return tokenizer(batch, add_special_tokens=False)["input_ids"]
+
+    def encode_batch(batch: list[str]) -> list:
+        return [encoding.ids for encoding in backend.encode_batch(batch, add_special_tokens=False)]
+
+    for name, how in (("tokenizer(texts)", call), ("its Rust encode_batch", encode_batch)):
+        alone = tokenize_alone(how, texts, arguments.processes)
+        report(f"the tokenizer alone: {name}", alone)
+        print(f"    the store takes {seconds / alone:.0%} of its time")
+
+    print("\npacking:  lengths            pack       full   seconds")
     random = np.random.default_rng(0)
-    cases = [(1000, 4096, random.integers(1, 1025, 1000)), (1000, 8192, random.integers(1, 8193, 1000))]
-    cases += [(10**6, 4096, random.integers(1, 1025, 10**6)), (10**6, 32768, random.integers(1, 32769, 10**6))]
-    for number, capacity, lengths in cases:
+    for count, longest, capacity in (
+        (10**3, 1024, 4096),
+        (10**3, 8192, 8192),
+        (10**6, 1024, 4096),
+        (10**6, 32768, 32768),
+    ):
+        lengths = random.integers(1, longest + 1, count)
         start = time.perf_counter()
         packs = pack(lengths, capacity)
-        seconds = time.perf_counter() - start
-        print(f"{number:>9,} up to {lengths.max():>6,}   {capacity:>6,}   {lengths.sum() / len(packs) / capacity:7.2%}   {seconds:.2f}")
+        took = time.perf_counter() - start
+        full = lengths.sum() / len(packs) / capacity
+        print(f"{count:>9,} of up to {longest:>6,}   {capacity:>6,}   {full:8.2%}   {took:7.2f}")
 
 
 if __name__ == "__main__":
