@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from . import runtime
 from .options import ParallelOptions
 
 
@@ -16,6 +17,7 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
 
     Raises ValueError where the number of processes does not fit the layout.
     """
+    runtime.enable()
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)

@@ -1,7 +1,6 @@
 """The loop around the training step: data in, log lines out, evaluations and checkpoints in between."""
 
 import gc
-import math
 import time
 from itertools import islice
 from typing import Any
@@ -15,17 +14,19 @@ from torch import Tensor
 from ..bridge import runtime
 from ..templates.batches import Batches
 from ..templates.layout import Batch
+from .args import SECRET
 from .checkpoint import save_checkpoint
 from .flops import Flops, peak_flops
 from .log import RunLog
+from .plan import steps_of
 from .run import Run
-from .train import Loss, NonFiniteError, Training, evaluate_step, sum_over_ranks, train_step
+from .train import Loss, NonFiniteError, Training, evaluate_step, sum_over_ranks, train_step, with_global_loss_tokens
 
 
 def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None) -> None:
     """Train for the whole run. `names`: the metrics that `loss` returns; they are logged under these names."""
     options, model = run.options, training.model
-    max_steps = steps_of(run, train)
+    max_steps = steps_of(options, train.samples)
     flops = Flops.of(model.config, model.architecture.vocab_size)
     log = RunLog(
         run.folder if run.writes else None,
@@ -34,7 +35,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
         peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
         dist.get_world_size(),
         six_n=flops.six_n_d(1),
-        settings=vars(options),
+        settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
     window = _Window(names)
     steps = train.steps()
@@ -43,6 +44,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
         for step in range(1, max_steps + 1):
             start = time.perf_counter()
             batches = next(steps)
+            if train.loss_tokens_are_local:
+                batches = with_global_loss_tokens(batches)
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
             metrics, grad_norm = train_step(training, batches, loss, step)
@@ -80,17 +83,6 @@ def evaluate(training: Training, val: Batches, loss: Loss, names: list[str], mos
         total += torch.tensor([sums[name] for name in names], dtype=torch.float64) * tokens
         weight += tokens
     return {f"eval_{name}": value for name, value in zip(names, (total / max(weight, 1.0)).tolist(), strict=True)}
-
-
-def steps_of(run: Run, train: Batches) -> int:
-    """Optimizer steps of the run. Epochs are passes over all samples; the last step is filled from a further pass."""
-    options = run.options
-    if options.train_iters is not None:
-        return options.train_iters
-    if train.samples is None:
-        raise ValueError("--streaming true has no known length: give --train_iters instead of --num_train_epochs")
-    assert options.num_train_epochs is not None  # checked with the command line
-    return max(1, math.ceil(options.num_train_epochs * train.samples / options.global_batch_size - 1e-9))
 
 
 def _falls_on(step: int, every: int, max_steps: int) -> bool:

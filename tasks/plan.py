@@ -3,10 +3,15 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..bridge.options import ParallelOptions
 from .options import BatchOptions, SftOptions
+
+if TYPE_CHECKING:
+    from ..templates.batches import Batches
+    from ..templates.store import TokenStore
+    from ..templates.streaming import TokenStream
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -63,26 +68,45 @@ def plan_data(options: SftOptions, layout: Layout, *, stage: Literal["sft", "pt"
     from transformers import AutoTokenizer
 
     from ..bridge.hub import model_folder
-    from ..templates.batches import Batches
     from ..templates.prepare import prepare
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(options, weights=False))
     prepared = prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
-    batches = Batches(
-        prepared.train,
+    batches = batches_of(options, prepared.train, layout)
+    return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)
+
+
+def batches_of(
+    options: SftOptions,
+    store: "TokenStore | TokenStream",
+    layout: Layout,
+    *,
+    data_rank: int = 0,
+    context_rank: int = 0,
+    shuffle: bool = True,
+    pad_token_id: int = 0,
+) -> "Batches":
+    """The micro batches of one rank of a layout."""
+    from ..templates.batches import Batches
+
+    return Batches(
+        store,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
-        data_parallel_rank=0,
+        data_parallel_rank=data_rank,
         data_parallel_size=layout.data,
+        context_parallel_rank=context_rank,
         context_parallel_size=layout.context,
         length_multiple=layout.tensor if options.sequence_parallel else 1,
         equal_lengths=layout.pipeline > 1,
         packing=options.packing,
         padding_free=options.padding_free,
         max_length=options.packing_length or options.max_length,
+        shuffle=shuffle,
         seed=options.data_seed,
+        num_workers=options.dataloader_num_workers,
+        pad_token_id=pad_token_id,
     )
-    return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)
 
 
 def steps_of(options: BatchOptions, samples: int | None) -> int:

@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..bridge import hub, runtime
+from ..bridge import hub
 from ..bridge.build import DTYPES
 from ..bridge.parallel import initialize
 from ..templates.batches import Batches
 from ..templates.prepare import Prepared, prepare
+from ..templates.store import TokenStore
+from ..templates.streaming import TokenStream
 from .args import save_args
 from .folders import default_output_dir, new_run_folder
 from .options import SftOptions
+from .plan import Layout, batches_of
 
 T = TypeVar("T")
 
@@ -43,7 +46,6 @@ class Run:
 
 def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sft", "pt"]) -> Run:
     """Process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
-    runtime.enable()
     if options.deterministic_mode:
         _only_deterministic_kernels()
     initialize(options, seed=options.seed)
@@ -51,10 +53,6 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
         gc.disable()
     model_folder = first_of_each_node(lambda: hub.model_folder(options))
     hf_config = hub.read_config(model_folder)
-    folder = on_first_rank(
-        lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
-    )
-    on_first_rank(lambda: save_args(folder / "args.json", options, sources))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -69,7 +67,12 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
             hub_token=options.hub_token,
         ),
     )
-    return Run(options, model_folder, hf_config, folder, _dtype(options, hf_config), tokenizer, data)
+    dtype = _dtype(options, hf_config)
+    folder = on_first_rank(
+        lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
+    )
+    on_first_rank(lambda: save_args(folder / "args.json", options, sources))
+    return Run(options, model_folder, hf_config, folder, dtype, tokenizer, data)
 
 
 def train_batches(run: Run) -> Batches:
@@ -82,24 +85,14 @@ def eval_batches(run: Run) -> Batches | None:
     return None if run.data.val is None else _batches(run, run.data.val, shuffle=False)
 
 
-def _batches(run: Run, store, *, shuffle: bool) -> Batches:
-    options = run.options
-    return Batches(
+def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Batches:
+    return batches_of(
+        run.options,
         store,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        context_parallel_rank=parallel_state.get_context_parallel_rank(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,
-        equal_lengths=options.pipeline_model_parallel_size > 1,
-        packing=options.packing,
-        padding_free=options.padding_free,
-        max_length=options.packing_length or options.max_length,
+        Layout.of(run.options, dist.get_world_size()),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         shuffle=shuffle,
-        seed=options.data_seed,
-        num_workers=options.dataloader_num_workers,
         pad_token_id=run.tokenizer.pad_token_id or 0,
     )
 

@@ -5,10 +5,12 @@ from megatron.core import parallel_state
 
 from ..bridge.build import build_model
 from ..bridge.load import load_weights
-from .loop import fit, steps_of
+from .args import save_args
+from .loop import fit
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from .options import PtOptions, SftOptions
-from .run import eval_batches, open_run, train_batches
+from .plan import Layout, steps_of
+from .run import eval_batches, on_first_rank, open_run, train_batches
 from .train import Training, sft_loss
 
 
@@ -20,9 +22,14 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
     load_weights(model.chunks, opened.hf_config, opened.model_folder)
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
-    schedule = build_schedule(optimizer, options, options.weight_decay, steps_of(opened, train))
+    steps = steps_of(options, train.samples)
+    schedule = build_schedule(optimizer, options, options.weight_decay, steps)
+    on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
         print(opened.data.report)
+        print(f"{Layout.of(options, dist.get_world_size())}; {steps} steps of {options.global_batch_size} samples")
+        if train.padding_share is not None:
+            print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
     training = Training(model, chunks, optimizer, schedule, options.clip_grad)
     fit(opened, training, sft_loss, ["loss"], train, val)

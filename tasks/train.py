@@ -135,6 +135,13 @@ def run_schedule(
     return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
 
 
+def with_global_loss_tokens(batches: list[Batch]) -> list[Batch]:
+    """A stream's micro batches count the loss tokens of their own rank: add up those of all data-parallel ranks."""
+    tokens = torch.tensor(batches[0].loss_tokens, dtype=torch.float64, device=runtime.device())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+    return [dataclasses.replace(batch, loss_tokens=tokens.item()) for batch in batches]
+
+
 def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> tuple[dict[str, float], list[float]]:
     """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
 

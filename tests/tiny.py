@@ -1,5 +1,5 @@
-"""Tiny checkpoints of real architectures, made to be unforgiving: every tensor is random (norms are not 1, biases not 0),
-dimensions differ from one another, the vocabulary is odd, and rope's original length is shorter than the documents."""
+"""Tiny checkpoints of real architectures, made to be unforgiving: every tensor is random (norms are not 1, biases
+not 0), dimensions differ from one another, the vocabulary is odd, and rope's original length is shorter than the documents."""
 
 from pathlib import Path
 
@@ -38,7 +38,9 @@ def config(family: str, **changes):
     if family == "qwen2":
         return tf.Qwen2Config(**_SHARED | {"rope_parameters": _ROPE, "tie_word_embeddings": True} | changes)
     if family == "qwen3":
-        return tf.Qwen3Config(**_SHARED | {"rope_parameters": _ROPE, "head_dim": 16, "tie_word_embeddings": False} | changes)
+        return tf.Qwen3Config(
+            **_SHARED | {"rope_parameters": _ROPE, "head_dim": 16, "tie_word_embeddings": False} | changes
+        )
     if family == "qwen3_moe":
         moe = {
             "head_dim": 16,
@@ -56,7 +58,7 @@ def config(family: str, **changes):
 
 
 def model(family: str, seed: int = 0, **changes):
-    """A transformers model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases about 0.2."""
+    """A transformers model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases too."""
     from transformers import AutoModelForCausalLM
 
     result = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)

@@ -22,9 +22,7 @@ def samples(step: int) -> list[Sample]:
     packs = []
     for _ in range(SAMPLES):
         lengths = rng.permutation([8, 16, 36])  # 60 of 64 tokens: a tail of padding, and divisible by 2 x CP
-        packs.append(
-            [(rng.integers(3, VOCAB, n), (rng.random(n) < 0.7).astype(np.float32)) for n in lengths.tolist()]
-        )
+        packs.append([(rng.integers(3, VOCAB, n), (rng.random(n) < 0.7).astype(np.float32)) for n in lengths.tolist()])
     return packs
 
 
@@ -67,7 +65,7 @@ def train(model) -> Reference:
 
 
 def as_in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names that a checkpoint's files have: transformers keeps experts stacked in memory, and writes them one by one."""
+    """By the names that files have: transformers stacks experts in memory, and writes them one by one."""
     found = {}
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")

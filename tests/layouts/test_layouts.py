@@ -9,7 +9,12 @@ from tests.layouts import reference
 from tests.layouts.launch import launch
 
 BOUND = 1e-5  # relative to the largest value
-TP, SP, PP, CP = "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"
+TP, SP, PP, CP = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}

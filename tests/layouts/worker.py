@@ -12,16 +12,8 @@ import traceback
 from dataclasses import fields
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
-
-torch.set_num_threads(1)
-
-from megaswift.bridge import runtime
-
-runtime.enable()
-
 from megaswift.bridge.build import DTYPES, Model, build_model
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
