@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,25 @@ import numpy as np
 
 from .chat import ChatTemplate
 from .formats import Conversation, Stage, UnusableRow, to_conversation, to_text
-from .offsets import Offsets
+from .offsets import Offsets, Span
 from .options import TemplateOptions
 from .store import FORMAT, Refusals
 
 Row = tuple[int, str, dict[str, Any]]  # number, place to name in a message, columns
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
 Document = tuple[int, np.ndarray, Runs]  # number of the row, token ids, loss weights
+
+
+GROUP = 1 << 20  # characters tokenized at a time: what the tokenizer returns is a hundred times as large
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    number: int
+    place: str
+    text: str
+    turns: list[Span]  # of characters
+    weights: list[float]  # of each turn
 
 
 class Encoder:
@@ -28,6 +40,10 @@ class Encoder:
             raise ValueError("the tokenizer has no fast version (tokenizer.json), which finds the tokens of a turn")
         if stage == "sft" and options.truncation_strategy == "split":
             raise ValueError("--truncation_strategy split cuts plain text (megatron pt); take delete, left or right")
+        if stage == "pt" and (options.system or options.enable_thinking is not None):
+            raise ValueError(
+                "--system and --enable_thinking are for conversations; megatron pt takes plain text: drop it"
+            )
         if stage == "pt" and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which ends each document of pre-training")
         self.tokenizer, self.options, self.stage, self.columns = tokenizer, options, stage, columns
@@ -58,51 +74,47 @@ class Encoder:
     def encode(self, rows: Iterable[Row]) -> tuple[list[Document], Refusals]:
         """The documents of rows, in order, and the rows that give none."""
         refusals = Refusals()
-        found: list[tuple[int, str]] = []  # number, place
-        texts: list[str] = []
-        turns: list[
-            list[tuple[int, int]]
-        ] = []  # of each text, where the assistant's turns are: characters [start, end)
-        weights: list[list[float]] = []  # of each turn
+        rendered: list[_Rendered] = []
         for number, place, row in rows:
             try:
-                text, places, scales = self._text(row)
+                rendered.append(_Rendered(number, place, *self._text(row)))
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
-            else:
-                found.append((number, place))
-                texts.append(text)
-                turns.append(places)
-                weights.append(scales)
         documents = []
-        for (number, place), (ids, runs) in zip(found, self._tokenize(texts, turns, weights), strict=True):
+        for row, (ids, runs) in zip(rendered, self._tokenize(rendered), strict=True):
             try:
-                documents += [(number, *piece) for piece in self._cut(ids, runs)]
+                documents += [(row.number, *piece) for piece in self._cut(ids, runs)]
             except UnusableRow as reason:
-                refusals.add(str(reason), place)
+                refusals.add(str(reason), row.place)
         return documents, refusals
 
-    def _tokenize(
-        self, texts: list[str], turns: list[list[tuple[int, int]]], weights: list[list[float]]
-    ) -> Iterator[tuple[np.ndarray, Runs]]:
-        if self.chat is None:
-            eos = self.tokenizer.eos_token_id
-            for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts):
-                ids = encoding.ids if encoding.ids[-1:] == [eos] else [*encoding.ids, eos]
-                yield np.array(ids, np.int32), [(len(ids), 1.0)]
-            return
-        elsewhere = float(self.options.loss_scale == "all")
-        for (ids, spans), scales in zip(self.offsets.tokenize(texts, turns), weights, strict=True):
-            runs, done = [], 0
-            for (first, after), weight in zip(spans, scales, strict=True):
-                first = max(first, done)
-                if after > first:
-                    runs += [(first - done, elsewhere), (after - first, weight)]
-                    done = after
-            yield ids, [run for run in (*runs, (len(ids) - done, elsewhere)) if run[0]]
+    def _tokenize(self, rows: list[_Rendered]) -> Iterator[tuple[np.ndarray, Runs]]:
+        """Token ids and loss weights of each row."""
+        for group in _groups(rows):
+            texts = [row.text for row in group]
+            if self.chat is None:
+                eos = self.tokenizer.eos_token_id
+                for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts):
+                    ids = encoding.ids if encoding.ids[-1:] == [eos] else [*encoding.ids, eos]
+                    yield np.array(ids, np.int32), [(len(ids), 1.0)]
+            else:
+                found = self.offsets.tokenize(texts, [row.turns for row in group])
+                for row, (ids, spans) in zip(group, found, strict=True):
+                    yield ids, self._runs(len(ids), spans, row.weights)
 
-    def _text(self, row: dict[str, Any]) -> tuple[str, list[tuple[int, int]], list[float]]:
-        """The text of a row, where its turns are, and how much each is trained on."""
+    def _runs(self, length: int, spans: list[Span], weights: list[float]) -> Runs:
+        """The loss weights of a document whose turns are these spans of tokens."""
+        elsewhere = float(self.options.loss_scale == "all")
+        runs, done = [], 0
+        for (first, after), weight in zip(spans, weights, strict=True):
+            first = max(first, done)
+            if after > first:
+                runs += [(first - done, elsewhere), (after - first, weight)]
+                done = after
+        return [run for run in (*runs, (length - done, elsewhere)) if run[0]]
+
+    def _text(self, row: dict[str, Any]) -> tuple[str, list[Span], list[float]]:
+        """The text of a row, where the assistant's turns are in it, and how much each is trained on."""
         if self.columns:
             row = {self.columns.get(column, column): value for column, value in row.items()}
         if self.chat is None:
@@ -152,6 +164,19 @@ def _system(system: str | None) -> str | None:
     if system and system.endswith(".txt") and Path(system).is_file():
         return Path(system).read_text(encoding="utf-8").strip()
     return system
+
+
+def _groups(rows: list[_Rendered]) -> Iterator[list[_Rendered]]:
+    """The rows, in order, in groups of about GROUP characters."""
+    group, size = [], 0
+    for row in rows:
+        group.append(row)
+        size += len(row.text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _slice(runs: Runs, start: int, stop: int) -> Runs:

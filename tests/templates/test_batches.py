@@ -156,7 +156,7 @@ def test_the_loader_leaves_the_random_numbers_alone():
 def test_context_parallel_ranks_share_the_row(name, size):
     """Put together by cp_index, the ranks' parts are the row; each holds two mirrored chunks of every document."""
     store = Documents()
-    options = {**LAYOUTS[name], "length_multiple": 3 if name != "packed" else 1}
+    options = {**LAYOUTS[name], "length_multiple": 4 if name != "packed" else 1}
     ranks = [take(make(store, context_parallel_rank=r, context_parallel_size=size, **options), 3) for r in range(size)]
     for step in range(3):
         for parts in zip(*(rank[step] for rank in ranks), strict=True):

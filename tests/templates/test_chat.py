@@ -199,11 +199,21 @@ def test_pretraining_text(make_tokenizer, post_processor):
     assert {len(ids) for _, ids, _ in documents[:-1]} == {16}
 
 
+def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
+    rows = [(i, "", {"query": "Is it?" * i, "response": "Never. " * i}) for i in range(1, 9)]
+    whole, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
+    monkeypatch.setattr("megaswift.templates.encode.GROUP", 150)
+    groups, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
+    assert [(n, ids.tolist(), runs) for n, ids, runs in groups] == [(n, ids.tolist(), runs) for n, ids, runs in whole]
+
+
 def test_what_does_not_fit_together(make_tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         Encoder(make_tokenizer(None), TemplateOptions(), "sft", {})
     with pytest.raises(ValueError, match="truncation_strategy split cuts plain text"):
         Encoder(make_tokenizer(), TemplateOptions(truncation_strategy="split"), "sft", {})
+    with pytest.raises(ValueError, match="--system and --enable_thinking are for conversations"):
+        Encoder(make_tokenizer(), TemplateOptions(system="Be flat."), "pt", {})
 
 
 def test_a_template_that_refuses(make_tokenizer):

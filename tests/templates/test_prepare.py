@@ -46,9 +46,11 @@ def numbers(store, tokenizer) -> list[int]:
     return [int(text.split("row ")[1].split("?")[0]) for text in texts(store, tokenizer)]
 
 
-def test_tokens_are_those_of_apply_chat_template(data, make_tokenizer):
+@pytest.mark.parametrize("loss_scale", ["default", "all"])
+def test_tokens_are_those_of_apply_chat_template(data, make_tokenizer, loss_scale):
     tokenizer = make_tokenizer()
-    store = prepare(PrepareOptions(dataset=[str(data)], dataset_shuffle=False), tokenizer, stage="sft").train
+    options = PrepareOptions(dataset=[str(data)], dataset_shuffle=False, loss_scale=loss_scale)
+    store = prepare(options, tokenizer, stage="sft").train
     for i, line in enumerate(data.read_text().splitlines()):
         row = json.loads(line)
         messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": row["response"]}]
@@ -56,7 +58,10 @@ def test_tokens_are_those_of_apply_chat_template(data, make_tokenizer):
         assert ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
         assert store.lengths[i] == len(ids)
         assert store.weights[i] == weights[1:].sum()
-        assert tokenizer.decode(ids[weights > 0]).strip() == row["response"] + "<|im_end|>"
+        if loss_scale == "all":
+            assert weights.min() == 1
+        else:
+            assert tokenizer.decode(ids[weights > 0]) == row["response"] + "<|im_end|>"
 
 
 def test_processes_change_nothing(data, make_tokenizer, monkeypatch):

@@ -77,7 +77,7 @@ def test_the_seed_decides_and_a_restart_continues(data, make_tokenizer):
 
 def test_packs_of_a_stream(data, make_tokenizer):
     tokenizer = make_tokenizer()
-    batches = make(data, tokenizer, packing=True, max_length=128)
+    batches = make(data, tokenizer, packing=True, max_length=128, options={"loss_scale": "all"})
     steps = list(islice(batches.steps(), 20))
     assert {batch.tokens.shape for step in steps for batch in step} == {(1, 256)}
     real = sum(sum(batch.lengths) for step in steps for batch in step)
