@@ -9,9 +9,11 @@ import csv
 import hashlib
 import json
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,20 +59,18 @@ class File(Source):
         stat = self.path.stat()
         key = hashlib.blake2b(f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16)
         memo = cache_root() / "files" / f"{key.hexdigest()}.json"
-        try:
+        with suppress(OSError, ValueError):
             return json.loads(memo.read_text())
-        except (OSError, ValueError):
-            pass
         with self.path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         facts = {"fingerprint": digest.hexdigest() + self.path.suffix, "rows": self.count()}
-        if (
-            time.time_ns() - stat.st_mtime_ns > 2e9
-        ):  # a file still being written may change again within the clock's tick
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            beside = memo.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(facts))
-            beside.rename(memo)
+        # A file that has just been written may change again within the clock's tick.
+        if time.time_ns() - stat.st_mtime_ns > 2e9:
+            with suppress(OSError):
+                memo.parent.mkdir(parents=True, exist_ok=True)
+                beside = memo.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
+                beside.write_text(json.dumps(facts))
+                beside.rename(memo)
         return facts
 
     @property
@@ -268,14 +268,25 @@ class HubDataset(Source):
         return len(self.dataset)
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        columns = self.dataset[numbers.tolist()]  # column -> values
-        for number, values in zip(numbers.tolist(), zip(*columns.values(), strict=True), strict=True):
-            yield number, f"{self.name} row {number + 1}", dict(zip(columns, values, strict=True))
+        for number, row in zip(numbers.tolist(), _rows(self.dataset[numbers.tolist()]), strict=True):
+            yield number, f"{self.name} row {number + 1}", row
 
     def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
-        for number, row in enumerate(self.dataset):
-            if number % shares == share:
-                yield number, f"{self.name} row {number + 1}", row
+        """Of a dataset of many files whose number the shares divide, each share downloads its own files alone."""
+        from datasets import Dataset
+        from datasets.distributed import split_dataset_by_node
+
+        dataset = self.dataset.to_iterable_dataset() if isinstance(self.dataset, Dataset) else self.dataset
+        # By `iter`: plain iteration would divide the rows among the loader's workers once more.
+        batches = split_dataset_by_node(dataset, share, shares).iter(batch_size=100)
+        for number, row in enumerate(row for batch in batches for row in _rows(batch)):
+            number = number * shares + share
+            yield number, f"{self.name} row {number + 1}", row
+
+
+def _rows(columns: dict[str, list]) -> Iterator[dict[str, Any]]:
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
 
 
 def open_source(name: str, *, use_hf: bool = False, hub_token: str | None = None, streaming: bool = False) -> Source:

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -83,6 +84,18 @@ def test_a_changed_file_has_another_fingerprint(tmp_path):
     assert open_source(str(path)).fingerprint != first
     path.write_text("one\n")
     assert open_source(str(path)).fingerprint == first
+
+
+def test_a_large_file_is_read_once_for_its_facts(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    os.utime(path, (1e9, 1e9))
+    first = open_source(str(path))
+    facts = first.fingerprint, len(first)
+    monkeypatch.setattr("megaswift.templates.files.hashlib.file_digest", None)
+    again = open_source(str(path))
+    assert (again.fingerprint, len(again)) == facts
+    assert facts[1] == 2
 
 
 @pytest.mark.parametrize(

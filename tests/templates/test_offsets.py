@@ -18,6 +18,7 @@ PIECES = [
     "<|im_start|>user\n",
     "Ünïcode ",
     "\u0958",
+    "e\u0301e\u0301e\u0301 is \u0958",  # NFC makes it as long again: places in it move, its end does not
 ]
 
 

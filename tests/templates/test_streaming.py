@@ -3,6 +3,7 @@
 import json
 from itertools import islice
 
+import datasets
 import numpy as np
 import pytest
 from megaswift.templates.batches import Batches
@@ -58,6 +59,24 @@ def test_ranks_and_workers_share_the_rows(data, make_tokenizer, ranks, num_worke
         seen += rows(islice(batches.steps(), 16 if num_workers else 15), tokenizer)
     assert sorted(set(seen)) == [*range(40), *range(100, 120)]
     assert max(np.bincount(seen)) <= 2 if num_workers else max(np.bincount(seen)) == 1
+
+
+@pytest.mark.parametrize("files", [1, 4])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_hubs_stream_is_shared_too(make_tokenizer, monkeypatch, files, num_workers):
+    lines = [{"query": f"row {i}?", "response": str(i)} for i in range(40)]
+    stream = datasets.Dataset.from_list(lines).to_iterable_dataset(num_shards=files)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: datasets.IterableDatasetDict(train=stream))
+    options = PrepareOptions(dataset=["some/rows"], streaming=True)
+    store = prepare(options, make_tokenizer(), stage="sft", use_hf=True).train
+    seen = []
+    for rank in range(2):
+        batches = Batches(
+            store, micro_batch_size=1, global_batch_size=2, data_parallel_rank=rank, data_parallel_size=2,
+            shuffle=False, num_workers=num_workers,
+        )  # fmt: skip
+        seen += rows(islice(batches.steps(), 20), make_tokenizer())
+    assert sorted(seen) == list(range(40))
 
 
 def test_the_seed_decides_and_a_restart_continues(data, make_tokenizer):
