@@ -41,7 +41,7 @@ run NPROC_PER_NODE=2 megatron sft \
   --dataloader_num_workers 0 \
   --logging_steps 20 \
   --output_dir $work
-checkpoint=$(ls -d $work/v*/checkpoint-* | tail -n 1)
+checkpoint=$(ls -td $work/v*/checkpoint-* | head -n 1)
 
 say "4/4 Asking it the same 200 sums again"
 ask "$checkpoint" $work/after.jsonl

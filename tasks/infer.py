@@ -107,7 +107,7 @@ def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOp
             file.flush()
             bar.update(len(batch))
     seconds = time.perf_counter() - start
-    print(f"{len(prompts)} answers in {seconds:.1f} s ({len(prompts) / seconds:.3g} a second): {path}")
+    print(f"{len(prompts)} answers in {seconds:.1f} s ({len(prompts) / seconds:,.1f} a second): {path}")
     if labelled := sum(prompt.label is not None for prompt in prompts):
         print(f"equal to the dataset's answer: {right} of {labelled} ({right / labelled:.1%})")
 
@@ -184,8 +184,11 @@ class TransformersEngine(Engine):
         super().__init__(folder)
         import torch
         from transformers import AutoModelForCausalLM, set_seed
+        from transformers.utils import logging
 
         set_seed(options.seed)
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=options.torch_dtype or "auto", device_map="auto" if torch.cuda.is_available() else None
         ).eval()

@@ -40,8 +40,8 @@ def main(folder: Path, checkpoint: Path) -> int:
 
 
 def shown(text: str, width: int) -> str:
-    """Text on one line of at most `width` characters; random weights say random bytes."""
-    line = "".join(c if c.isprintable() and c != "\ufffd" else "." for c in text)
+    """Text on one line of at most `width` characters (random weights say random bytes)."""
+    line = "".join(c if c.isprintable() else "." for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
