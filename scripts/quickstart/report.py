@@ -31,7 +31,7 @@ def main(folder: Path, checkpoint: Path) -> int:
     run = checkpoint.parent
     print(f"The loss curve:      {run / 'images' / 'loss.png'}")
     print(f"The log in numbers:  {run / 'logging.jsonl'}   (or: .venv/bin/tensorboard --logdir {run / 'runs'})")
-    print("Talk to the model:")
+    print(f"Talk to the model (in {Path.cwd()}):")
     print(f"  .venv/bin/swift infer --model {checkpoint} --stream true")
     print("Train on data of your own, in JSONL with `messages`, or `query` and `response`:")
     print("  .venv/bin/megatron sft --help")
@@ -40,8 +40,8 @@ def main(folder: Path, checkpoint: Path) -> int:
 
 
 def shown(text: str, width: int) -> str:
-    """Text on one line of at most `width` characters (random weights say random bytes)."""
-    line = "".join(c if c.isprintable() else "." for c in text)
+    """Text on one line of at most `width` characters; what is not printable (random weights say anything) is escaped."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
