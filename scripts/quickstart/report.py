@@ -40,7 +40,7 @@ def main(folder: Path, checkpoint: Path) -> int:
 
 
 def shown(text: str, width: int) -> str:
-    """Text on one line of at most `width` characters; random weights say anything, so what is not printable is escaped."""
+    """Text on one line of at most `width` characters; what is not printable is escaped."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
 
