@@ -188,6 +188,13 @@ def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
     return doomed
 
 
+class FolderError(OSError):
+    """A folder or file that could not be written: what, why, and what to do. Its text has no `[Errno ...]` before it."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turn an operating system's error on writing below `path` into one that says what to do."""
@@ -198,7 +205,7 @@ def explained(path: Path) -> Iterator[None]:
         cure = "Free some space there, keep fewer checkpoints (--save_total_limit)," if full else "Make it writable,"
         problem = "The disk is full" if full else "The folder cannot be written"
         reason = error.strerror or str(error)
-        raise OSError(error.errno, f"{problem}: {path}: {reason}. {cure} or give another --output_dir.") from error
+        raise FolderError(error.errno, f"{problem}: {path}: {reason}. {cure} or give another --output_dir.") from error
 
 
 def _gib(size: int) -> str:

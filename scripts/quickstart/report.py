@@ -33,6 +33,7 @@ def main(folder: Path, checkpoint: Path) -> int:
     print(f"The log in numbers:  {run / 'logging.jsonl'}   (or: .venv/bin/tensorboard --logdir {run / 'runs'})")
     print(f"Talk to the model (in {Path.cwd()}):")
     print(f"  .venv/bin/swift infer --model {checkpoint} --stream true")
+    print("  (it was taught single questions: `clear` between two of them)")
     print("Train on data of your own, in JSONL with `messages`, or `query` and `response`:")
     print("  .venv/bin/megatron sft --help")
     print("The README shows each task on one screen; docs/ has the rest.")

@@ -35,7 +35,7 @@ def test_default_output_dir(tmp_path):
 
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot be written: .*file/out: .*--output_dir"):
+    with pytest.raises(OSError, match=r"^The folder cannot be written: .*file/out: .*--output_dir"):
         folders.new_run_folder(tmp_path / "file" / "out")
     with pytest.raises(OSError, match=r"cannot be written.*--output_dir"):
         folders.new_run_folder("/proc/runs")
