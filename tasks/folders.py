@@ -189,7 +189,7 @@ def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
 
 
 class FolderError(OSError):
-    """A folder or file that could not be written: what, why, and what to do. Its text has no `[Errno ...]` before it."""
+    """What could not be written, why, and what to do; its text has no `[Errno ...]` before it."""
 
     def __str__(self) -> str:
         return str(self.strerror)
