@@ -40,19 +40,23 @@ class Kernels:
         return f"layers: {layers}; attention: {names[self.attention]}"
 
 
-def choose_kernels(options: KernelOptions) -> Kernels:
-    """The nearest to the options that this machine has. Raises ValueError where Transformer Engine is asked for by name
-    and cannot be used."""
+def choose_kernels(options: KernelOptions, dtype: torch.dtype) -> Kernels:
+    """The nearest to the options that this machine has, for arithmetic in `dtype`.
+
+    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
+    """
     on_gpu = torch.cuda.is_available()
     installed = importlib.util.find_spec("transformer_engine_torch") is not None
     if options.transformer_impl == "transformer_engine" and not (on_gpu and installed):
         missing = "no GPU is visible" if not on_gpu else "it is not installed: pip install 'megaswift[gpu]'"
         raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
     engine = options.transformer_impl != "local" and on_gpu and installed
-    if engine and options.attention_backend != "local":
+    if dtype == torch.float32 or not on_gpu:
+        attention = "sdpa"  # flash kernels are for half precision
+    elif engine and options.attention_backend != "local":
         attention = "transformer_engine"
     else:
-        attention = "varlen" if on_gpu and options.attention_backend != "unfused" else "sdpa"
+        attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
     return Kernels(engine, attention)
 
 
@@ -122,7 +126,7 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
     architecture = family_of(hf_config).describe(hf_config)
-    kernels = choose_kernels(options)
+    kernels = choose_kernels(options, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
@@ -247,4 +251,4 @@ def _build_chunk(
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
-    )
+    ).to(runtime.device())

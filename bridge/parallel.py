@@ -27,7 +27,6 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         dist.init_process_group(
             options.ddp_backend or ("nccl" if on_gpu else "gloo"),
             timeout=timedelta(seconds=options.ddp_timeout),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
     tp, pp, cp = (
         options.tensor_model_parallel_size,
@@ -51,3 +50,10 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def barrier() -> None:
+    """Wait for every rank. (torch's own would guess this rank's device.)"""
+    dist.all_reduce(torch.zeros(1, device=runtime.device()))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

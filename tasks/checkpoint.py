@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
+from ..bridge.parallel import barrier
 from ..bridge.save import save_weights
 from .folders import begin, commit, rotate
 from .plan import shard_bytes
@@ -24,7 +23,7 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
             dtype=run.dtype,
             max_shard_bytes=shard_bytes(run.options.max_shard_size),
         )
-    dist.barrier()
+    barrier()
 
     def finish() -> None:
         (temporary / "args.json").write_bytes((run.folder / "args.json").read_bytes())

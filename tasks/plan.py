@@ -1,6 +1,7 @@
 """What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -104,9 +105,14 @@ def batches_of(
         max_length=options.packing_length or options.max_length,
         shuffle=shuffle,
         seed=options.data_seed,
-        num_workers=options.dataloader_num_workers,
+        num_workers=min(options.dataloader_num_workers, cores_of_a_rank()),
         pad_token_id=pad_token_id,
     )
+
+
+def cores_of_a_rank() -> int:
+    """Cores for each of the ranks on this machine, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def steps_of(options: BatchOptions, samples: int | None) -> int:

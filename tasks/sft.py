@@ -5,6 +5,7 @@ from megatron.core import parallel_state
 
 from ..bridge.build import build_model
 from ..bridge.load import load_weights
+from ..bridge.parallel import barrier
 from .args import save_args
 from .loop import fit
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
@@ -33,6 +34,6 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
     training = Training(model, chunks, optimizer, schedule, options.clip_grad)
     fit(opened, training, sft_loss, ["loss"], train, val)
-    dist.barrier()
+    barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

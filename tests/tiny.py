@@ -1,5 +1,8 @@
-"""Tiny checkpoints of real architectures, made to be unforgiving: every tensor is random (norms are not 1, biases
-not 0), dimensions differ from one another, the vocabulary is odd, and rope's original length is shorter than the documents."""
+"""Tiny checkpoints of real architectures, made to be unforgiving.
+
+Every tensor is random (norms are not 1, biases not 0), dimensions differ from one another, the vocabulary is odd, and
+rope's original length is shorter than the documents.
+"""
 
 from pathlib import Path
 

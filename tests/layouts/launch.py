@@ -14,6 +14,7 @@ def launch(world: int, jobs: list[dict], folder: Path, *, timeout: int = 600, gp
     folder.mkdir(parents=True, exist_ok=True)
     inputs, results = folder / "jobs.json", folder / "results.json"
     inputs.write_text(json.dumps(jobs))
+    results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

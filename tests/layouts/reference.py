@@ -33,35 +33,38 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     parameters: dict[str, Tensor]
+    log_probs: list[float]  # of the trained tokens of every step, in order
 
 
-def loss_of(model, packs: list[Sample]) -> Tensor:
-    """Mean cross entropy over the trained tokens, each document by itself."""
+def loss_of(model, packs: list[Sample], log_probs: list[float] | None = None) -> Tensor:
+    """Mean cross entropy over the trained tokens, each document by itself; their log-probabilities into `log_probs`."""
     total, weight = torch.zeros(()), 0.0
     for ids, weights in (document for pack in packs for document in pack):
         logits = model(torch.from_numpy(ids)[None]).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids[1:]), reduction="none")
+        if log_probs is not None:
+            log_probs += (-losses[torch.from_numpy(weights[1:]) > 0]).tolist()
         total = total + (losses * torch.from_numpy(weights[1:])).sum()
         weight += float(weights[1:].sum())
     return total / weight
 
 
-def train(model) -> Reference:
+def train(model, steps: int = STEPS) -> Reference:
     """Train `model` (transformers, fp32) in place."""
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss = loss_of(model, samples(step))
+    losses, norms, log_probs = [], [], []
+    for step in range(steps):
+        loss = loss_of(model, samples(step), log_probs)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return Reference(losses, norms, as_in_files(model.state_dict()))
+    return Reference(losses, norms, as_in_files(model.state_dict()), log_probs)
 
 
 def as_in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

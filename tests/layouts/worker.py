@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megaswift.bridge.build import DTYPES, Model, build_model
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
-from megaswift.bridge.parallel import initialize
+from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
@@ -111,10 +111,16 @@ def run(job: dict) -> dict:
     plant(job.get("planted"), model)
     training = open_training(model, options)
     before = [parameter.detach().clone() for chunk in model.chunks for parameter in chunk.parameters()]
-    losses, norms = [], []
+    losses, norms, log_probs = [], [], []
+
+    def loss(batch: Batch, values: torch.Tensor):
+        kept = values[batch.loss_weights > 0] if job.get("log_probs") else values[:0]
+        log_probs.extend(kept.flatten().tolist())
+        return sft_loss(batch, values)
+
     for step in range(job.get("steps", ref.STEPS)):
         try:
-            metrics, norm = train_step(training, batches_of(step, options), sft_loss, step)
+            metrics, norm = train_step(training, batches_of(step, options), loss, step)
         except NonFiniteError as error:
             after = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
             return {"stopped": str(error), "kept": all(torch.equal(*pair) for pair in zip(before, after, strict=True))}
@@ -129,12 +135,12 @@ def run(job: dict) -> dict:
         destination = Path(job["save"])
         if dist.get_rank() == 0:
             destination.mkdir(parents=True)
-        dist.barrier()
+        barrier()
         config = read_config(Path(job["model"]))
         save_weights(
             model.chunks, config, Path(job["model"]), destination, dtype=torch.float32, max_shard_bytes=200_000
         )
-    return {"losses": losses, "grad_norms": norms}
+    return {"losses": losses, "grad_norms": norms, "log_probs": log_probs}
 
 
 def close() -> None:
@@ -152,8 +158,9 @@ def main() -> None:
         except Exception:
             results[job["name"]] = {"error": f"rank {dist.get_rank()}:\n{traceback.format_exc()}"}
         if "error" in results[job["name"]] and dist.get_world_size() > 1:
-            # The other ranks wait in a collective: stop the launch here, with what there is.
-            Path(sys.argv[2]).write_text(json.dumps(results))
+            # The other ranks wait in a collective: stop the launch here, with what the first to fail has.
+            if not Path(sys.argv[2]).exists():
+                Path(sys.argv[2]).write_text(json.dumps(results))
             os._exit(1)
         close()
     if dist.get_rank() == 0:
