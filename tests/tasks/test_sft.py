@@ -1,0 +1,164 @@
+"""`megatron sft` and `megatron pt` as a user runs them: processes, folders, logs, checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+MEGATRON = Path(sys.executable).parent / "megatron"
+SUMS = [{"query": f"What is {a} + {b}?", "response": str(a + b)} for a in range(3, 9) for b in range(2, 9)]
+COMMON = "--micro_batch_size 2 --global_batch_size 4 --lr 1e-3 --logging_steps 1 --dataloader_num_workers 0"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with models, data and caches."""
+    folder = tmp_path_factory.mktemp("runs")
+    for family in ("qwen3", "qwen3_moe"):
+        tiny.save_tokenizer(tiny.save(folder / family, family))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS[:34]))
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS[34:]))
+    (folder / "text.txt").write_text("".join(f"{row['query']} {row['response']}\n" for row in SUMS))
+    return folder
+
+
+def megatron(place: Path, line: str, processes: int = 1, *, fails: bool = False) -> str:
+    """Run `megatron {line}` in `place`; what it printed."""
+    environment = os.environ | {"NPROC_PER_NODE": str(processes), "HF_HOME": str(place / "cache"), "COLUMNS": "200"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [MEGATRON, *line.split()], cwd=place, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def log_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in log_of(folder) if "loss" in row]
+
+
+def run_folder(output: Path) -> Path:
+    (folder,) = output.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """A run in one process: evaluation, checkpoints, of which the last is kept."""
+    megatron(
+        place,
+        f"sft --model qwen3 --dataset train.jsonl --val_dataset val.jsonl {COMMON} --num_train_epochs 1 "
+        "--save_steps 4 --save_total_limit 1 --output_dir alone",
+    )
+    return run_folder(place / "alone")
+
+
+def test_the_log_keeps_its_promise(alone):
+    rows = log_of(alone)
+    promised = {
+        "step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu",
+        "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed",
+    }  # fmt: skip
+    training = [row for row in rows if "loss" in row]
+    assert all(promised <= row.keys() for row in training)
+    assert [row["step"] for row in training] == list(range(1, 10))  # 34 rows in batches of 4: every row is seen
+    assert training[-1]["loss"] < training[0]["loss"]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8, 9]
+    assert (alone / "images" / "loss.png").stat().st_size > 1000
+    assert list((alone / "runs").iterdir())
+    kept = json.loads((alone / "args.json").read_text())
+    assert kept["options"]["lr"] == {"value": 1e-3, "source": "command line"}
+    assert "scaled_dot_product_attention" in kept["kernels"]
+
+
+def test_the_checkpoint_is_a_model_for_transformers_and_eval_loss_is_its_loss(alone, place):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert [entry.name for entry in alone.glob("*checkpoint*")] == ["checkpoint-9"]
+    folder = alone / "checkpoint-9"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokenizer, total, count = AutoTokenizer.from_pretrained(folder), 0.0, 0
+    for line in (place / "val.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt = [{"role": "user", "content": row["query"]}]
+        start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids = start + tokenizer.encode(row["response"] + "<|im_end|>", add_special_tokens=False)
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        total -= sum(float(log_probs[place - 1, ids[place]]) for place in range(len(start), len(ids)))
+        count += len(ids) - len(start)
+    (last,) = [row["eval_loss"] for row in log_of(alone) if "eval_loss" in row and row["step"] == 9]
+    assert last == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("tp", "--tensor_model_parallel_size 2 --sequence_parallel true"),
+        ("dp", "--overlap_grad_reduce true --overlap_param_gather true"),
+        ("pp", "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2"),
+    ],
+)
+def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
+    megatron(
+        place,
+        f"sft --model qwen3 --dataset train.jsonl --val_dataset val.jsonl {COMMON} --num_train_epochs 1 {flags} "
+        f"--save_steps 100 --output_dir {name}",
+        processes=2,
+    )
+    folder = run_folder(place / name)
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-5)
+    evaluated = [row["eval_loss"] for row in log_of(folder) if "eval_loss" in row]
+    assert evaluated[-1] == pytest.approx([r["eval_loss"] for r in log_of(alone) if "eval_loss" in r][-1], rel=1e-5)
+    assert log_of(folder)[-1]["tokens"] == log_of(alone)[-1]["tokens"]
+
+
+def test_pretraining_streams_and_packs(place):
+    printed = megatron(
+        place,
+        f"pt --model qwen3 --dataset text.txt --streaming true --packing true --max_length 64 {COMMON} "
+        "--train_iters 3 --output_dir streamed",
+        processes=2,
+    )
+    found = losses(run_folder(place / "streamed"))
+    assert len(found) == 3
+    assert found[-1] < found[0]
+    assert "checkpoint-3" in printed
+
+
+def test_experts_report_their_balance(place):
+    megatron(
+        place,
+        f"sft --model qwen3_moe --dataset train.jsonl --packing true --max_length 64 {COMMON} --train_iters 2 "
+        "--expert_model_parallel_size 2 --moe_aux_loss_coeff 0.01 --output_dir moe",
+        processes=2,
+    )
+    balance = [row["load_balancing_loss"] for row in log_of(run_folder(place / "moe")) if "loss" in row]
+    # 1 where the experts are evenly loaded, 8 / 2 where two of eight take all.
+    assert len(balance) == 2
+    assert all(0.9 < value < 4 for value in balance)
+
+
+def test_a_truncated_shard_is_named(place):
+    broken = place / "broken"
+    tiny.save_tokenizer(tiny.save(broken, "qwen3"))
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    printed = megatron(
+        place, f"sft --model broken --dataset train.jsonl {COMMON} --train_iters 1 --output_dir never", fails=True
+    )
+    assert "model.safetensors" in printed
+    assert "Traceback" not in printed
