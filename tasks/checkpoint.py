@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..bridge.parallel import barrier
 from ..bridge.save import save_weights
-from .folders import begin, commit, rotate
+from .folders import begin, commit, explained, rotate
 from .plan import shard_bytes
 from .run import Run, on_first_rank
 from .train import Training
@@ -14,7 +14,7 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
     """Write `checkpoint-{step}` beside its place, then put it there. Every rank calls this."""
     path = run.folder / f"checkpoint-{step}"
     temporary = on_first_rank(lambda: begin(path))
-    with training.parameters_gathered():
+    with training.parameters_gathered(), explained(path):
         save_weights(
             training.model.chunks,
             run.hf_config,
