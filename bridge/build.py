@@ -165,15 +165,13 @@ def transformer_config(
         "cp_comm_type": options.cp_comm_type or "p2p",
         "attention_dropout": options.attention_dropout,
         "hidden_dropout": options.hidden_dropout,
-        "masked_softmax_fusion": options.masked_softmax_fusion and on_gpu,
-        "attention_softmax_in_fp32": options.attention_softmax_in_fp32,
         "bias_dropout_fusion": options.bias_dropout_fusion and on_gpu,
         "bias_activation_fusion": options.bias_activation_fusion and on_gpu,
         "apply_rope_fusion": options.apply_rope_fusion and kernels.transformer_engine,
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,
-        **_recompute(options, kernels),
+        **_recompute(options, kernels, options.attention_backend),
     }
     if "num_moe_experts" in settings:
         settings |= _experts(options, settings)
@@ -188,7 +186,7 @@ def transformer_config(
     return config
 
 
-def _recompute(options: RecomputeOptions, kernels: Kernels) -> dict[str, Any]:
+def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> dict[str, Any]:
     if options.recompute_granularity == "none":
         return {}
     if options.recompute_granularity == "full":
@@ -198,7 +196,8 @@ def _recompute(options: RecomputeOptions, kernels: Kernels) -> dict[str, Any]:
             "recompute_num_layers": options.recompute_num_layers,
         }
     # Flash kernels recompute the scores themselves: there is nothing more that recomputing attention would save.
-    modules = [module for module in options.recompute_modules if module != "core_attn"]
+    keeps_scores = kernels.attention == "transformer_engine" and attention_backend == "unfused"
+    modules = [module for module in options.recompute_modules if module != "core_attn" or keeps_scores]
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 

@@ -28,9 +28,7 @@ class KernelOptions:
     attention_backend: Annotated[
         Literal["auto", "flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "local"], "Attention kernel."
     ] = "auto"
-    attention_softmax_in_fp32: Annotated[bool, "Compute the softmax of unfused attention in fp32."] = True
     gradient_accumulation_fusion: Annotated[bool, "Accumulate weight gradients inside the matrix product."] = True
-    masked_softmax_fusion: Annotated[bool, "Fuse scale, mask and softmax of unfused attention."] = True
     bias_dropout_fusion: Annotated[bool, "Fuse bias, dropout and the residual sum."] = True
     bias_activation_fusion: Annotated[bool, "Fuse bias and activation (SwiGLU)."] = True
     apply_rope_fusion: Annotated[bool, "Fuse the rotary embedding."] = True

@@ -27,7 +27,6 @@ INVERTED = {
     "no_rope_fusion": "apply_rope_fusion",
     "no_bias_swiglu_fusion": "bias_activation_fusion",
     "no_bias_dropout_fusion": "bias_dropout_fusion",
-    "no_masked_softmax_fusion": "masked_softmax_fusion",
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
 }
 
@@ -48,6 +47,8 @@ OLD_VALUES = {
 # Flags whose `true` is always so: accepted; with another value, a note says why it is not followed.
 ALWAYS = {
     "cross_entropy_loss_fusion": "the loss is computed in pieces, vocab-parallel, without full logits",
+    "masked_softmax_fusion": "attention's softmax is inside its kernel",
+    "attention_softmax_in_fp32": "attention's kernels compute their softmax in fp32",
     "calculate_per_token_loss": "the loss is per token over the global batch",
     "load_safetensors": "weights are read from safetensors",
     "check_model": "weights are checked as they are read",
@@ -62,6 +63,7 @@ ALWAYS = {
 
 # Flags that nothing here needs: accepted, with a note.
 NEEDLESS = {
+    "no_masked_softmax_fusion": "attention's softmax is inside its kernel",
     "cross_entropy_fusion_impl": "the loss has one implementation",
     "log_timers_to_tensorboard": "timers are not logged",
     "log_params_norm": "it is not logged",

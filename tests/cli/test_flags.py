@@ -91,7 +91,7 @@ def test_a_word_that_is_no_flag() -> None:
         (["--max_epochs", "2"], "num_train_epochs", 2.0),
         (["--num_workers", "0"], "dataloader_num_workers", 0),
         (["--no_rope_fusion"], "apply_rope_fusion", False),
-        (["--no_masked_softmax_fusion", "true"], "masked_softmax_fusion", False),
+        (["--no_bias_dropout_fusion", "true"], "bias_dropout_fusion", False),
         (["--no_bias_dropout_fusion", "false"], "bias_dropout_fusion", True),
         (["--distributed_timeout_minutes", "10"], "ddp_timeout", 600),
         (["--bf16", "true"], "torch_dtype", "bfloat16"),

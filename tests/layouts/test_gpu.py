@@ -18,7 +18,7 @@ TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "lo
 BF16 = {"torch_dtype": "bfloat16"}
 # Bounds of losses and gradient norms (relative) and of log-probabilities (mean). A leak between documents is at 2.4 in
 # the last (measured; see test_a_leak_is_seen).
-EXACT, ROUNDED = (1e-4, 1e-4, 1e-4), (6e-3, 5e-2, 3e-1)
+EXACT, ROUNDED = (1e-4, 1e-4, 1e-4), (1e-2, 5e-2, 3e-1)
 
 PLAIN = {
     1: {"": {}},
@@ -34,13 +34,13 @@ PLAIN = {
         },
     },
 }
-MOE = {1: {}, 2: {" EP2": {"expert_model_parallel_size": 2}}}
+MOE = {1: PLAIN[1], 2: {" TP2 SP": PLAIN[2][" TP2 SP"], " EP2": {"expert_model_parallel_size": 2}}}
 # In fp32 Transformer Engine's product for the router is in TF32; in fp64 it is not.
 KINDS = {"TE bf16": TE | BF16, "local bf16": LOCAL | BF16, "local fp32": LOCAL | {"moe_router_dtype": "fp64"}}
 
 
 def cases(world: int, family: str) -> dict[str, dict]:
-    layouts = PLAIN[world] | (MOE[world] if family == "qwen3_moe" else {})
+    layouts = (MOE if family == "qwen3_moe" else PLAIN)[world]
     return {
         f"{family} {kind}{name}": kernels | flags for kind, kernels in KINDS.items() for name, flags in layouts.items()
     }
@@ -66,24 +66,22 @@ def references(folder):
 
 @pytest.fixture(scope="module")
 def launched(folder, references):
+    """Results by world size and family; one launch each."""
     done = {}
 
-    def results(world: int) -> dict[str, dict]:
+    def results(world: int, family: str) -> dict[str, dict]:
         if torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs")
-        if world not in done:
-            jobs = [
-                {"name": name, "model": str(folder / family), "options": {"packing": True} | flags}
-                for family in references
-                for name, flags in cases(world, family).items()
-            ]
-            leaks = [
-                {"name": f"leak {kind}", "model": str(folder / "qwen3"), "planted": "leak", "options": KINDS[kind]}
-                for kind in KINDS
-            ]
-            jobs = [job | {"steps": STEPS, "log_probs": world == 1} for job in (jobs + leaks if world == 1 else jobs)]
-            done[world] = launch(world, jobs, folder / f"world-{world}", gpu=True)
-        return done[world]
+        if (world, family) not in done:
+            common = {"model": str(folder / family), "steps": STEPS, "log_probs": world == 1}
+            flags = cases(world, family)
+            jobs = [common | {"name": name, "options": {"packing": True} | flags[name]} for name in flags]
+            if (world, family) == (1, "qwen3"):
+                for kind, kernels in KINDS.items():
+                    options = {"packing": True} | kernels
+                    jobs.append(common | {"name": f"leak {kind}", "planted": "leak", "options": options})
+            done[world, family] = launch(world, jobs, folder / f"{world}-{family}", gpu=True)
+        return done[world, family]
 
     return results
 
@@ -99,7 +97,7 @@ def distances(result: dict, expected: reference.Reference) -> tuple[float, float
 
 @pytest.mark.parametrize(("world", "family", "name"), CASES, ids=[name for _, _, name in CASES])
 def test_trains_as_transformers_does(world, family, name, launched, references):
-    result = launched(world).get(name)
+    result = launched(world, family).get(name)
     assert result is not None, "the launch stopped before this layout"
     assert "error" not in result, result.get("error")
     found = distances(result, references[family])
@@ -110,7 +108,7 @@ def test_trains_as_transformers_does(world, family, name, launched, references):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_leak_is_seen(kind, launched, references):
-    result = launched(1)[f"leak {kind}"]
+    result = launched(1, "qwen3")[f"leak {kind}"]
     assert "error" not in result, result.get("error")
     found = distances(result, references["qwen3"])
     print(f"\nleak {kind}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, log-probabilities {found[2]:.1e}")

@@ -147,6 +147,10 @@ def close() -> None:
     from megatron.core.tensor_parallel import random as parallel_random
 
     parallel_state.destroy_model_parallel()
+    # megatron-core lets go of its groups without closing them: dozens of layouts would run out of file descriptors.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
 

@@ -1,0 +1,64 @@
+"""Where `--model` comes from: a folder, Hugging Face, ModelScope. The hubs are fakes of their packages' functions."""
+
+import sys
+import types
+
+import pytest
+from megaswift.bridge.hub import model_folder, read_config
+from megaswift.bridge.options import ModelOptions
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What a fake snapshot_download was called with; it gives `tmp_path`."""
+    calls = {}
+
+    def download(name, **given):
+        calls.update(name=name, **given)
+        return str(tmp_path)
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    calls["modelscope"] = types.SimpleNamespace(snapshot_download=download, __spec__=object())
+    return calls
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert model_folder(ModelOptions(model=str(tmp_path))) == tmp_path
+
+
+def test_hugging_face(asked, tmp_path):
+    options = ModelOptions(model="Qwen/Qwen3-0.6B", use_hf=True, model_revision="main", hub_token="secret")
+    assert model_folder(options) == tmp_path
+    assert (asked["name"], asked["revision"], asked["token"]) == ("Qwen/Qwen3-0.6B", "main", "secret")
+    assert "*.safetensors" not in asked["ignore_patterns"]
+    model_folder(options, weights=False)
+    assert "*.safetensors" in asked["ignore_patterns"]
+
+
+def test_modelscope(asked, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", asked["modelscope"])
+    assert model_folder(ModelOptions(model="Qwen/Qwen3-0.6B")) == tmp_path
+    assert asked["name"] == "Qwen/Qwen3-0.6B"
+
+
+def test_without_modelscope_both_ways_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"--use_hf true .* `pip install modelscope`"):
+        model_folder(ModelOptions(model="Qwen/Qwen3-0.6B"))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "nowhere", "a/b/c"])
+def test_what_is_neither_folder_nor_hub_id(name):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        model_folder(ModelOptions(model=name, use_hf=True))
+
+
+def test_config_that_is_missing_or_broken(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is not valid JSON .* copy it again"):
+        read_config(tmp_path)
