@@ -2,6 +2,9 @@
 # Leaves: the working directory at the repository's root, .venv/bin first in PATH.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
+# Without compiled files every process would compile PyTorch's sources anew.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf '\033[1m== %s\033[0m\n' "$*"; }
 
 # Prints the path of a Python 3.12, if there is one. Each candidate is run: pyenv's shims are there without their Python.
