@@ -1,6 +1,5 @@
 """The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -13,51 +12,15 @@ from torch import Tensor
 
 from . import compat, runtime
 from .families import family_of
+from .kernels import Kernels, choose_kernels
 from .layers.attention import Documents, describe_documents
 from .layers.logprobs import label_log_probs
 from .layers.rope import inverse_frequencies
 from .layers.spec import block_spec
-from .options import BuildOptions, KernelOptions, RecomputeOptions
+from .options import BuildOptions, RecomputeOptions
 from .rows import Architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """What runs here, of what the options prefer."""
-
-    transformer_engine: bool
-    attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
-
-    def __str__(self) -> str:
-        layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
-        names = {
-            "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
-            "varlen": "torch's variable-length flash attention",
-            "sdpa": "torch's scaled_dot_product_attention, document by document",
-        }
-        return f"layers: {layers}; attention: {names[self.attention]}"
-
-
-def choose_kernels(options: KernelOptions, dtype: torch.dtype) -> Kernels:
-    """The nearest to the options that this machine has, for arithmetic in `dtype`.
-
-    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
-    """
-    on_gpu = torch.cuda.is_available()
-    installed = importlib.util.find_spec("transformer_engine_torch") is not None
-    if options.transformer_impl == "transformer_engine" and not (on_gpu and installed):
-        missing = "no GPU is visible" if not on_gpu else "it is not installed: pip install 'megaswift[gpu]'"
-        raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
-    engine = options.transformer_impl != "local" and on_gpu and installed
-    if dtype == torch.float32 or not on_gpu:
-        attention = "sdpa"  # flash kernels are for half precision
-    elif engine and options.attention_backend != "local":
-        attention = "transformer_engine"
-    else:
-        attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
-    return Kernels(engine, attention)
 
 
 @dataclass
@@ -126,7 +89,7 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
     architecture = family_of(hf_config).describe(hf_config)
-    kernels = choose_kernels(options, dtype)
+    kernels = choose_kernels(options, dtype, experts="num_moe_experts" in architecture.transformer)
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
@@ -174,9 +137,9 @@ def transformer_config(
         **_recompute(options, kernels, options.attention_backend),
     }
     if "num_moe_experts" in settings:
-        settings |= _experts(options, settings)
+        settings |= _experts(options, kernels, settings)
     if kernels.attention == "transformer_engine":
-        settings["attention_backend"] = _attention_backend(options.attention_backend)
+        settings["attention_backend"] = kernels.attention_backend(options)
     if options.context_parallel_size > 1 and kernels.attention != "transformer_engine":
         settings["cp_comm_type"] = "all_gather"
     config = TransformerConfig(**settings)
@@ -201,38 +164,24 @@ def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: s
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
-def _experts(options: BuildOptions, settings: dict[str, Any]) -> dict[str, Any]:
-    balancing = options.moe_router_load_balancing_type
-    chosen = {
+def _experts(options: BuildOptions, kernels: Kernels, settings: dict[str, Any]) -> dict[str, Any]:
+    shared = settings.get("moe_shared_expert_intermediate_size") is not None
+    balancing = settings.get("moe_router_load_balancing_type", "aux_loss")
+    return {
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
         "moe_grouped_gemm": options.moe_grouped_gemm,
-        "moe_permute_fusion": options.moe_permute_fusion and torch.cuda.is_available(),
-        "moe_shared_expert_overlap": options.moe_shared_expert_overlap
-        and settings.get("moe_shared_expert_intermediate_size") is not None,
-        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "moe_permute_fusion": kernels.fused_permutation,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared,
+        "moe_token_dispatcher_type": kernels.dispatcher,
         "moe_router_dtype": None if options.moe_router_dtype == "none" else options.moe_router_dtype,
-        "moe_router_load_balancing_type": balancing or settings.get("moe_router_load_balancing_type", "aux_loss"),
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type or balancing,
         "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
         "moe_z_loss_coeff": options.moe_z_loss_coeff,
         "moe_expert_capacity_factor": options.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": options.moe_pad_expert_input_to_capacity,
         "moe_token_drop_policy": options.moe_token_drop_policy,
     }
-    return chosen
-
-
-def _attention_backend(name: str):
-    """Transformer Engine's kernel by name; flash only where the flash-attn package is there, else cuDNN's."""
-    from megatron.core.transformer.enums import AttnBackend
-
-    if name == "unfused":
-        return AttnBackend.unfused
-    if name == "fused":
-        return AttnBackend.fused
-    if name.startswith("flash") and importlib.util.find_spec("flash_attn") is not None:
-        return AttnBackend.flash
-    return AttnBackend.auto
 
 
 def _build_chunk(

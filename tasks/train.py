@@ -85,7 +85,8 @@ def train_step(
     grad_norm = update(training.optimizer, training.clip_grad)
     if grad_norm is not None and not torch.isfinite(torch.tensor(grad_norm)):
         raise NonFiniteError(_blame(metrics, training.chunks, step, grad_norm))
-    training.schedule.step(1)
+    if grad_norm is not None:
+        training.schedule.step(1)
     return metrics, grad_norm
 
 

@@ -1,0 +1,64 @@
+"""Flags that choose kernels are preferences: here the nearest that this machine has is found, and named."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from .options import BuildOptions, KernelOptions
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs here, of what the options prefer."""
+
+    transformer_engine: bool
+    attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
+    dispatcher: str | None = None  # how tokens reach their experts; None: the model has none
+    fused_permutation: bool = False
+
+    def attention_backend(self, options: KernelOptions) -> AttnBackend:
+        """Transformer Engine's kernel: flash only where the flash-attn package is there, else its own choice."""
+        name = options.attention_backend
+        if name in ("unfused", "fused"):
+            return AttnBackend[name]
+        return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn") else AttnBackend.auto
+
+    def __str__(self) -> str:
+        layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
+        attention = {
+            "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
+            "varlen": "torch's variable-length flash attention",
+            "sdpa": "torch's scaled_dot_product_attention, document by document",
+        }[self.attention]
+        text = f"layers: {layers}; attention: {attention}"
+        if self.dispatcher is None:
+            return text
+        permutation = "fused" if self.fused_permutation else "plain"
+        return f"{text}; experts: {self.dispatcher} dispatcher, {permutation} permutation"
+
+
+def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool) -> Kernels:
+    """The nearest to the options that this machine has, for arithmetic in `dtype`.
+
+    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
+    """
+    on_gpu = torch.cuda.is_available()
+    installed = on_gpu and find_spec("transformer_engine_torch") is not None
+    if options.transformer_impl == "transformer_engine" and not installed:
+        missing = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
+        raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
+    engine = options.transformer_impl != "local" and installed
+    if dtype == torch.float32 or not on_gpu:
+        attention = "sdpa"  # flash kernels are for half precision
+    elif engine and options.attention_backend != "local":
+        attention = "transformer_engine"
+    else:
+        attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
+    if not experts:
+        return Kernels(engine, attention)
+    dispatcher = options.moe_token_dispatcher_type
+    if dispatcher == "flex" and not find_spec("deep_ep"):
+        dispatcher = "alltoall"
+    return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed)
