@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from .args import save_args
 from .folders import default_output_dir, new_run_folder
 from .options import SftOptions
 from .plan import Layout, batches_of
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -56,17 +54,12 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    data = first_of_each_node(
-        lambda: prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token),
-        # The first has just built what `load_from_cache_file false` asked for.
-        then=lambda: prepare(
-            replace(options, load_from_cache_file=True),
-            tokenizer,
-            stage=stage,
-            use_hf=options.use_hf,
-            hub_token=options.hub_token,
-        ),
-    )
+
+    def tokens(options: SftOptions) -> Prepared:
+        return prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
+
+    # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
+    data = first_of_each_node(lambda: tokens(options), then=lambda: tokens(replace(options, load_from_cache_file=True)))
     dtype = _dtype(options, hf_config)
     folder = on_first_rank(
         lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
