@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import ALWAYS, LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
+from .names import ALWAYS, ELSEWHERE, LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -135,7 +135,7 @@ def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
         return f"--{name} is a flag of `megatron rlhf`, not of this command. Leave it out."
     if name in others:
         return f"--{name} is a flag of `{others[name]}`, not of this command. Leave it out."
-    close = nearest(name, [*flags, *LATER])
+    close = ELSEWHERE.get(name) or nearest(name, flags)
     return f"--{name}: no such flag." + (f" The nearest is --{close}." if close else " See --help.")
 
 

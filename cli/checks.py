@@ -9,7 +9,8 @@ from ..bridge.families import family_of
 from ..bridge.hub import read_config
 from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
-from ..tasks.options import CheckpointOptions, InferOptions, ScheduleOptions, SftOptions
+from ..tasks.log import require_reporters
+from ..tasks.options import CheckpointOptions, InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..templates.options import PrepareOptions
 from .flags import UsageError
@@ -34,6 +35,7 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _processes(options, layout, gpus, processes)
     _lengths(options)
     _output(options)
+    _reporters(options)
     return notes
 
 
@@ -45,6 +47,9 @@ def _put_right(options: SftOptions) -> Iterator[str]:
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         options.sequence_parallel = False
         yield "--sequence_parallel true is switched off: --tensor_model_parallel_size is 1, nothing is to be split."
+    if options.optimizer == "sgd" and options.use_distributed_optimizer:
+        options.use_distributed_optimizer = False
+        yield "--use_distributed_optimizer true is switched off: with --optimizer sgd there is none to share."
 
 
 def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
@@ -129,11 +134,15 @@ def _batch(options: SftOptions, layout: Layout) -> None:
         raise UsageError("--save_strategy epoch cannot be with --streaming true. Give --save_strategy steps.")
 
 
-def _schedule(options: ScheduleOptions) -> None:
+def _schedule(options: SftOptions) -> None:
     if options.min_lr > options.lr:
         raise UsageError(f"--min_lr {options.min_lr}: above --lr {options.lr}. Make it smaller.")
     if options.lr_warmup_iters and options.lr_warmup_fraction is not None:
         raise UsageError("--lr_warmup_iters and --lr_warmup_fraction: give one of them.")
+    steps = options.lr_decay_iters or options.train_iters
+    for name in ("lr_warmup_iters", "lr_wsd_decay_iters"):
+        if steps and (value := getattr(options, name)) and value > steps:
+            raise UsageError(f"--{name} {value}: more than the {steps} steps of the schedule. Make it smaller.")
 
 
 def _recompute(options: RecomputeOptions) -> None:
@@ -147,6 +156,10 @@ def _recompute(options: RecomputeOptions) -> None:
 def _overlap(options: SftOptions) -> None:
     if options.overlap_param_gather and not options.overlap_grad_reduce:
         raise UsageError("--overlap_param_gather true needs --overlap_grad_reduce true.")
+    if options.overlap_param_gather and options.optimizer == "sgd":
+        raise UsageError(
+            "--overlap_param_gather true cannot be with --optimizer sgd: nothing is gathered. Leave it out."
+        )
     if options.overlap_param_gather and not options.use_distributed_optimizer:
         raise UsageError(
             "--overlap_param_gather true needs --use_distributed_optimizer true: else nothing is gathered."
@@ -315,3 +328,10 @@ def _output(options: CheckpointOptions) -> None:
     else:
         return
     raise UsageError(f"--output_dir {folder}: {problem}. Give a folder that you may write.")
+
+
+def _reporters(options: LoggingOptions) -> None:
+    try:
+        require_reporters(options)
+    except ImportError as error:
+        raise UsageError(str(error)) from None

@@ -4,10 +4,12 @@ Several processes: this one is replaced by torchrun (exec), so that signals and 
 process: the task runs right here. Under somebody else's torchrun there is nothing to start.
 """
 
+import ctypes
 import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -115,6 +117,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
     """Return in a process of the run: this one where it is the only one, else those that torchrun starts instead."""
     os.environ.update(settings)
     if under_torchrun():
+        end_with_torchrun()
         return
     if processes.world == 1:
         port = processes.master_port or _free_port()
@@ -125,6 +128,13 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
     print(shown_command(command, settings), file=sys.stderr, flush=True)
     os.environ[STARTED] = "1"
     os.execv(sys.executable, command)
+
+
+def end_with_torchrun() -> None:
+    """Have this process end when the torchrun that started it is killed, which then cannot end it (on Linux)."""
+    if os.environ.get(STARTED) and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def shown_command(command: list[str], settings: Mapping[str, str]) -> str:

@@ -22,6 +22,20 @@ RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 
+# What transformers' trainer calls it -> the nearest here: for the hint alone, as not all of them mean quite the same.
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_ratio": "lr_warmup_fraction",
+    "warmup_steps": "lr_warmup_iters",
+    "max_steps": "train_iters",
+    "max_grad_norm": "clip_grad",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "gradient_checkpointing": "recompute_granularity",
+    "attn_impl": "attention_backend",
+}
+
 # older name that said the opposite -> today's
 INVERTED = {
     "no_rope_fusion": "apply_rope_fusion",

@@ -126,7 +126,7 @@ def steps_of(options: BatchOptions, samples: int | None) -> int:
 
 def shard_bytes(size: str) -> int:
     """'5GB' or '500MB' in bytes. Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)I?B?\s*", size.upper())
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)I?B?\s*", size.upper())
     if not match or float(match[1]) <= 0:
         raise ValueError(f"--max_shard_size {size}: give a size such as 5GB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])

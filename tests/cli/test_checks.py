@@ -56,6 +56,9 @@ SP = "--sequence_parallel true"
             "--microbatch_group_size_per_vp_stage 3: a step has 4 micro batches",
         ),
         (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+        ("--lr_warmup_iters 9 --train_iters 8", 1, "--lr_warmup_iters 9: more than the 8 steps of the schedule."),
+        ("--lr_wsd_decay_iters 9 --train_iters 8", 1, "--lr_wsd_decay_iters 9: more than the 8 steps of the schedule."),
+        ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: give a size such as 5GB or 500MB"),
         ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
         ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),
         (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: does not divide by 2 x {CP} 2 = 4. Give 1024."),
@@ -179,6 +182,20 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
         check(model, "")
     assert f"--model {model}: config.json names the architecture NewForCausalLM" in str(error.value)
     assert "Qwen3ForCausalLM" in str(error.value)
+
+
+def test_sgd_has_no_state_to_share(dense: Path) -> None:
+    options, (note,) = check(dense, "--optimizer sgd")
+    assert options.use_distributed_optimizer is False  # type: ignore[attr-defined]
+    assert note.startswith("--use_distributed_optimizer true is switched off")
+    with pytest.raises(UsageError, match="--overlap_param_gather true cannot be with --optimizer sgd"):
+        check(dense, "--optimizer sgd --overlap_grad_reduce true --overlap_param_gather true")
+
+
+def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--report_to wandb: the package wandb is not installed\. Install it"):
+        check(dense, "--report_to wandb")
 
 
 def test_layout_sizes() -> None:

@@ -64,7 +64,7 @@ def test_pt_has_its_own_defaults() -> None:
         (["--lr"], "--lr needs a value: number."),
         (["--val_dataset"], "--val_dataset needs a value: text ...."),
         (["--micro_batchsize", "2"], "--micro_batchsize: no such flag. The nearest is --micro_batch_size."),
-        (["--learning_rate", "2"], "--learning_rate: no such flag."),
+        (["--learning_rate", "2"], "--learning_rate: no such flag. The nearest is --lr."),
         (["--beta", "0.1"], "--beta is a flag of `megatron rlhf`, not of this command."),
         (["--temperature", "0"], "--temperature is a flag of `swift infer`, not of this command."),
         (["--config", "none.yaml"], "--config none.yaml: no such file."),

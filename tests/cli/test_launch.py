@@ -85,6 +85,33 @@ def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, den
 
 
 @pytest.mark.slow
+def test_a_killed_process_is_told_and_ends_all(stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "wait")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.PIPE, text=True)
+    pids = started(stand_in, 2)
+    os.kill(pids[1], signal.SIGKILL)
+    _, errors = parent.communicate(timeout=30)
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert errors.splitlines()[-1].startswith(f"error: rank 1 (process {pids[1]}) was ended by SIGKILL")
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_a_killed_torchrun_leaves_no_process(stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "wait")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
+    pids = started(stand_in, 2)
+    parent.kill()
+    parent.wait(30)
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 def test_an_error_is_said_once_and_ends_all(stand_in: Path, dense: Path, monkeypatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("STAND_IN_DOES", "refuse")
@@ -92,6 +119,7 @@ def test_an_error_is_said_once_and_ends_all(stand_in: Path, dense: Path, monkeyp
     assert done.returncode == 1
     assert done.stderr.count("error: --model /no/such/folder: no config.json there") == 1
     assert "Traceback" not in done.stderr
+    assert "closing signal" not in done.stderr  # torchrun's own account
     assert done.stderr.count("--save_interval 3 is an older spelling") == 1  # before the processes, not in each
 
     monkeypatch.setenv("STAND_IN_DOES", "fail")
