@@ -9,12 +9,13 @@ from .options import ModelOptions
 
 # Weights in other formats, and what is no part of a model.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "original/*", "figures/*"]
+_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
 
 
 def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
     """The folder of `--model`; a hub's, without `weights`, holds its small files alone.
 
-    Raises FileNotFoundError or ImportError with a cure; errors of the hub pass through.
+    Raises FileNotFoundError, ImportError or (where a hub does not give it) OSError, each with a cure.
     """
     name = options.model
     if Path(name).expanduser().is_dir():
@@ -23,29 +24,57 @@ def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
         raise FileNotFoundError(f"--model {name}: no such folder (a hub's model is named owner/name)")
     ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
     if options.use_hf:
+        hub = "Hugging Face"
         from huggingface_hub import snapshot_download
-
+    else:
+        hub = "ModelScope"
+        if importlib.util.find_spec("modelscope") is None:
+            raise ImportError(
+                f"--model {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
+                "or `pip install modelscope` to take it from ModelScope"
+            )
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+    try:
         return Path(
             snapshot_download(name, revision=options.model_revision, token=options.hub_token, ignore_patterns=ignored)
         )
-    if importlib.util.find_spec("modelscope") is None:
-        raise ImportError(
-            f"--model {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
-            "or `pip install modelscope` to take it from ModelScope"
-        )
-    from modelscope import snapshot_download as modelscope_download  # type: ignore[import-not-found]
-
-    return Path(
-        modelscope_download(name, revision=options.model_revision, token=options.hub_token, ignore_patterns=ignored)
-    )
+    except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"--model {name}: {hub} did not give it ({reason}). Look at the name, the network and, for a model that "
+            "is not public, --hub_token; or give a folder"
+        ) from error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"--model {folder}: no config.json there, so it is no Hugging Face checkpoint")
+        inside = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
+        inside.sort(key=lambda file: file.stat().st_mtime)
+        hint = f". Is it {inside[-1].parent} that you mean?" if inside else ""
+        raise FileNotFoundError(f"--model {folder}: no config.json there, so it is no Hugging Face checkpoint{hint}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
+    if not any(
+        file for pattern in _TOKENIZERS for file in folder.glob(pattern)
+    ):  # transformers would make an empty one
+        raise FileNotFoundError(
+            f"--model {folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of any kind: broken JSON, a class that this transformers does not know
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--model {folder}: its tokenizer cannot be read ({reason}): copy its files again from the original "
+            "checkpoint"
+        ) from error

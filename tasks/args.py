@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bridge.options import ModelOptions
+from .folders import explained
 
 SECRET = ("hub_token",)
 
@@ -22,7 +23,8 @@ def save_args(path: str | Path, options: ModelOptions, sources: dict[str, str], 
         for field in dataclasses.fields(options)
         if field.name not in SECRET
     }
-    Path(path).write_text(json.dumps({**facts, "options": table}, indent=2, default=os.fspath) + "\n")
+    with explained(Path(path)):
+        Path(path).write_text(json.dumps({**facts, "options": table}, indent=2, default=os.fspath) + "\n")
 
 
 def load_args(table: dict[str, Any], source: str) -> dict[str, tuple[Any, str]]:

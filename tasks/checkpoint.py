@@ -1,5 +1,8 @@
 """Checkpoints of a run: `checkpoint-N` folders of Hugging Face weights, each whole or absent."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..bridge.parallel import barrier
@@ -14,7 +17,7 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
     """Write `checkpoint-{step}` beside its place, then put it there. Every rank calls this."""
     path = run.folder / f"checkpoint-{step}"
     temporary = on_first_rank(lambda: begin(path))
-    with training.parameters_gathered(), explained(path):
+    with training.parameters_gathered(), explained(path), _removed_on_error(temporary):
         save_weights(
             training.model.chunks,
             run.hf_config,
@@ -26,9 +29,20 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
     barrier()
 
     def finish() -> None:
-        (temporary / "args.json").write_bytes((run.folder / "args.json").read_bytes())
-        commit(temporary, path)
+        with explained(path), _removed_on_error(temporary):
+            (temporary / "args.json").write_bytes((run.folder / "args.json").read_bytes())
+            commit(temporary, path)
         rotate(run.folder, run.options.save_total_limit)
 
     on_first_rank(finish)
     return path
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """A disk that this checkpoint has filled is given its space back."""
+    try:
+        yield
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

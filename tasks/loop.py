@@ -49,6 +49,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
             metrics, grad_norm = train_step(training, batches, loss, step)
+            if grad_norm is None:
+                log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
             window.add(batches, metrics, flops, _balancing(training))
             if log.due(step):
                 means, tokens, cost = window.read(training)

@@ -18,7 +18,7 @@ class BatchOptions:
     eval_steps: Annotated[
         int | None, "Evaluate every N steps where there is a validation set; left out: save_steps."
     ] = None
-    eval_iters: Annotated[int, "Global batches of one evaluation; -1: the whole validation set."] = -1
+    eval_iters: Annotated[int, "Global batches of one evaluation; -1: the whole validation set, 0: no evaluation."] = -1
     seed: Annotated[int, "Seed of everything but the data (see --data_seed)."] = 42
     manual_gc: Annotated[bool, "Collect Python's garbage at fixed steps, on all ranks at once."] = False
     manual_gc_steps: Annotated[int, "Steps between two collections; 0: never."] = 0

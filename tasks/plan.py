@@ -66,12 +66,10 @@ class DataPlan:
 
 def plan_data(options: SftOptions, layout: Layout, *, stage: Literal["sft", "pt"]) -> DataPlan:
     """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
-    from transformers import AutoTokenizer
-
-    from ..bridge.hub import model_folder
+    from ..bridge.hub import load_tokenizer, model_folder
     from ..templates.prepare import prepare
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(options, weights=False))
+    tokenizer = load_tokenizer(model_folder(options, weights=False))
     prepared = prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
     batches = batches_of(options, prepared.train, layout)
     return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)

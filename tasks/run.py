@@ -51,16 +51,14 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
         gc.disable()
     model_folder = first_of_each_node(lambda: hub.model_folder(options))
     hf_config = hub.read_config(model_folder)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    dtype = _dtype(options, hf_config)
+    tokenizer = hub.load_tokenizer(model_folder)
 
     def tokens(options: SftOptions) -> Prepared:
         return prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
 
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     data = first_of_each_node(lambda: tokens(options), then=lambda: tokens(replace(options, load_from_cache_file=True)))
-    dtype = _dtype(options, hf_config)
     folder = on_first_rank(
         lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
     )
@@ -74,8 +72,10 @@ def train_batches(run: Run) -> Batches:
 
 
 def eval_batches(run: Run) -> Batches | None:
-    """This rank's micro batches of the evaluation data, where there is any."""
-    return None if run.data.val is None else _batches(run, run.data.val, shuffle=False)
+    """This rank's micro batches of the evaluation data, where there is any and it is to be looked at."""
+    if run.data.val is None or run.options.eval_iters == 0:
+        return None
+    return _batches(run, run.data.val, shuffle=False)
 
 
 def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Batches:

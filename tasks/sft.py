@@ -29,6 +29,10 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
     if opened.writes:
         print(opened.data.report)
         print(f"{Layout.of(options, dist.get_world_size())}; {steps} steps of {options.global_batch_size} samples")
+        if train.samples is not None and train.samples < options.global_batch_size:
+            print(
+                f"{train.samples} samples are fewer than --global_batch_size: a step sees some of them more than once"
+            )
         if train.padding_share is not None:
             print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)

@@ -102,6 +102,7 @@ def run_schedule(
     model: Model, chunks: list[DistributedDataParallel], batches: list[Batch], loss: Loss, *, forward_only: bool
 ) -> dict[str, Tensor]:
     """Every micro batch through the pipeline, forward and (unless `forward_only`) backward; metrics are summed."""
+    _check_vocabulary(batches, model.architecture.vocab_size)
     batches = [_to_device(batch) for batch in batches]
     # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
@@ -159,6 +160,16 @@ def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -
     dist.all_reduce(vector)
     summed = vector.tolist()
     return dict(zip(names, summed, strict=False)), summed[len(names) :]
+
+
+def _check_vocabulary(batches: list[Batch], size: int) -> None:
+    """A split embedding would take a token that it does not have for zeros, and say nothing."""
+    highest = max(int(batch.tokens.max()) for batch in batches)
+    if highest >= size:
+        raise ValueError(
+            f"the tokenizer gives token {highest}, and the model's embedding has {size} rows by its vocab_size. "
+            "Do they belong together? Give a model whose embedding was resized for the tokens that were added"
+        )
 
 
 def _to_device(batch: Batch) -> Batch:

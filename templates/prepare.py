@@ -4,7 +4,8 @@ import hashlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,6 +103,10 @@ def prepare(
     if options.split_dataset_ratio and not val_parts:
         pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
         parts, val_parts = [first for first, _ in pairs], [second for _, second in pairs]
+        if not sum(part.total for part in parts):
+            raise ValueError(
+                f"--split_dataset_ratio {options.split_dataset_ratio} leaves no row to train on: give --val_dataset"
+            )
     train = _store(parts, options.dataset_shuffle, random)
     val = _store(val_parts, options.val_dataset_shuffle, random) if val_parts else None
     # The tokenizer's threads have done their work: the loader's forks need not warn of them.
@@ -142,7 +147,7 @@ def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: Prepare
     if len(rows) < len(source):
         name.update(rows.tobytes())
 
-    def build() -> Iterator[tuple[pa.RecordBatch, Refusals]]:
+    def build() -> Generator[tuple[pa.RecordBatch, Refusals]]:
         logger.info("tokenising %s (%d rows, %d processes)", source.name, len(rows), options.dataset_num_proc)
         with tqdm(total=len(rows), desc=f"tokenising {Path(source.name).name}", unit="row", disable=None) as progress:
             for chunk, (batch, refusals) in encode_all(source, rows, encoder, options.dataset_num_proc):
@@ -188,6 +193,14 @@ _worker: list = []  # in a worker process: its source and encoder
 
 def _start_worker(source: Source, encoder: Encoder) -> None:
     _worker[:] = source, encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers, and they would wait for work forever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _work(chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:

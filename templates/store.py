@@ -10,8 +10,8 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,7 +148,7 @@ def cache_root() -> Path:
 
 
 def open_or_build(
-    folder: Path, build: Callable[[], Iterable[tuple[pa.RecordBatch, Refusals]]], *, rebuild: bool
+    folder: Path, build: Callable[[], Generator[tuple[pa.RecordBatch, Refusals]]], *, rebuild: bool
 ) -> TokenFile:
     """The cache entry `folder`, built first where it is absent, damaged or not wanted as it is.
 
@@ -165,7 +165,8 @@ def open_or_build(
     beside = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        _write(beside, build())
+        with closing(build()) as batches:  # on an error too, at once: it may have processes at work
+            _write(beside, batches)
         file = TokenFile(beside)  # before the name is public: another run may take it away at once, to rebuild
         try:
             beside.rename(folder)

@@ -4,7 +4,7 @@ import sys
 import types
 
 import pytest
-from megaswift.bridge.hub import model_folder, read_config
+from megaswift.bridge.hub import load_tokenizer, model_folder, read_config
 from megaswift.bridge.options import ModelOptions
 
 
@@ -62,3 +62,30 @@ def test_config_that_is_missing_or_broken(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"is not valid JSON .* copy it again"):
         read_config(tmp_path)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    import huggingface_hub
+
+    def download(*_, **__):
+        raise RuntimeError("no\nnetwork")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(OSError, match=r"--model o/n: Hugging Face did not give it \(no network\)\. Look at the name"):
+        model_folder(ModelOptions(model="o/n", use_hf=True))
+
+
+def test_the_folder_of_a_run_names_its_checkpoint(tmp_path):
+    checkpoint = tmp_path / "v0" / "checkpoint-7"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"Is it .*v0/checkpoint-7 that you mean"):
+        read_config(tmp_path)
+
+
+def test_tokenizer_that_is_missing_or_broken(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer there: copy tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"its tokenizer cannot be read .* copy its files again"):
+        load_tokenizer(tmp_path)

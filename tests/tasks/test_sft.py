@@ -152,6 +152,30 @@ def test_experts_report_their_balance(place):
     assert all(0.9 < value < 4 for value in balance)
 
 
+def test_sgd_in_half_precision_says_what_it_skips(place):
+    printed = megatron(
+        place,
+        f"sft --model qwen3 --dataset train.jsonl#3 --val_dataset val.jsonl --eval_iters 0 {COMMON} --train_iters 2 "
+        "--optimizer sgd --torch_dtype float16 --lr 1e9 --clip_grad 0 --output_dir half",
+    )
+    assert "3 samples are fewer than --global_batch_size" in printed
+    assert "step 2: no update, fp16's gradients overflow" in printed
+    assert "eval_loss" not in printed
+
+
+def test_a_token_beyond_the_vocabulary_is_no_zero(place):
+    tiny.save_tokenizer(tiny.save(place / "small", "qwen3", vocab_size=200))
+    printed = megatron(
+        place,
+        f"sft --model small --dataset train.jsonl {COMMON} --train_iters 1 --tensor_model_parallel_size 2 "
+        "--output_dir never",
+        processes=2,
+        fails=True,
+    )
+    assert "the model's embedding has 200 rows" in printed
+    assert "Traceback" not in printed
+
+
 def test_a_truncated_shard_is_named(place):
     broken = place / "broken"
     tiny.save_tokenizer(tiny.save(broken, "qwen3"))

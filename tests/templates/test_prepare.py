@@ -4,7 +4,12 @@ import errno
 import json
 import logging
 import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -288,3 +293,43 @@ def test_other_errors_of_the_disk_are_passed_on(data, make_tokenizer, monkeypatc
     monkeypatch.setattr("megaswift.templates.store._write", fail)
     with pytest.raises(OSError, match="Input/output error"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
+
+
+def test_an_error_ends_the_processes_at_work(data, make_tokenizer, monkeypatch):
+    def full(folder, batches):
+        next(batches)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megaswift.templates.store._write", full)
+    monkeypatch.setattr(module, "CHUNK", 10)
+    options = PrepareOptions(dataset=[str(data)], dataset_num_proc=2)
+    with pytest.raises(OSError, match="no space left for tokens"):
+        prepare(options, make_tokenizer(), stage="sft")
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    def work(pids):
+        pool = ProcessPoolExecutor(2, context, initializer=module._start_worker, initargs=(None, None))
+        pids.put([pool.submit(os.getpid).result() for _ in range(2)] + list(pool._processes))
+        signal.pause()
+
+    context = multiprocessing.get_context("fork")
+    pids = context.Queue()
+    parent = context.Process(target=work, args=(pids,))
+    parent.start()
+    workers = pids.get(timeout=30)
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_split_that_takes_every_row(tmp_path, make_tokenizer):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"query": "q", "response": "a"}\n')
+    options = PrepareOptions(dataset=[str(path)], split_dataset_ratio=0.5)
+    with pytest.raises(ValueError, match=r"--split_dataset_ratio 0\.5 leaves no row to train on: give --val_dataset"):
+        prepare(options, make_tokenizer(), stage="sft")
