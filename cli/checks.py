@@ -41,6 +41,14 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
 
 def check_infer(options: InferOptions) -> None:
     read_model_config(options)
+    for name, least in (("temperature", 0), ("max_new_tokens", 1), ("max_batch_size", 1), ("vllm_max_model_len", 1)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise UsageError(f"--{name} {value}: must be at least {least}.")
+    for name in ("top_p", "vllm_gpu_memory_utilization"):
+        if (value := getattr(options, name)) is not None and not 0 < value <= 1:
+            raise UsageError(f"--{name} {value}: must be above 0 and at most 1.")
+    if options.repetition_penalty is not None and options.repetition_penalty <= 0:
+        raise UsageError(f"--repetition_penalty {options.repetition_penalty}: must be above 0.")
 
 
 def _put_right(options: SftOptions) -> Iterator[str]:

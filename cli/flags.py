@@ -5,6 +5,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
@@ -146,6 +147,8 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
         if isinstance(value, bool):
             raise ValueError
         number = float(value)  # 1e3 is an int too
+        if not math.isfinite(number):
+            raise ValueError
         if kind is int:
             number = int(value) if isinstance(value, int) or str(value).strip().lstrip("+-").isdigit() else number
             if number != int(number):

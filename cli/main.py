@@ -133,9 +133,9 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
 
 
 def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from .checks import read_model_config
+    from .checks import check_infer
 
-    read_model_config(options)
+    check_infer(options)
     _tell(notes)
     return _run(command, options, sources)
 

@@ -173,13 +173,13 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
-    """Delete the checkpoints of the earliest steps beyond `save_total_limit` (None: keep all), and return them.
+    """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
-    The newest is never deleted.
+    The newest is never deleted, also where an earlier run into this folder has left checkpoints of later steps.
     """
     if save_total_limit is None:
         return []
-    found = checkpoints(folder)
+    found = sorted(checkpoints(folder), key=lambda path: path.stat().st_mtime_ns)
     doomed = found[: max(0, len(found) - max(1, save_total_limit))]
     for path in doomed:
         hidden = _hidden(path)

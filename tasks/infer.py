@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..bridge.hub import model_folder
+from ..bridge.hub import load_tokenizer, model_folder
 from ..templates.files import sources
 from ..templates.formats import Conversation, UnusableRow, to_conversation
 from .folders import damage
@@ -50,6 +50,10 @@ def checked_folder(options: InferOptions) -> Path:
         raise ValueError(
             f"--model {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
         )
+    if any(folder.glob("*.safetensors")):
+        from ..bridge.safetensors_io import SafetensorsFolder
+
+        SafetensorsFolder(folder)  # raises for what a manifest does not tell: shards that are missing or cut short
     return folder
 
 
@@ -153,9 +157,7 @@ class Engine:
     """Token ids in, text out."""
 
     def __init__(self, folder: Path):
-        from transformers import AutoTokenizer
-
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = load_tokenizer(folder)
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"--model {folder}: its tokenizer has no chat template, so it is no chat model. Give one that was "

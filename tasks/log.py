@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from .folders import explained
 from .options import LoggingOptions
 
 
@@ -190,7 +191,10 @@ class RunLog:
 
     def draw(self) -> list[Path]:
         """Draw the curves so far (at checkpoints; `close` does it too), and return the pictures."""
-        return draw(self._rows, self.folder / "images") if self.folder else []
+        if self.folder is None:
+            return []
+        with explained(self.folder / "images"):
+            return draw(self._rows, self.folder / "images")
 
     def close(self, summary: dict[str, Any]) -> None:
         """Write the summary as the last row, draw the curves, and say how fast the run was."""
@@ -223,7 +227,8 @@ class RunLog:
 
     def _write(self, row: dict[str, Any], group: str) -> None:
         self._rows.append(row)
-        self._file.write(_json(row))
+        with explained(self.folder or Path()):
+            self._file.write(_json(row))
         scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
         for sink in self._sinks:
             sink.write(row["step"], {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()})

@@ -198,6 +198,20 @@ def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.Monke
         check(dense, "--report_to wandb")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--temperature -1", "--temperature -1.0: must be at least 0."),
+        ("--max_batch_size 0", "--max_batch_size 0: must be at least 1."),
+        ("--top_p 1.5", "--top_p 1.5: must be above 0 and at most 1."),
+        ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
+    ],
+)
+def test_what_infer_cannot_do(words: str, message: str, dense: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main("swift", ["infer", "--model", str(dense), *words.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_layout_sizes() -> None:
     layout = Layout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
     assert (layout.data, layout.expert_data) == (4, 4)

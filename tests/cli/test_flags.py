@@ -52,6 +52,7 @@ def test_pt_has_its_own_defaults() -> None:
     ("words", "message"),
     [
         (["--lr", "abc"], "--lr abc: a number is needed."),
+        (["--lr", "nan"], "--lr nan: a number is needed."),
         (["--save_steps", "1.5"], "--save_steps 1.5: a whole number is needed."),
         (["--save_steps", "many"], "--save_steps many: a whole number is needed."),
         (["--save_steps", "inf"], "--save_steps inf: a whole number is needed."),

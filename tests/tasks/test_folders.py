@@ -98,12 +98,13 @@ def test_leftovers_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path):
 
 
 def test_rotation_keeps_the_newest_by_step(tmp_path):
-    for step in (5, 10, 100, 20):
+    for age, step in enumerate((5, 10, 100, 20)):  # 20: of a new run into the same folder
         (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
     assert folders.rotate(tmp_path, None) == []
     assert [path.name for path in folders.rotate(tmp_path, 2)] == ["checkpoint-5", "checkpoint-10"]
     folders.rotate(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-100"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
 
 
 def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):

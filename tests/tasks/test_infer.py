@@ -170,6 +170,9 @@ def test_damaged_and_templateless_checkpoints(model, tmp_path):
     os.truncate(copy / "model.safetensors", 100)
     with pytest.raises(ValueError, match=r"not whole \(model\.safetensors has 100 bytes instead of"):
         ask(copy, data, tmp_path)
+    (copy / folders.MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        ask(copy, data, tmp_path)
     plain = shutil.copytree(model, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"no chat template"):
