@@ -71,6 +71,9 @@ class Model:
     def _label_log_probs(
         self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, labels: Tensor, **_
     ) -> Tensor:
+        # The matrix is used without calling its module: its hooks (which wait for an overlapped gathering) run here.
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
         weight = output_layer.weight if output_weight is None else output_weight
         assert isinstance(weight, Tensor)
         return label_log_probs(
@@ -89,7 +92,11 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
     architecture = family_of(hf_config).describe(hf_config)
-    kernels = choose_kernels(options, dtype, experts="num_moe_experts" in architecture.transformer)
+    experts = "num_moe_experts" in architecture.transformer
+    if experts and dtype == torch.float16:
+        # megatron-core scales the loss for dense weights and for experts apart: the two can part.
+        raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
+    kernels = choose_kernels(options, dtype, experts=experts)
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
@@ -125,7 +132,7 @@ def transformer_config(
         "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,
         "deallocate_pipeline_outputs": pipeline,
         "context_parallel_size": options.context_parallel_size,
-        "cp_comm_type": options.cp_comm_type or "p2p",
+        "cp_comm_type": kernels.context_exchange(options),
         "attention_dropout": options.attention_dropout,
         "hidden_dropout": options.hidden_dropout,
         "bias_dropout_fusion": options.bias_dropout_fusion and on_gpu,
@@ -140,8 +147,6 @@ def transformer_config(
         settings |= _experts(options, kernels, settings)
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
-    if options.context_parallel_size > 1 and kernels.attention != "transformer_engine":
-        settings["cp_comm_type"] = "all_gather"
     config = TransformerConfig(**settings)
     # Ours, beside megatron-core's: read by layers/attention.py and layers/spec.py.
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]

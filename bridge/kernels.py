@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from .options import BuildOptions, KernelOptions
+from .options import BuildOptions, KernelOptions, ParallelOptions
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class Kernels:
         if name in ("unfused", "fused"):
             return AttnBackend[name]
         return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn") else AttnBackend.auto
+
+    def context_exchange(self, options: ParallelOptions) -> str:
+        """How context parallelism exchanges keys and values: ours are gathered; `a2a+p2p` would need more groups."""
+        if self.attention != "transformer_engine":
+            return "all_gather"
+        return options.cp_comm_type if options.cp_comm_type in ("all_gather", "a2a") else "p2p"
 
     def __str__(self) -> str:
         layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
@@ -59,6 +65,7 @@ def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool) 
     if not experts:
         return Kernels(engine, attention)
     dispatcher = options.moe_token_dispatcher_type
-    if dispatcher == "flex" and not find_spec("deep_ep"):
+    spread = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
+    if dispatcher == "flex" and not (spread and find_spec("deep_ep")):
         dispatcher = "alltoall"
     return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed)

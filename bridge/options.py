@@ -115,6 +115,11 @@ class MoEOptions:
         "probs"
     )
 
+    @property
+    def exchanges_equal_rows(self) -> bool:
+        """Whether ranks that share experts must hold equally many tokens of a micro batch."""
+        return self.moe_token_dispatcher_type == "allgather" or self.moe_pad_expert_input_to_capacity
+
 
 @dataclass
 class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions):

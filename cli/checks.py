@@ -55,6 +55,8 @@ def _put_right(options: SftOptions) -> Iterator[str]:
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         options.sequence_parallel = False
         yield "--sequence_parallel true is switched off: --tensor_model_parallel_size is 1, nothing is to be split."
+    if options.virtual_pipeline_model_parallel_size == 1:
+        options.virtual_pipeline_model_parallel_size = None  # one chunk a stage is plain pipelining
     if options.optimizer == "sgd" and options.use_distributed_optimizer:
         options.use_distributed_optimizer = False
         yield "--use_distributed_optimizer true is switched off: with --optimizer sgd there is none to share."
@@ -97,12 +99,12 @@ POSITIVE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
-    "global_batch_size", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
+    "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
     "ddp_timeout",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "lr", "min_lr", "weight_decay", "clip_grad", "train_iters", "lr_warmup_iters", "manual_gc_steps",
+    "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",
     "dataloader_num_workers",
 )  # fmt: skip
 SHARE = (

@@ -19,7 +19,7 @@ from .checkpoint import save_checkpoint
 from .flops import Flops, peak_flops
 from .log import RunLog
 from .plan import steps_of
-from .run import Run
+from .run import Run, on_every_rank
 from .train import Loss, NonFiniteError, Training, evaluate_step, sum_over_ranks, train_step, with_global_loss_tokens
 
 
@@ -43,9 +43,10 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     try:
         for step in range(1, max_steps + 1):
             start = time.perf_counter()
-            batches = next(steps)
-            if train.loss_tokens_are_local:
-                batches = with_global_loss_tokens(batches)
+            if train.loss_tokens_are_local:  # a stream: a row that cannot be read stops all ranks, not one
+                batches = with_global_loss_tokens(on_every_rank(lambda: next(steps)))
+            else:
+                batches = next(steps)
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
             metrics, grad_norm = train_step(training, batches, loss, step)
@@ -61,8 +62,11 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
                 log.step(0, 0.0, data_wait)
             with log.meter.paused():
                 if val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps):
+                    collect = options.manual_gc and options.manual_gc_eval
+                    if collect:
+                        gc.collect()
                     log.evaluation(step, evaluate(training, val, loss, names, options.eval_iters))
-                    if options.manual_gc and options.manual_gc_eval:
+                    if collect:
                         gc.collect()
                 if _saves(run, train, step, max_steps):
                     last = save_checkpoint(run, training, step)
@@ -103,8 +107,12 @@ def _balancing(training: Training) -> dict[str, Tensor]:
     """MoE: the router's auxiliary losses of the step, summed over this rank's layers and micro batches."""
     if training.model.config.num_moe_experts is None:
         return {}
-    tracker = get_moe_metrics_tracker()
-    sums = {name: entry.values.sum() for name, entry in tracker.metrics.items()}
+    tracker, data_parallel = get_moe_metrics_tracker(), parallel_state.get_data_parallel_world_size()
+    sums = {}
+    for name, entry in tracker.metrics.items():
+        # What _Window sums over all ranks and divides by the data-parallel ones is to be this entry's own mean.
+        share = data_parallel / entry.avg_group.size() if entry.avg_group is not None else 1.0
+        sums[name] = entry.values.sum() * (share if entry.needs_dp_avg else data_parallel)
     tracker.clear()
     return sums
 

@@ -14,13 +14,19 @@ from ..bridge.options import ParallelOptions
 from .options import OptimizerOptions, ScheduleOptions
 
 
-def wrap_for_data_parallelism(model: Model, options: ParallelOptions) -> list[DistributedDataParallel]:
-    """The model's chunks with their gradient buffers, and the schedule's hooks in `model.config`."""
+def wrap_for_data_parallelism(
+    model: Model, options: ParallelOptions, *, bucket_size: int | None = None
+) -> list[DistributedDataParallel]:
+    """The model's chunks with their gradient buffers, and the schedule's hooks in `model.config`.
+
+    `bucket_size`: parameters that are reduced and gathered together; None: megatron-core's choice.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
+        bucket_size=bucket_size,
     )
     chunks = [
         # Only the first chunk is worth bucketing: the others' gradients are ready long before the step ends.

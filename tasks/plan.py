@@ -98,12 +98,16 @@ def batches_of(
         context_parallel_size=layout.context,
         length_multiple=layout.tensor if options.sequence_parallel else 1,
         equal_lengths=layout.pipeline > 1,
+        equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
         packing=options.packing,
         padding_free=options.padding_free,
         max_length=options.packing_length or options.max_length,
         shuffle=shuffle,
         seed=options.data_seed,
-        num_workers=min(options.dataloader_num_workers, cores_of_a_rank()),
+        # Of a stream, the number of workers decides who reads what: it is to be the same everywhere.
+        num_workers=options.dataloader_num_workers
+        if options.streaming
+        else min(options.dataloader_num_workers, cores_of_a_rank()),
         pad_token_id=pad_token_id,
     )
 

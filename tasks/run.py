@@ -63,6 +63,7 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
         lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
     )
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
+    on_every_rank(lambda: _must_see(folder))
     return Run(options, model_folder, hf_config, folder, dtype, tokenizer, data)
 
 
@@ -110,6 +111,18 @@ def first_of_each_node[T](do: Callable[[], T], then: Callable[[], T] | None = No
     _raise_any(result)
     value, _ = result
     return value
+
+
+def on_every_rank[T](do: Callable[[], T]) -> T:
+    """`do()` on every rank; an error of any reaches all, where else the others would wait for it."""
+    result = _guarded(do)
+    _raise_any(result)
+    return result[0]
+
+
+def _must_see(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--output_dir must be a folder that all nodes share: {folder} is not seen from here")
 
 
 def _guarded(do: Callable[[], Any]) -> tuple[Any, Exception | None]:

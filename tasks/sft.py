@@ -11,7 +11,7 @@ from .loop import fit
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from .options import PtOptions, SftOptions
 from .plan import Layout, steps_of
-from .run import eval_batches, on_first_rank, open_run, train_batches
+from .run import eval_batches, on_every_rank, on_first_rank, open_run, train_batches
 from .train import Training, sft_loss
 
 
@@ -19,8 +19,8 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
     """Do what the options say. `sources`: where each option's value came from, for args.json."""
     opened = open_run(options, sources, stage="pt" if isinstance(options, PtOptions) else "sft")
     train, val = train_batches(opened), eval_batches(opened)
-    model = build_model(opened.hf_config, options, opened.dtype)
-    load_weights(model.chunks, opened.hf_config, opened.model_folder)
+    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype))
+    on_every_rank(lambda: load_weights(model.chunks, opened.hf_config, opened.model_folder))
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     steps = steps_of(options, train.samples)

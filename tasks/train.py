@@ -6,6 +6,7 @@ divides by the number of ranks, of micro batches, or of tokens a second time.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -83,10 +84,13 @@ def train_step(
     training.optimizer.zero_grad()
     metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False)
     grad_norm = update(training.optimizer, training.clip_grad)
-    if grad_norm is not None and not torch.isfinite(torch.tensor(grad_norm)):
-        raise NonFiniteError(_blame(metrics, training.chunks, step, grad_norm))
-    if grad_norm is not None:
-        training.schedule.step(1)
+    if grad_norm is None:  # fp16: too high a scale makes gradients infinite, and never the loss
+        if bad := _ranks_where(not _finite(metrics)):
+            raise NonFiniteError(_stopped(step, f"the loss of rank {bad}"))
+        return metrics, None
+    if not math.isfinite(grad_norm):
+        raise NonFiniteError(_stopped(step, _blame(metrics, training.chunks, grad_norm)))
+    training.schedule.step(1)
     return metrics, grad_norm
 
 
@@ -184,19 +188,28 @@ def _to_device(batch: Batch) -> Batch:
     return dataclasses.replace(batch, **moved)
 
 
-def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], step: int, grad_norm: float) -> str:
+def _finite(metrics: dict[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(value)) for value in metrics.values())
+
+
+def _ranks_where(condition: bool) -> str:
+    """The numbers of the ranks on which `condition` holds, as text. Every rank calls this."""
+    everyone = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, condition)
+    return ", ".join(str(rank) for rank, holds in enumerate(everyone) if holds)
+
+
+def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], grad_norm: float) -> str:
     """Which ranks have a loss or gradient that is not finite. Every rank calls this."""
-    loss = all(bool(torch.isfinite(value)) for value in metrics.values())
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # pyright: ignore
     gradient = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
-    everyone: list[tuple[bool, bool]] = [(True, True)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (loss, gradient))
-    ranks = {
-        "loss": [rank for rank, (finite, _) in enumerate(everyone) if not finite],
-        "gradient": [rank for rank, (_, finite) in enumerate(everyone) if not finite],
-    }
-    where = "; ".join(f"{name} of rank {', '.join(map(str, found))}" for name, found in ranks.items() if found)
+    found = {"loss": _ranks_where(not _finite(metrics)), "gradient": _ranks_where(not gradient)}
+    where = "; ".join(f"{name} of rank {ranks}" for name, ranks in found.items() if ranks)
+    return f"the gradient norm {grad_norm} ({where or 'no single rank stands out'})"
+
+
+def _stopped(step: int, what: str) -> str:
     return (
-        f"step {step}: the gradient norm is {grad_norm} ({where or 'no single rank stands out'}). The weights are "
-        "those of the step before. Lower --lr, lengthen the warmup, or look at the data of this step"
+        f"step {step}: {what} is not finite. The weights are those of the step before. Lower --lr, lengthen the "
+        "warmup, or look at the data of this step"
     )

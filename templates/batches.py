@@ -22,7 +22,8 @@ class Batches:
     """The micro batches of one data-parallel rank (and of one rank of its context-parallel group).
 
     `store` is what `prepare` gives. `max_length` is the length of a pack. `length_multiple` divides the local length of
-    every row; `equal_lengths` pads the rows of all micro batches of a step to the longest of them.
+    every row; `equal_lengths` pads the rows of all micro batches of a step to the longest of them, `equal_over_ranks`
+    those of a micro batch to the longest of any rank.
     With a stream, `loss_tokens` counts this rank's share alone (`loss_tokens_are_local`): the trainer adds it up.
     Raises ValueError where the sizes do not fit together, naming the flags.
     """
@@ -39,6 +40,7 @@ class Batches:
         context_parallel_size: int = 1,
         length_multiple: int = 1,
         equal_lengths: bool = False,
+        equal_over_ranks: bool = False,
         packing: bool = False,
         padding_free: bool = True,
         max_length: int | None = None,
@@ -75,8 +77,9 @@ class Batches:
         self.micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
         self.loss_tokens_are_local = isinstance(store, TokenStream)
         if isinstance(store, TokenStream):
-            if equal_lengths and not packing:
-                raise ValueError("--streaming true with pipeline parallelism needs --packing true: rows of one length")
+            if (equal_lengths or equal_over_ranks) and not packing:
+                what = "pipeline parallelism" if equal_lengths else "this exchange of tokens between experts"
+                raise ValueError(f"--streaming true with {what} needs --packing true: rows of one length")
             self.steps_per_epoch = None
             self.plan = StreamedBatches(
                 store, self.layout, micro_batch_size, data_parallel_rank, data_parallel_size, shuffle, seed
@@ -84,7 +87,7 @@ class Batches:
         else:
             self.plan = PlannedBatches(
                 store, self.layout, micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size,
-                equal_lengths, shuffle, seed,
+                equal_lengths, equal_over_ranks, shuffle, seed,
             )  # fmt: skip
             self.steps_per_epoch = self.plan.steps_per_epoch
 
@@ -152,12 +155,14 @@ class PlannedBatches(Dataset):
         data_parallel_rank: int,
         data_parallel_size: int,
         equal_lengths: bool,
+        equal_over_ranks: bool,
         shuffle: bool,
         seed: int,
     ):
         if len(store) == 0:
             raise ValueError("the dataset holds no sample")
-        self.store, self.layout, self.equal_lengths = store, layout, equal_lengths
+        self.store, self.layout = store, layout
+        self.equal_lengths, self.equal_over_ranks = equal_lengths, equal_over_ranks
         self.global_batch_size = global_batch_size
         self.shape = (-1, data_parallel_size, micro_batch_size)  # micro batches, ranks, samples
         self.rank = data_parallel_rank
@@ -181,12 +186,12 @@ class PlannedBatches(Dataset):
     def __getitem__(self, number: tuple[int, int, bool]) -> Batch:
         step, micro_batch, once = number
         samples = self._samples(step, once)  # [global batch]
-        mine = samples.reshape(self.shape)[:, self.rank]  # [micro batches, samples of one]
-        lengths = self.layout.row_length(self._lengths(mine))  # [micro batches]
+        samples = samples.reshape(self.shape)  # [micro batches, ranks, samples of one]
+        lengths = self._row_lengths(samples)[:, self.rank]  # [micro batches]
         return self.layout.batch(
-            [self._sample(i) for i in mine[micro_batch].tolist()],
+            [self._sample(i) for i in samples[micro_batch, self.rank].tolist()],
             loss_tokens=float(self.sample_weights[samples[samples >= 0]].sum()),
-            row_length=int(lengths.max() if self.equal_lengths else lengths[micro_batch]),
+            row_length=int(lengths[micro_batch]),
         )
 
     def padding_share(self) -> float:
@@ -195,9 +200,7 @@ class PlannedBatches(Dataset):
         samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
         samples[samples >= 0] = self.order(0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
-        rows = self.layout.row_length(self._lengths(micro_batches))
-        if self.equal_lengths:
-            rows = np.broadcast_to(rows.max(1, keepdims=True), rows.shape)
+        rows = self._row_lengths(micro_batches)
         filled = (micro_batches >= 0).any(-1)  # rows without any sample are an evaluation's, not training's
         total = rows[filled].sum() * (1 if self.layout.padding_free else self.shape[-1])
         return 1 - self.store.lengths.sum() / total
@@ -216,6 +219,15 @@ class PlannedBatches(Dataset):
         if self._order[0] != epoch:
             self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.samples)
         return self._order[1]
+
+    def _row_lengths(self, samples: np.ndarray) -> np.ndarray:
+        """[..., micro batches, ranks, samples of one] -> lengths of the rows [..., micro batches, ranks]."""
+        rows = self.layout.row_length(self._lengths(samples))
+        if self.equal_lengths:
+            rows = np.broadcast_to(rows.max(-2, keepdims=True), rows.shape)
+        if self.equal_over_ranks:
+            rows = np.broadcast_to(rows.max(-1, keepdims=True), rows.shape)
+        return rows
 
     def _lengths(self, samples: np.ndarray) -> np.ndarray:
         return np.where(samples >= 0, self.sample_lengths[samples], self.layout.pack_length or 0)

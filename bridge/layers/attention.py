@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -194,6 +194,10 @@ class CoreAttention(MegatronModule):
             )
         if self.kernel == "varlen" and query.shape[1] == 1 and not (self.training and self.dropout):
             output = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments)
+        elif self.training and self.dropout and not self.config.sequence_parallel:
+            # Tensor-parallel ranks have different heads: they drop out differently.
+            with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
+                output = self._sdpa(query, key, value, segments)
         else:
             output = self._sdpa(query, key, value, segments)
         shape = query.shape[:1] if packed else query.shape[:2]

@@ -42,12 +42,14 @@ LAYOUTS = {
         "DP2": {},
         "DP2 ZeRO-1": ZERO,
         "DP2 ZeRO-1 overlapped": OVERLAP,
+        "DP2 ZeRO-1 overlapped in small buckets": OVERLAP | {"bucket_size": 8000},
     },
     4: {
         "TP2 SP PP2": {TP: 2, SP: True, PP: 2},
         "TP2 CP2 SP": {TP: 2, CP: 2, SP: True},
         "PP2 VPP2 ZeRO-1": ZERO | {PP: 2, VPP: 2},
         "PP2 VPP2 ZeRO-1 overlapped": OVERLAP | {PP: 2, VPP: 2},
+        "PP2 ZeRO-1 overlapped": OVERLAP | {PP: 2},
         "TP4 SP, 2 KV heads": {TP: 4, SP: True},
         "CP4": {CP: 4},
     },
@@ -111,7 +113,8 @@ def launched(folder, references):
                 {
                     "name": f"{family}: {name}",
                     "model": str(folder / family),
-                    "options": {"packing": True} | flags,
+                    "options": {"packing": True} | {flag: v for flag, v in flags.items() if flag != "bucket_size"},
+                    "bucket_size": flags.get("bucket_size"),
                     "save": str(folder / f"{world}-{family}-{name}"),
                 }
                 for family in tiny.FAMILIES

@@ -50,8 +50,8 @@ def open_model(job: dict, options: SftOptions) -> Model:
     return model
 
 
-def open_training(model: Model, options: SftOptions) -> Training:
-    chunks = wrap_for_data_parallelism(model, options)
+def open_training(model: Model, options: SftOptions, bucket_size: int | None) -> Training:
+    chunks = wrap_for_data_parallelism(model, options, bucket_size=bucket_size)
     optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, ref.STEPS)
     return Training(model, chunks, optimizer, schedule, options.clip_grad)
@@ -109,7 +109,7 @@ def run(job: dict) -> dict:
     initialize(options, seed=7)
     model = open_model(job, options)
     plant(job.get("planted"), model)
-    training = open_training(model, options)
+    training = open_training(model, options, job.get("bucket_size"))
     before = [parameter.detach().clone() for chunk in model.chunks for parameter in chunk.parameters()]
     losses, norms, log_probs = [], [], []
 

@@ -201,6 +201,18 @@ def test_packs_are_exactly_as_long_as_asked():
         assert all(48 in batch.cu_seqlens.tolist() for batch in step)
 
 
+@pytest.mark.parametrize("of_the_step", [False, True])
+def test_rows_are_equal_over_the_ranks(of_the_step):
+    ranks = [take(make(Documents(), rank, 2, equal_over_ranks=True, equal_lengths=of_the_step), 4) for rank in (0, 1)]
+    alone = [take(make(Documents(), rank, 2), 4) for rank in (0, 1)]
+    for step in range(4):
+        lengths = [[batch.tokens.shape[1] for batch in rank[step]] for rank in ranks]
+        longest = [
+            max(a.tokens.shape[1], b.tokens.shape[1]) for a, b in zip(alone[0][step], alone[1][step], strict=True)
+        ]
+        assert lengths[0] == lengths[1] == ([max(longest)] * len(longest) if of_the_step else longest)
+
+
 def test_equal_lengths_are_the_longest_of_the_step():
     for free in (True, False):
         plain = take(make(Documents(), padding_free=free), 4)
