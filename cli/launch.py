@@ -131,8 +131,12 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
 
 
 def end_with_torchrun() -> None:
-    """Have this process end when the torchrun that started it is killed, which then cannot end it (on Linux)."""
-    if os.environ.get(STARTED) and sys.platform == "linux":
+    """Have this process end at once when torchrun passes Ctrl-C on, also while it waits for other processes; and (on
+    Linux) when torchrun is killed, which then cannot end it."""
+    if not os.environ.get(STARTED):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 

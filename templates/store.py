@@ -163,6 +163,7 @@ def open_or_build(
                 logger.warning("the cached tokens in %s are damaged and are made anew: %s", folder, error)
         _remove(folder)
     beside = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")
+    _remove_leftovers(folder)
     try:
         beside.mkdir(parents=True, exist_ok=True)
         with closing(build()) as batches:  # on an error too, at once: it may have processes at work
@@ -192,6 +193,17 @@ def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, Refusals]]) -> 
                 writer.write_batch(batch)
     manifest = {"bytes": path.stat().st_size, "refusals": vars(refusals)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What runs that were killed on this machine have left of this entry."""
+    for entry in folder.parent.glob(f".{folder.name}-{socket.gethostname()}-*"):
+        try:
+            os.kill(int(entry.name.removesuffix("-old").rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(entry, ignore_errors=True)
+        except PermissionError:  # it is somebody else's, and alive
+            pass
 
 
 def _remove(folder: Path) -> None:

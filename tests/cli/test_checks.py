@@ -58,6 +58,7 @@ SP = "--sequence_parallel true"
         (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
         ("--lr_warmup_iters 9 --train_iters 8", 1, "--lr_warmup_iters 9: more than the 8 steps of the schedule."),
         ("--lr_wsd_decay_iters 9 --train_iters 8", 1, "--lr_wsd_decay_iters 9: more than the 8 steps of the schedule."),
+        ("--train_iters 0", 1, "--train_iters 0: must be above 0."),
         ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: give a size such as 5GB or 500MB"),
         ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
         ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -333,3 +334,17 @@ def test_a_split_that_takes_every_row(tmp_path, make_tokenizer):
     options = PrepareOptions(dataset=[str(path)], split_dataset_ratio=0.5)
     with pytest.raises(ValueError, match=r"--split_dataset_ratio 0\.5 leaves no row to train on: give --val_dataset"):
         prepare(options, make_tokenizer(), stage="sft")
+
+
+def test_what_a_killed_run_left_is_removed(data, make_tokenizer):
+    options = PrepareOptions(dataset=[str(data)])
+    folder = prepare(options, make_tokenizer(), stage="sft").train.files[0].folder
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    process.start()
+    process.join()
+    dead, alive = (folder.with_name(f".{folder.name}-{socket.gethostname()}-{pid}") for pid in (process.pid, 1))
+    dead.mkdir()
+    alive.mkdir()
+    prepare(replace(options, load_from_cache_file=False), make_tokenizer(), stage="sft")
+    assert not dead.exists()
+    assert alive.exists()
