@@ -11,6 +11,7 @@ out of the prompt. The result file has a JSON object a row: `messages` (with the
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,11 +35,12 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError, each with its cure."""
     rows = list(read_prompts(options)) if options.val_dataset else []
     folder = checked_folder(options)
+    path = result_path(folder, options) if options.val_dataset else None
     engine = (VllmEngine if options.infer_backend == "vllm" else TransformersEngine)(folder, options)
-    if options.val_dataset:
-        answer(engine, rows, result_path(folder, options), options)
-    else:
+    if path is None:
         chat(engine, options)
+    else:
+        answer(engine, rows, path, options)
 
 
 def checked_folder(options: InferOptions) -> Path:
@@ -85,18 +87,24 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
 
 
 def result_path(folder: Path, options: InferOptions) -> Path:
-    """Where the answers go; never a file that is there."""
+    """Where the answers go: never a file that is there, always one in a folder that can be written."""
     if options.result_path is None:
-        return folder / "infer_result" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-    path = Path(options.result_path).expanduser()
+        path = folder / "infer_result" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    else:
+        path = Path(options.result_path).expanduser()
     if path.exists():
         raise FileExistsError(f"--result_path {path} exists. Move it away, or give another path.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--result_path {path} cannot be written ({error.strerror}). Give another path.") from error
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--result_path {path} cannot be written (its folder is read-only). Give another path.")
     return path
 
 
 def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOptions) -> None:
     """Answer each prompt, in order, a row of `path` each; rows are written as their batch is done."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     size = len(prompts) if options.infer_backend == "vllm" else options.max_batch_size  # vLLM makes its own batches
     right, start = 0, time.perf_counter()
     with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Answer", disable=None) as bar:

@@ -154,6 +154,8 @@ def test_errors_name_the_cure(model, tmp_path, monkeypatch):
         failing(val_dataset=[f"{tmp_path}/strange.jsonl"])
     with pytest.raises(FileExistsError, match=r"--result_path .* exists"):
         failing(result_path=str(data))
+    with pytest.raises(ValueError, match=r"--result_path .* cannot be written .* another path"):
+        failing(result_path=str(data / "below-a-file" / "answers.jsonl"))
     monkeypatch.setattr(infer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"vLLM is not installed.*megaswift\[vllm\]"):
         failing(infer_backend="vllm")
