@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ def chat(engine: "Engine", options: InferOptions) -> None:
         messages.append({"role": "assistant", "content": response})
 
 
-class Engine:
+class Engine(ABC):
     """Token ids in, text out."""
 
     def __init__(self, folder: Path):
@@ -182,9 +183,9 @@ class Engine:
             **conversation.template_kwargs,
         )["input_ids"]
 
+    @abstractmethod
     def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
         """An answer to each prompt. `emit`, with a single prompt, is given the answer piece by piece."""
-        raise NotImplementedError
 
 
 class TransformersEngine(Engine):
