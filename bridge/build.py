@@ -100,8 +100,8 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
-    rotary_dim = config.kv_channels or config.hidden_size // config.num_attention_heads
-    frequencies = inverse_frequencies(rotary_dim, architecture.rope_base, architecture.rope_scaling)
+    rope = architecture.ropes[0]
+    frequencies = inverse_frequencies(rope.dim, rope.base, rope.scaling)
     return Model(chunks, config, architecture, kernels, frequencies.to(runtime.device()))
 
 
@@ -148,7 +148,8 @@ def transformer_config(
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
     config = TransformerConfig(**settings)
-    # Ours, beside megatron-core's: read by layers/attention.py and layers/spec.py.
+    # Ours, beside megatron-core's: read by layers/.
+    config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and kernels.transformer_engine  # type: ignore[attr-defined]
     return config

@@ -11,6 +11,26 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
+class Rope:
+    """One rule of rotary embeddings."""
+
+    base: float
+    dim: int  # how many of a head's dimensions turn, the first ones
+    scaling: dict[str, Any] | None = None  # in one spelling: {"rope_type": "llama3", "factor": 8.0, ...}
+    interleaved: bool = False  # a plane is two neighbouring dimensions; else one of each half
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer mixes tokens with, where layers differ."""
+
+    mixer: str = "attention"  # or "gated_delta_net"
+    rope: int | None = 0  # which of Architecture.ropes; None: no positions
+    window: int | None = None  # a query meets itself and the `window - 1` keys before it
+    chunk: int | None = None  # a query meets the keys of its own block of `chunk` positions only
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What a family makes of a raw config.json."""
 
@@ -18,8 +38,8 @@ class Architecture:
     vocab_size: int  # rows of the embedding in the checkpoint, before any padding
     tied: bool  # the output layer is the embedding
     max_positions: int
-    rope_base: float
-    rope_scaling: dict[str, Any] | None  # in one spelling: {"rope_type": "llama3", "factor": 8.0, ...}
+    ropes: tuple[Rope, ...]
+    layers: tuple[Layer, ...]  # one for each layer of the model
 
 
 class Span(NamedTuple):
@@ -91,6 +111,9 @@ class Row:
     mcore: str  # in the spelling of megatron-core's local layers; an expert's own name has no {expert}
     kind: Kind
     layers: tuple[int, ...] | None = None  # where it is found; None: in every layer
+    stacked: bool = False  # the Hugging Face tensor holds all experts, the expert's number first
+    transposed: bool = False  # the last two dimensions are the other way round in the Hugging Face tensor
+    fp32: bool = False  # held and saved in fp32 whatever the model's dtype
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ default of the family's config class in transformers.
 
 from typing import Any
 
-from ..rows import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Row
+from ..rows import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -74,6 +74,7 @@ def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transfo
             f"config.json has hidden_act {settings['hidden_act']!r}; this family is known with 'silu' only"
         )
     heads = settings["num_attention_heads"]
+    head_dim = settings["head_dim"] or settings["hidden_size"] // heads
     base, scaling = rope(config, settings["max_position_embeddings"])
     return Architecture(
         transformer={
@@ -82,7 +83,7 @@ def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transfo
             "ffn_hidden_size": settings["intermediate_size"],
             "num_attention_heads": heads,
             "num_query_groups": settings["num_key_value_heads"] or heads,
-            "kv_channels": settings["head_dim"] or settings["hidden_size"] // heads,
+            "kv_channels": head_dim,
             "normalization": "RMSNorm",
             "layernorm_epsilon": settings["rms_norm_eps"],
             "gated_linear_unit": True,
@@ -97,8 +98,8 @@ def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transfo
         vocab_size=settings["vocab_size"],
         tied=settings["tie_word_embeddings"],
         max_positions=settings["max_position_embeddings"],
-        rope_base=base,
-        rope_scaling=scaling,
+        ropes=(Rope(base, head_dim, scaling),),
+        layers=(Layer(),) * settings["num_hidden_layers"],
     )
 
 

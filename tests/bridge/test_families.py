@@ -8,6 +8,7 @@ import transformers
 from megaswift.bridge.families import FAMILIES, family_of
 from megaswift.bridge.families.__main__ import PAGE, page
 from megaswift.bridge.load import load_weights
+from megaswift.bridge.rows import Rope
 from safetensors.torch import save_file
 
 from tests import tiny
@@ -35,7 +36,7 @@ def test_missing_keys_take_the_defaults_of_transformers(family):
     assert given["layernorm_epsilon"] == config.rms_norm_eps
     assert (about.vocab_size, about.tied) == (config.vocab_size, config.tie_word_embeddings)
     assert about.max_positions == config.max_position_embeddings
-    assert (about.rope_base, about.rope_scaling) == (config.rope_parameters["rope_theta"], None)
+    assert about.ropes == (Rope(config.rope_parameters["rope_theta"], about.transformer["kv_channels"]),)
     if family.name == "qwen3_moe":
         assert given["num_moe_experts"] == config.num_experts
         assert given["moe_router_topk"] == config.num_experts_per_tok
@@ -51,9 +52,9 @@ def test_both_spellings_of_rope():
     newer = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     for config in (older, oldest, newer):
         about = family_of({"model_type": "llama"}).describe({"max_position_embeddings": 512, **config})
-        assert (about.rope_base, about.rope_scaling) == (5e5, {"rope_type": "llama3", **scaling})
+        assert about.ropes == (Rope(5e5, 128, {"rope_type": "llama3", **scaling}),)
     plain = family_of({"model_type": "llama"}).describe({"rope_theta": 1e6, "rope_scaling": None})
-    assert (plain.rope_base, plain.rope_scaling) == (1e6, None)
+    assert plain.ropes == (Rope(1e6, 128),)
 
 
 @pytest.mark.parametrize(
