@@ -1,0 +1,87 @@
+"""Experts as DeepSeek has them: the first layers dense, a few experts for every token, the others chosen by groups.
+
+DeepSeek-V3's way of choosing (https://arxiv.org/abs/2412.19437, section 2.1.2) is that of several families: sigmoid
+scores, and a bias on them that has a part in the choice alone.
+"""
+
+from typing import Any
+
+from ..rows import GATE_UP, REPLICATED, ROW, Routing, Row
+from .decoder import HF_LAYER, LAYER, experts, mlp
+
+
+def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core's TransformerConfig has to know of the experts' sizes and places."""
+    shared = settings["n_shared_experts"]
+    return {
+        "num_moe_experts": settings["n_routed_experts"],
+        "moe_router_topk": settings["num_experts_per_tok"],
+        "moe_ffn_hidden_size": settings["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": settings["moe_intermediate_size"] * shared if shared else None,
+        "moe_layer_freq": [int(layer in moe_layers(settings)) for layer in range(settings["num_hidden_layers"])],
+        "moe_router_topk_scaling_factor": float(settings["routed_scaling_factor"]),
+    }
+
+
+def moe_layers(settings: dict[str, Any]) -> range:
+    return range(min(settings["first_k_dense_replace"], settings["num_hidden_layers"]), settings["num_hidden_layers"])
+
+
+def groups(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a choice by groups; none where one group holds all experts, or all groups may be chosen.
+
+    Raises ValueError where the groups cannot be made, or hold too few experts for the choice.
+    """
+    number, chosen, experts_ = settings["n_group"], settings["topk_group"], settings["n_routed_experts"]
+    if not number or number == 1 or number == chosen:
+        return {}
+    if not chosen or experts_ % number or chosen * (experts_ // number) < settings["num_experts_per_tok"]:
+        raise ValueError(
+            f"config.json has n_group {number}, topk_group {chosen}, n_routed_experts {experts_} and num_experts_per_tok "
+            f"{settings['num_experts_per_tok']}: the groups must be equal, and the chosen ones hold enough experts"
+        )
+    return {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
+
+
+def sigmoid_routing(config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], Routing | None]:
+    """DeepSeek-V3's routing: megatron-core's settings, and the rule where these do not say it.
+
+    Raises ValueError for another way of scoring or choosing.
+    """
+    for key, known in (("scoring_func", ("sigmoid", "noaux_tc")), ("topk_method", ("noaux_tc",))):
+        if config.get(key) not in (None, *known):
+            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known[0]!r} only")
+    refuse_sparse_steps(config)
+    given = {
+        **moe_settings(settings),
+        **groups(settings),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    topk = settings["num_experts_per_tok"]
+    # megatron-core takes the best topk / topk_group of a group, and leaves a single expert's weight as it is.
+    as_megatron = topk // given.get("moe_router_group_topk", topk) == 2 if "moe_router_group_topk" in given else True
+    if as_megatron and topk > 1 and settings["norm_topk_prob"]:
+        return given, None
+    return given, Routing(group_members=2, normalize=bool(settings["norm_topk_prob"]))
+
+
+def refuse_sparse_steps(config: dict[str, Any]) -> None:
+    if config.get("moe_layer_freq") not in (None, 1):
+        raise ValueError(f"config.json has moe_layer_freq {config['moe_layer_freq']}; this family is known with 1 only")
+
+
+def feed_forward(settings: dict[str, Any], *, bias: bool) -> list[Row]:
+    """The dense layers' MLP and the others' experts; `bias`: with a bias on the experts' scores."""
+    moe = tuple(moe_layers(settings))
+    rows = mlp(tuple(range(settings["num_hidden_layers"] - len(moe)))) + experts(moe)
+    hf, mcore = HF_LAYER + "mlp.shared_experts.", LAYER + "mlp.shared_experts."
+    if settings["n_shared_experts"]:
+        rows += [
+            Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, moe),
+            Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, moe),
+        ]
+    if bias:
+        scores = LAYER + "mlp.router.expert_bias"
+        rows.append(Row(HF_LAYER + "mlp.gate.e_score_correction_bias", scores, REPLICATED, moe, fp32=True))
+    return rows

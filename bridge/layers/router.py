@@ -1,0 +1,95 @@
+"""The router of experts: megatron-core's, with the rules of choice that it does not have."""
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    apply_router_token_dropping,
+    compute_routing_scores_for_aux_loss,
+    router_gating_linear,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..rows import Routing
+
+
+class Router(TopKRouter):
+    """Routes by `config.architecture.routing` where that is set, else as megatron-core does.
+
+    A bias on the experts' scores stays as the checkpoint has it: balancing by it is for pre-training.
+    """
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.frozen_expert_bias = True
+        self.rule: Routing | None = config.architecture.routing  # type: ignore[attr-defined]
+        if self.rule is None:
+            return
+        experts, device = config.num_moe_experts, self.weight.device
+        assert experts is not None
+        if self.rule.choice_bias:  # megatron-core has it with sigmoid scores only
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32, device=device))
+        if self.rule.logit_bias:
+            self.bias = torch.nn.Parameter(torch.empty(experts, dtype=config.params_dtype, device=device))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if self.rule.fp32:
+            self.weight.data = self.weight.data.float()
+
+    def gating(self, input: Tensor) -> Tensor:
+        """input [sequence, batch, hidden_size] -> logits [sequence, batch, experts]"""
+        if self.rule is None or not (self.rule.logit_bias or self.rule.fp32):
+            return super().gating(input)
+        # Transformer Engine's product takes a matrix and rows of one dtype, and no bias of another than its result's.
+        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", input.dtype)
+        logits = router_gating_linear(input.to(self.weight.dtype), self.weight, None, wide)
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [sequence, batch, experts] -> each expert's weight (0 where not chosen) and whether it is chosen, both
+        [sequence * batch, experts]"""
+        if self.rule is None:
+            return super().routing(logits, padding_mask)
+        assert padding_mask is None
+        length, batch = logits.shape[:2]
+        logits = self.apply_z_loss(logits.flatten(0, 1))
+        chosen, experts = choose(logits.float(), self.expert_bias, self.rule, self.config)
+        weights = torch.zeros_like(logits).scatter(1, experts, chosen.to(logits.dtype))
+        taken = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+        if self.config.moe_expert_capacity_factor is not None:
+            weights, taken = apply_router_token_dropping(
+                weights,
+                taken,
+                router_topk=self.topk,
+                capacity_factor=self.config.moe_expert_capacity_factor,
+                drop_policy=self.config.moe_token_drop_policy,
+                pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
+            )
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            weights = self._apply_aux_loss(weights, scores, counted)
+            weights = self._apply_seq_aux_loss(weights, scores, counted, length, batch)
+            weights = self._apply_global_aux_loss(weights, scores, counted)
+        return weights, taken
+
+
+def choose(logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """The weights and the numbers of each token's experts, both [tokens, topk], for fp32 logits [tokens, experts].
+
+    Scores are sigmoids, or a softmax over all experts. `bias` [experts] has a part in the choice, not in the weights.
+    With groups only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
+    2.1.2; DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
+    """
+    scores = logits.sigmoid() if config.moe_router_score_function == "sigmoid" else logits.softmax(dim=-1)
+    merit = scores.detach() if bias is None else scores.detach() + bias
+    if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
+        grouped = merit.unflatten(1, (config.moe_router_num_groups, -1))
+        groups = grouped.topk(rule.group_members, dim=-1).values.sum(dim=-1)
+        best = groups.topk(config.moe_router_group_topk, dim=-1).indices
+        allowed = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, best, True)
+        merit = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = merit.topk(config.moe_router_topk, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if rule.normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=rule.smallest_sum)
+    return weights * (config.moe_router_topk_scaling_factor or 1.0), experts
