@@ -31,14 +31,16 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
         entry = entries[key]
         ranks, rank = split_of(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
-        _check_shapes(source, entry.shapes(tensor.shape, spans))
-        dim, size = entry.dim, tensor.shape[entry.dim]
-        for at, (part, start, stop) in window(spans, rank * size, (rank + 1) * size):
-            target = tensor.narrow(dim, at, stop - start)
-            if part is None:
+        _check_shapes(source, {name: entry.stored(shape) for name, shape in entry.shapes(tensor.shape, spans).items()})
+        size = tensor.shape[entry.dim]
+        for at, span in window(spans, rank * size, (rank + 1) * size):
+            target = tensor.narrow(entry.dim, at, span.length)
+            if span.part is None:
                 target.zero_()  # padding of the vocabulary
-            else:
-                target.copy_(source.read(entry.hf[part], dim, start, stop))
+                continue
+            found = source.read(entry.hf[span.part], entry.hf_dim, span.start, span.stop, entry.place)
+            every = found[:: span.step] if entry.hf_dim == 0 else found[:, :: span.step]
+            target.copy_(every.t() if entry.transposed else every)
 
 
 def _check_shapes(source: SafetensorsFolder, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -31,6 +31,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How tokens choose their experts, where megatron-core's own settings cannot say it; see layers/router.py."""
+
+    group_members: int = 2  # a group of experts is as good as its best so many
+    normalize: bool = True  # the weights of a token's experts are made to sum up to 1, before any scaling
+    smallest_sum: float = 1e-20  # by which they are divided at least for it
+    logit_bias: bool = False  # the router's matrix has a bias
+    choice_bias: bool = False  # as moe_router_enable_expert_bias, which megatron-core has for sigmoid scores only
+    fp32: bool = False  # its matrix is held in fp32 whatever the model's dtype
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What a family makes of a raw config.json."""
 
@@ -40,14 +52,37 @@ class Architecture:
     max_positions: int
     ropes: tuple[Rope, ...]
     layers: tuple[Layer, ...]  # one for each layer of the model
+    embedding_scale: float = 1.0  # hidden states after the embedding are multiplied by it, in the model's dtype
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_scale: float = 1.0  # logits are divided by it
+    post_norms: bool = False  # a norm of what attention and MLP add, too
+    output_bias: bool = False  # of attention's output; of queries, keys and values: transformer's add_qkv_bias
+    mlp_bias: bool = False  # of both matrices of dense MLPs
+    sinks: bool = False  # a learnt logit for each head beside those of the keys
+    # With transformer's qk_layernorm "head" (each head by itself) or "all" (all heads together); without it, in layers
+    # with a rope, "l2" (each head divided by its root mean square, after the rope).
+    qk_norm: str = "head"
+    # (growth, step): in layers without a rope, queries at position p are multiplied by
+    # 1 + growth * log(1 + floor((p + 1) / step)).
+    query_growth: tuple[float, int] | None = None
+    expert_bias: bool = False  # on both matrices of each expert
+    routing: Routing | None = None  # None: as megatron-core's moe_router settings in `transformer` say
 
 
 class Span(NamedTuple):
-    """Positions start..stop, along the split dimension, of one of a row's Hugging Face tensors (None: padding)."""
+    """Positions start, start + step, ... below stop of one of a row's Hugging Face tensors (part None: padding).
+
+    They are counted along the split dimension.
+    """
 
     part: int | None
     start: int
     stop: int
+    step: int = 1  # 2: every other one, as where gate and up alternate
+
+    @property
+    def length(self) -> int:
+        return len(range(self.start, self.stop, self.step))
 
 
 @dataclass(frozen=True)
@@ -103,8 +138,8 @@ GATE_UP = Kind(0, _gate_and_up, ("gate", "up"))
 class Row:
     """One line of a family's table. {layer} and {expert} run over the model's layers and experts.
 
-    A row with {expert} is split by expert tensor parallelism and spread by expert parallelism, another by tensor
-    parallelism.
+    A row of experts (its megatron-core name says so: EXPERTS) is split by expert tensor parallelism and spread by
+    expert parallelism, another by tensor parallelism.
     """
 
     hf: str  # with {part} where the kind has several
@@ -145,27 +180,44 @@ class Entry(NamedTuple):
 
     kind: Kind
     hf: tuple[str, ...]  # a name for each part of the kind
+    transposed: bool = False  # as in Row
+    fp32: bool = False
+    stack: int = 0  # how many experts the Hugging Face tensors hold, where these are stacked
+    place: int | None = None  # which of them this is
 
     @property
     def dim(self) -> int:
+        """The split dimension of megatron-core's tensor."""
         return self.kind.dim or 0
+
+    @property
+    def hf_dim(self) -> int:
+        """The same of the Hugging Face tensors (one expert's, where these are stacked)."""
+        return 1 - self.dim if self.transposed else self.dim
 
     def spans(self, shard: Sequence[int], ranks: int, architecture: Architecture) -> list[Span]:
         """The spans of the whole tensor, of which a rank's shard has shape `shard`."""
         return self.kind.spans(shard[self.dim] * ranks, ranks, architecture)
 
     def shapes(self, shard: Sequence[int], spans: Iterable[Span]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the Hugging Face tensors that `spans` make, by name."""
+        """The shapes of the Hugging Face tensors (one expert's part, where these are stacked) of `spans`, by name."""
         lengths = [0] * len(self.hf)
-        for part, _, stop in spans:
-            if part is not None:
-                lengths[part] = max(lengths[part], stop)
+        for span in spans:
+            if span.part is not None and span.length:
+                last = span.start + (span.length - 1) * span.step
+                lengths[span.part] = max(lengths[span.part], last + 1)
         before, after = tuple(shard[: self.dim]), tuple(shard[self.dim + 1 :])
-        return {name: (*before, length, *after) for name, length in zip(self.hf, lengths, strict=True)}
+        shapes = [(*before, length, *after) for length in lengths]
+        return dict(zip(self.hf, (shape[::-1] if self.transposed else shape for shape in shapes), strict=True))
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the checkpoint of a tensor that has `shape` by `shapes`."""
+        return shape if self.place is None else (self.stack, *shape)
 
 
 EMBEDDING = Key("embedding.word_embeddings.weight")
 OUTPUT = Key("output_layer.weight")
+EXPERTS = "mlp.experts.linear_fc"  # in the names of the experts' own tensors, one for each expert
 
 
 def table(family: Family, config: dict[str, Any], architecture: Architecture) -> dict[Key, Entry]:
@@ -176,12 +228,13 @@ def table(family: Family, config: dict[str, Any], architecture: Architecture) ->
     entries = {}
     experts = range(architecture.transformer.get("num_moe_experts") or 0)
     for row in family.rows(config):
-        layered, expert_row = "{layer}" in row.mcore, "{expert}" in row.hf
+        layered, expert_row = "{layer}" in row.mcore, EXPERTS in row.mcore
         layers = range(architecture.transformer["num_layers"]) if row.layers is None else row.layers
         for layer in layers if layered else (None,):
             for expert in experts if expert_row else (None,):
                 names = tuple(row.hf.format(layer=layer, expert=expert, part=part) for part in row.kind.parts)
-                entries[Key(row.mcore, layer, expert)] = Entry(row.kind, names)
+                stacked = (len(experts), expert) if row.stacked else ()
+                entries[Key(row.mcore, layer, expert)] = Entry(row.kind, names, row.transposed, row.fp32, *stacked)
     if architecture.tied:
         entries[OUTPUT] = entries[EMBEDDING]
     return entries
@@ -190,8 +243,9 @@ def table(family: Family, config: dict[str, Any], architecture: Architecture) ->
 def window(spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, Span]]:
     """What of `spans` lies in positions start..stop: each piece with its place counted from `start`."""
     at = 0
-    for part, first, last in spans:
-        low, high = max(at, start), min(at + last - first, stop)
+    for span in spans:
+        low, high = max(at, start), min(at + span.length, stop)
         if low < high:
-            yield low - start, Span(part, first + low - at, first + high - at)
-        at += last - first
+            first, last = (span.start + (position - at) * span.step for position in (low, high - 1))
+            yield low - start, Span(span.part, first, last + 1, span.step)
+        at += span.length

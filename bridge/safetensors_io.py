@@ -82,9 +82,15 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.folder / shard} has no tensor {name}, which {INDEX} places there")
             self.tensors[name] = headers[shard][name]
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied from at once."""
+    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None) -> Tensor:
+        """Positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied from at once.
+
+        With `place`, of the tensor's `place`-th part along its first dimension, whose dimensions `dim` then counts.
+        """
         file, offset, dtype, shape = self.tensors[name]
+        if place is not None:
+            shape = shape[1:]
+            offset += place * math.prod(shape) * dtype.itemsize
         if dim == 0 and shape:  # a run of bytes: map no others
             row = math.prod(shape[1:]) * dtype.itemsize
             offset, shape, start, stop = offset + start * row, (stop - start, *shape[1:]), 0, stop - start
@@ -126,42 +132,60 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def write_shard(
-    file: Path, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write one safetensors file: `tensors` gives those of `shapes`, in its order, and each is let go once written.
+class Form(NamedTuple):
+    """What a tensor of a file looks like."""
 
-    The file is on the disk when this returns.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write one safetensors file: `tensors` gives those of `forms`, in its order, and each is let go once written.
+
+    One may come in runs, in the order of its values. The file is on the disk when this returns.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape in shapes.items():
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+    for name, form in forms.items():
+        header[name] = {
+            "dtype": NAMES[form.dtype],
+            "shape": list(form.shape),
+            "data_offsets": [at, at := at + form.bytes],
+        }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
+    given = iter(tensors)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for (name, shape), (given, tensor) in zip(shapes.items(), tensors, strict=True):
-            if name != given or tuple(shape) != tensor.shape:
-                raise RuntimeError(f"{file}: {name} {tuple(shape)} was to come, not {given} {tuple(tensor.shape)}")
-            data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-            stream.write(data.flatten().view(torch.uint8).numpy().data)
+        for name, (dtype, shape) in forms.items():
+            left = math.prod(shape)
+            while True:
+                came, run = next(given)
+                left -= run.numel()
+                if came != name or left < 0:
+                    raise RuntimeError(f"{file}: {name} {shape} was to come, not {tuple(run.shape)} of {came}")
+                data = run.detach().to(device="cpu", dtype=dtype).contiguous()
+                stream.write(data.flatten().view(torch.uint8).numpy().data)
+                if left == 0:
+                    break
         sync(stream)
 
 
-def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Sequence[int]]]], dtype: torch.dtype) -> None:
+def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Form]]]) -> None:
     """Give written files their names: model.safetensors, or model-00001-of-0000N.safetensors and an index.
 
-    `shards` are the files' present names, each with the shapes of its tensors, in the order that they are to have.
+    `shards` are the files' present names, each with its tensors, in the order that they are to have.
     """
     weights, total = {}, 0
-    for number, (written, shapes) in enumerate(shards, start=1):
+    for number, (written, forms) in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         (folder / written).rename(folder / name)
-        weights |= dict.fromkeys(shapes, name)
-        total += sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        weights |= dict.fromkeys(forms, name)
+        total += sum(form.bytes for form in forms.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         with (folder / INDEX).open("w", encoding="utf-8") as stream:

@@ -1,23 +1,21 @@
 """A megatron-core model into a Hugging Face folder: a tensor is gathered on one rank, which streams it into a file."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .families import family_of
-from .rows import OUTPUT, Architecture, Entry, Key, Span, table
-from .safetensors_io import finish_shards, sync, write_shard
-from .tensors import held, split_group, split_of
+from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
+from .safetensors_io import Form, finish_shards, sync, write_shard
+from .tensors import held, local_experts, split_group, split_of
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
 CARRIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -25,18 +23,24 @@ LEFT = {"config.json", "args.json", "manifest.json", "conversion.json", "trainer
 LARGEST_CARRIED = 100 * 2**20  # bytes
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One tensor to save: this rank's shard, and the Hugging Face tensors that all the shards make."""
+class _Piece(NamedTuple):
+    """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
 
-    shard: Tensor
     entry: Entry
-    ranks: int
     spans: list[Span]
-    shapes: dict[str, tuple[int, ...]]
+    holders: Sequence[int]  # the ranks of the group that hold its shards, in order; none: each of them holds all of it
+    shard: Tensor  # this rank's, where it is one of them; else one that looks like it
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
+
+class _Job(NamedTuple):
+    """Hugging Face tensors that are made together: of one tensor, or of those of all the experts of a layer."""
+
+    forms: dict[str, Form]
+    pieces: list[_Piece]
+
+    @property
+    def bytes(self) -> int:
+        return sum(form.bytes for form in self.forms.values())
 
 
 @torch.no_grad()
@@ -52,40 +56,41 @@ def save_weights(
     """Write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in `dtype`.
 
     To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
-    along. Beyond its shard a rank holds one whole tensor at a time. Each file of at most `max_shard_bytes` (or one
-    row's tensors, where these are larger) has a rank that writes it; the files are on the disk when this returns.
-    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    along. Beyond its shard a rank holds one whole tensor at a time (one expert's). Each file of at most
+    `max_shard_bytes` (or one row's tensors, where these are larger) has a rank that writes it; the files are on the
+    disk when this returns. Raises OSError on every rank where one cannot write, and then the folder is not whole.
     """
     destination = Path(destination)
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
     entries = table(family, hf_config, architecture)
-    pieces = _pieces(chunks, entries, architecture)
+    tensors = held(chunks)
+    if architecture.tied:
+        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    written: list[tuple[str, dict[str, tuple[int, ...]]]] = []
+    written: list[tuple[str, dict[str, Form]]] = []
     failure = None
-    for expert in (False, True):
-        group, replicas = split_group(expert=expert), _replicas(expert=expert)
-        mine = [piece for key, piece in pieces.items() if (key.expert is not None) == expert]
-        for number, contents in enumerate(_files(mine, dtype, max_shard_bytes)):
-            # One file after another goes to the next replica, then to the next rank of its split group.
+    for sort, (jobs, group, replicas) in enumerate(_jobs(tensors, entries, architecture, dtype)):
+        at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
+        for number, contents in enumerate(_files(jobs, max_shard_bytes)):
+            # One file after another goes to the next replica, then to the next rank of its group.
             if number % replicas.size() != replicas.rank():
                 continue
             writer = number // replicas.size() % group.size()
             stream = _gathered(contents, group, writer)
             if group.rank() == writer and failure is None:
-                name = f"part-{stage:04}-{int(expert)}-{ep_rank * expert:04}-{number:05}.safetensors"
-                shapes = {tensor: shape for piece in contents for tensor, shape in piece.shapes.items()}
+                name = f"part-{at}-{number:05}.safetensors"
+                forms = {tensor: form for job in contents for tensor, form in job.forms.items()}
                 try:
-                    write_shard(destination / name, shapes, dtype, stream)
+                    write_shard(destination / name, forms, stream)
                 except OSError as error:
                     failure = error
-                written.append((name, shapes))
+                written.append((name, forms))
             for _ in stream:  # the others need this rank in every gather, whatever became of its file
                 pass
     shards = [shard for of_rank in _agree(written, failure) for shard in of_rank]
-    found = sorted(name for _, shapes in shards for name in shapes)
+    found = sorted(name for _, forms in shards for name in forms)
     if found != sorted({name for entry in entries.values() for name in entry.hf}):
         raise RuntimeError(
             f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
@@ -93,7 +98,7 @@ def save_weights(
     failure = None
     if dist.get_rank() == 0:
         try:
-            finish_shards(destination, sorted(shards, key=lambda shard: shard[0]), dtype)
+            finish_shards(destination, sorted(shards, key=lambda shard: shard[0]))
             _write_config(Path(source), destination, hf_config, dtype)
             _carry(Path(source), destination)
         except OSError as error:
@@ -101,72 +106,103 @@ def save_weights(
     _agree(None, failure)
 
 
-def _pieces(chunks: Sequence[Any], entries: dict[Key, Entry], architecture: Architecture) -> dict[Key, _Piece]:
-    tensors = held(chunks)
-    if architecture.tied:
-        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    pieces = {}
+def _jobs(
+    tensors: dict[Key, Tensor], entries: dict[Key, Entry], architecture: Architecture, dtype: torch.dtype
+) -> list[tuple[list[_Job], ProcessGroup, ProcessGroup]]:
+    """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
+
+    First what is no expert's, then experts whose tensors stand alone, then experts stacked.
+    """
+    sorts: tuple[list[_Job], list[_Job], list[_Job]] = ([], [], [])
     for key, tensor in tensors.items():
         entry = entries[key]
         ranks, _ = split_of(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
-        pieces[key] = _Piece(tensor, entry, ranks, spans, entry.shapes(tensor.shape, spans))
-    return pieces
+        forms = {
+            name: Form(torch.float32 if entry.fp32 else dtype, entry.stored(shape))
+            for name, shape in entry.shapes(tensor.shape, spans).items()
+        }
+        if entry.place is None:
+            holders = range(ranks) if ranks > 1 else ()
+            sorts[key.expert is not None].append(_Job(forms, [_Piece(entry, spans, holders, tensor)]))
+        elif entry.place == local_experts(entry.stack).start:
+            pieces = []
+            for expert in range(entry.stack):
+                other = key._replace(expert=expert)
+                pieces.append(_Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
+            sorts[2].append(_Job(forms, pieces))
+    dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
+    everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
+    groups = (split_group(expert=False), dense), (split_group(expert=True), sparse), (everywhere, sparse)
+    return [(jobs, *pair) for jobs, pair in zip(sorts, groups, strict=True)]
 
 
-def _replicas(*, expert: bool) -> ProcessGroup:
-    """The ranks that hold the same shard as this one."""
-    if expert:
-        return cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
-    return cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+def _holders(expert: int, entry: Entry) -> range:
+    """Who of the ranks of expert and expert tensor parallelism together holds a stacked expert's shards, in order."""
+    etp = split_group(expert=True).size()
+    first = expert // len(local_experts(entry.stack)) * etp  # expert tensor parallelism is the inner one
+    return range(first, first + (1 if entry.kind.dim is None else etp))
 
 
-def _files(pieces: list[_Piece], dtype: torch.dtype, max_bytes: int) -> Iterator[list[_Piece]]:
-    """The pieces in runs of at most `max_bytes`."""
+def _files(jobs: list[_Job], max_bytes: int) -> Iterator[list[_Job]]:
+    """The jobs in runs of at most `max_bytes`."""
     run, size = [], 0
-    for piece in pieces:
-        more = piece.bytes(dtype)
-        if run and size + more > max_bytes:
+    for job in jobs:
+        if run and size + job.bytes > max_bytes:
             yield run
             run, size = [], 0
-        run.append(piece)
-        size += more
+        run.append(job)
+        size += job.bytes
     if run:
         yield run
 
 
-def _gathered(pieces: list[_Piece], group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of `pieces` one by one on rank `writer` of `group`; none on the others."""
-    for piece in pieces:
-        parts = _parts(piece, _whole(piece, group, writer))
-        if group.rank() == writer:
-            yield from zip(piece.shapes, parts, strict=True)
+def _gathered(jobs: list[_Job], group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of `jobs`, each in runs, on rank `writer` of `group`; none on the others."""
+    for job in jobs:
+        names = list(job.forms)
+        # Stacked tensors are written one after another: the experts come once for each.
+        for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
+            for piece in job.pieces:
+                shards = _gather(piece, group, writer)
+                if group.rank() == writer:
+                    for name in turn:
+                        yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
 
 
-def _whole(piece: _Piece, group: ProcessGroup, writer: int) -> Tensor:
-    """The shards of all ranks end to end on rank `writer`; elsewhere the rank's own."""
-    shard = piece.shard
-    if piece.ranks == 1:
-        return shard
-    if group.rank() != writer:
-        dist.gather(shard.contiguous(), group=group, group_dst=writer)
-        return shard
-    shards = shard.new_empty((piece.ranks, *shard.shape))
-    dist.gather(shard.contiguous(), list(shards), group=group, group_dst=writer)
-    return shards.flatten(0, 1) if piece.entry.dim == 0 else torch.cat(list(shards), piece.entry.dim)
+def _gather(piece: _Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
+    """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
+    here, holders = group.rank(), piece.holders or (writer,)
+    shards, exchange = [piece.shard], []
+    if here == writer:
+        shards = [piece.shard if holder == here else torch.empty_like(piece.shard) for holder in holders]
+        pairs = zip(holders, shards, strict=True)
+        exchange = [P2POp(dist.irecv, shard, group=group, group_peer=peer) for peer, shard in pairs if peer != here]
+    elif here in holders:
+        exchange = [P2POp(dist.isend, piece.shard.contiguous(), group=group, group_peer=writer)]
+    for work in batch_isend_irecv(exchange) if exchange else ():
+        work.wait()
+    return shards
 
 
-def _parts(piece: _Piece, whole: Tensor) -> Iterator[Tensor]:
-    dim = piece.entry.dim
-    found: list[list[tuple[int, Tensor]]] = [[] for _ in piece.shapes]
-    at = 0
-    for part, start, stop in piece.spans:
-        if part is not None:
-            found[part].append((start, whole.narrow(dim, at, stop - start)))
-        at += stop - start
-    for slices in found:
-        ordered = [tensor for _, tensor in sorted(slices, key=lambda one: one[0])]
-        yield ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim)
+def _runs(piece: _Piece, shards: list[Tensor], part: int) -> list[Tensor]:
+    """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
+    entry, size = piece.entry, shards[0].shape[piece.entry.dim]
+    found = []
+    for rank, shard in enumerate(shards):
+        for at, span in window(piece.spans, rank * size, (rank + 1) * size):
+            if span.part == part:
+                values = shard.narrow(entry.dim, at, span.length)
+                found.append((span, values.t() if entry.transposed else values))
+    if entry.hf_dim == 0 and all(span.step == 1 for span, _ in found):
+        return [values for _, values in sorted(found, key=lambda one: one[0].start)]
+    shape = list(entry.shapes(shards[0].shape, piece.spans).values())[part]
+    whole = shards[0].new_empty(shape)
+    for span, values in found:
+        places = slice(span.start, span.stop, span.step)
+        whole[places if entry.hf_dim == 0 else (slice(None), places)] = values
+    return [whole]
 
 
 def _agree(value: Any, failure: OSError | None) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megaswift.bridge.rows import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Kind, window
+from megaswift.bridge.rows import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Entry, Kind, Span, window
 
 HEADS, GROUPS, HEAD_DIM, VOCABULARY = 8, 2, 4, 261
 
@@ -21,9 +21,10 @@ def shards_of(
     shards = []
     for rank in range(ranks):
         shard = torch.full(shape, torch.nan)
-        for at, (part, start, stop) in window(spans, rank * size, (rank + 1) * size):
-            piece = 0 if part is None else parts[part].narrow(dim, start, stop - start)
-            shard.narrow(dim, at, stop - start).copy_(torch.as_tensor(piece))
+        for at, span in window(spans, rank * size, (rank + 1) * size):
+            places = range(span.start, span.stop, span.step)
+            piece = 0 if span.part is None else parts[span.part].index_select(dim, torch.tensor(places))
+            shard.narrow(dim, at, span.length).copy_(torch.as_tensor(piece))
         shards.append(shard)
     return shards
 
@@ -55,6 +56,25 @@ def test_query_groups(ranks, groups, features):
     shards = shards_of(QKV, [q, k, v], len(fused), ranks, architecture(groups))
     assert torch.equal(torch.cat(shards), fused)
     assert len({shard.shape for shard in shards}) == 1
+
+
+def _alternating(length: int, ranks: int, about: Architecture) -> list[Span]:
+    size = length // (2 * ranks)
+    starts = [(r * 2 * size + part, (r + 1) * 2 * size) for r in range(ranks) for part in (0, 1)]
+    return [Span(0, start, stop, 2) for start, stop in starts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_other_position(ranks):
+    """Gate and up in alternating rows of one tensor, as GPT-OSS stores them."""
+    fused = torch.randn(24, 5)
+    shards = shards_of(Kind(0, _alternating), [fused], 24, ranks, architecture())
+    for shard, gate, up in zip(shards, fused[::2].chunk(ranks), fused[1::2].chunk(ranks), strict=True):
+        assert torch.equal(shard, torch.cat((gate, up)))
+    entry = Entry(Kind(0, _alternating), ("w",), transposed=True, stack=7, place=3)
+    shard = (24 // ranks, 5)
+    shape = entry.shapes(shard, entry.spans(shard, ranks, architecture()))["w"]
+    assert (shape, entry.stored(shape)) == ((5, 24), (7, 5, 24))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

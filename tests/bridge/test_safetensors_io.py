@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from megaswift.bridge.safetensors_io import INDEX, SafetensorsFolder, finish_shards, write_shard
+from megaswift.bridge.safetensors_io import INDEX, Form, SafetensorsFolder, finish_shards, write_shard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -41,6 +41,8 @@ def test_slices_equal_the_tensors(folder):
         for dim, length in enumerate(tensor.shape):
             for start, stop in ((0, length), (length // 3, length // 2), (length // 2, length)):
                 assert torch.equal(source.read(name, dim, start, stop), tensor.narrow(dim, start, stop - start))
+                for place in range(len(tensor) if dim else 0):
+                    assert torch.equal(source.read(name, dim - 1, start, stop, place), tensor[place, start:stop])
 
 
 def test_slices_of_a_file_whose_data_is_not_aligned(tmp_path):
@@ -58,13 +60,17 @@ def test_what_is_read_is_not_written_back(folder):
 
 
 def test_written_files_are_read_by_the_library(tmp_path):
-    shapes = {"w": (3, 5), "b": (7,), "none": (0, 2)}
+    """Each tensor in its own dtype, and whole or in runs."""
+    shapes = {"w": (3, 5), "b": (7,), "none": (0, 2), "stack": (2, 3, 4)}
+    forms = {name: Form(torch.float32 if name == "b" else torch.bfloat16, shape) for name, shape in shapes.items()}
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
-    write_shard(tmp_path / "part", shapes, torch.bfloat16, iter(given.items()))
-    finish_shards(tmp_path, [("part", shapes)], torch.bfloat16)
+    runs = [(name, run) for name, tensor in given.items() for run in (tensor if name == "stack" else [tensor])]
+    write_shard(tmp_path / "part", forms, iter(runs))
+    finish_shards(tmp_path, [("part", forms)])
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(tensor, given[name].bfloat16())
+        assert tensor.dtype == forms[name].dtype
+        assert torch.equal(tensor, given[name].to(tensor.dtype))
     with safe_open(tmp_path / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 
