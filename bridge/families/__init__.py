@@ -3,11 +3,20 @@
 from typing import Any
 
 from ..rows import Architecture, Family
-from . import llama, qwen2, qwen3, qwen3_moe
+from . import deepseek_v2, deepseek_v3, dots1, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 
 __all__ = ["FAMILIES", "Architecture", "Family", "family_of"]
 
-FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    llama.FAMILY,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    glm4_moe.FAMILY,
+    dots1.FAMILY,
+)
 
 
 def family_of(hf_config: dict[str, Any]) -> Family:

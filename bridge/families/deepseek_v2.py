@@ -79,7 +79,6 @@ def describe_latent(
         config,
         settings | {"num_key_value_heads": heads, "head_dim": head_dim},
         multi_latent_attention=True,
-        rope_type="rope",  # not megatron-core's: see layers/mla.py
         q_lora_rank=config.get("q_lora_rank", q_lora_rank),
         kv_lora_rank=settings["kv_lora_rank"],
         qk_head_dim=settings["qk_nope_head_dim"],

@@ -29,7 +29,6 @@ DEFAULTS = {
     "topk_group": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
-    "partial_rotary_factor": 0.5,
     "attention_bias": False,
     "use_qk_norm": False,
 }
@@ -39,7 +38,7 @@ def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
     routing, rule = sigmoid_routing(config, settings)
     architecture = describe_decoder(
-        config,
+        {"partial_rotary_factor": 0.5} | config,
         settings,
         add_qkv_bias=bool(settings["attention_bias"]),  # there is none on the output
         qk_layernorm=bool(settings["use_qk_norm"]),

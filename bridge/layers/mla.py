@@ -16,7 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from .attention import CoreAttention, Documents
+from .attention import CoreAttention
+from .segments import Documents
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever config.json says of the other norms: as transformers has it
 
@@ -45,7 +46,10 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class _TurnedAttention(CoreAttention):
-    """Queries and keys come turned."""
+    """Queries and keys come turned: only a part of a head turns, and that of the keys before the heads have it."""
+
+    def turn(self, x: Tensor, documents: Documents) -> Tensor:
+        return super()._rotate(x, documents)
 
     def _rotate(self, x: Tensor, documents: Documents) -> Tensor:
         return x
@@ -173,13 +177,10 @@ class LatentAttention(MegatronModule):
         query = query.unflatten(-1, (self.heads, self.query_dim))
         key_value = key_value.unflatten(-1, (self.heads, config.qk_head_dim + config.v_head_dim))
         still, turning = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat((still, self._turn(turning, documents)), dim=-1)
+        query = torch.cat((still, self.core_attention.turn(turning, documents)), dim=-1)
         key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        turned = self._turn(turning_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
+        turned = self.core_attention.turn(turning_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
         return query, torch.cat((key, turned), dim=-1), value.contiguous()
-
-    def _turn(self, x: Tensor, documents: Documents) -> Tensor:
-        raise NotImplementedError
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         """[sequence, batch, heads * v_head_dim]"""

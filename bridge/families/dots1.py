@@ -1,0 +1,61 @@
+"""dots.llm1: Qwen3's attention, and DeepSeek-V3's experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..rows import Architecture, Family, Row
+from .decoder import ATTENTION, ENDS, QK_NORMS, describe_decoder, with_defaults
+from .grouped import feed_forward, sigmoid_routing
+from .qwen3 import refuse_attention_bias
+
+# transformers' Dots1Config
+DEFAULTS = {
+    "vocab_size": 152064,
+    "hidden_size": 4608,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": None,
+    "n_shared_experts": None,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "sliding_window": 4096,
+    "max_window_layers": 62,
+}
+
+
+def describe(config: dict[str, Any]) -> Architecture:
+    settings = with_defaults(config, DEFAULTS)
+    refuse_attention_bias(config)
+    for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+        if settings[key] is None:
+            raise ValueError(f"config.json has no {key}, which dots.llm1 has no default for")
+    routing, rule = sigmoid_routing(config, settings)
+    architecture = describe_decoder(config, settings, qk_layernorm=True, **routing)
+    return replace(architecture, routing=rule)
+
+
+def rows(config: dict[str, Any]) -> list[Row]:
+    settings = with_defaults(config, DEFAULTS)
+    return ENDS + ATTENTION + QK_NORMS + feed_forward(settings, bias=True)
+
+
+FAMILY = Family(
+    name="dots1",
+    architectures=("Dots1ForCausalLM",),
+    models="dots.llm1",
+    describe=describe,
+    rows=rows,
+    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc"),
+)
