@@ -4,60 +4,19 @@ Every tensor is random (norms are not 1, biases not 0), dimensions differ from o
 rope's original length is shorter than the documents.
 """
 
+import importlib
 from pathlib import Path
 
 import torch
 
-VOCAB = 261
-_SHARED = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_ROPE = {"rope_type": "default", "rope_theta": 500.0}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+from tests.families import VOCAB
+
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
 def config(family: str, **changes):
     """transformers' config of a family's tiny model."""
-    import transformers as tf
-
-    if family == "qwen2":
-        return tf.Qwen2Config(**_SHARED | {"rope_parameters": _ROPE, "tie_word_embeddings": True} | changes)
-    if family == "qwen3":
-        return tf.Qwen3Config(
-            **_SHARED | {"rope_parameters": _ROPE, "head_dim": 16, "tie_word_embeddings": False} | changes
-        )
-    if family == "qwen3_moe":
-        moe = {
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-            "tie_word_embeddings": False,
-        }
-        return tf.Qwen3MoeConfig(**_SHARED | {"rope_parameters": _ROPE} | moe | changes)
-    if family == "llama":
-        return tf.LlamaConfig(**_SHARED | {"rope_parameters": _LLAMA3, "tie_word_embeddings": True} | changes)
-    raise ValueError(family)
+    return importlib.import_module(f"tests.families.{family}").config(**changes)
 
 
 def model(family: str, seed: int = 0, **changes):

@@ -1,0 +1,98 @@
+"""Faults planted on purpose: each must move the log-probabilities far beyond the bound, in every family with the part.
+
+A fault changes one of three things: the tensors of the checkpoint (by their names in files), what the family makes of
+config.json, or the model that was built.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from megaswift.bridge.build import Model
+from megaswift.bridge.rows import Architecture
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+ROUTING_BIAS = r"e_score_correction_bias|expert_bias|(?:gate|router)\.bias|moe_statics"
+
+
+@dataclass(frozen=True)
+class Fault:
+    tensors: Callable[[Tensors], Tensors] | None = None
+    architecture: Callable[[Architecture], Architecture] | None = None
+    model: Callable[[Model], None] | None = None
+
+
+def swapped(one: str, other: str) -> Fault:
+    """Two parts of names change places."""
+
+    def swap(name: str) -> str:
+        return name.replace(one, "*").replace(other, one).replace("*", other)
+
+    return Fault(tensors=lambda tensors: {swap(name): tensor for name, tensor in tensors.items()})
+
+
+def zeroed(pattern: str) -> Fault:
+    """Tensors whose names match are zeros."""
+    return Fault(tensors=lambda tensors: _changed(tensors, pattern, lambda tensor: tensor * 0))
+
+
+def rolled(pattern: str, dim: int = 0) -> Fault:
+    """Tensors whose names match are out of place by one along `dim`: stacked experts, heads, biases."""
+    return Fault(tensors=lambda tensors: _changed(tensors, pattern, lambda tensor: tensor.roll(1, dim)))
+
+
+def rope_interleaved() -> Fault:
+    """Planes of neighbouring dimensions where they are of the two halves, or the other way round."""
+    return Fault(
+        architecture=lambda about: replace(
+            about, ropes=tuple(replace(rope, interleaved=not rope.interleaved) for rope in about.ropes)
+        )
+    )
+
+
+def rope_slower() -> Fault:
+    """A base three times too large."""
+    return Fault(
+        architecture=lambda about: replace(
+            about, ropes=tuple(replace(rope, base=3 * rope.base) for rope in about.ropes)
+        )
+    )
+
+
+def softmax_scaled() -> Fault:
+    """Every softmax of attention is a quarter too sharp."""
+
+    def plant(model: Model) -> None:
+        for module in (module for chunk in model.chunks for module in chunk.modules()):
+            if type(module).__name__ == "CoreAttention":
+                scale = module.softmax_scale or module.config.kv_channels**-0.5
+                module.softmax_scale = 1.25 * scale
+
+    return Fault(model=plant)
+
+
+def of(names: Iterable[str], about: Architecture) -> dict[str, Fault]:
+    """The faults of the parts that a model has, by the names in its files."""
+    text = "\n".join(names)
+    found = {}
+    for one, other in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
+        if one in text and other in text:
+            found[f"{one} and {other} swapped"] = swapped(f"{one}.", f"{other}.")
+    if any(layer.rope is not None and layer.mixer == "attention" for layer in about.layers):
+        found |= {"rope interleaved": rope_interleaved(), "rope slower": rope_slower()}
+    if any(layer.mixer == "attention" for layer in about.layers):
+        found["softmax scale"] = softmax_scaled()
+    if re.search(r"experts\.1\.", text):
+        found["expert out of place"] = swapped("experts.0.", "experts.1.")
+    elif re.search(r"\bexperts\.", text):
+        found["expert out of place"] = rolled(r"\bexperts\.")
+    if re.search(ROUTING_BIAS, text):
+        found["routing bias dropped"] = zeroed(ROUTING_BIAS)
+    return found
+
+
+def _changed(tensors: Tensors, pattern: str, change: Callable[[Tensor], Tensor]) -> Tensors:
+    found = {name: change(tensor) if re.search(pattern, name) else tensor for name, tensor in tensors.items()}
+    assert any(re.search(pattern, name) for name in tensors), f"no tensor is called {pattern}"
+    return found

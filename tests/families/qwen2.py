@@ -1,0 +1,12 @@
+"""Qwen2: biases on queries, keys and values; tied."""
+
+from tests.families import ROPE, SHARED, Tiny
+
+
+def config(**changes):
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**SHARED | {"rope_parameters": ROPE, "tie_word_embeddings": True} | changes)
+
+
+TINY = Tiny(config)

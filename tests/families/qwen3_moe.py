@@ -1,0 +1,26 @@
+"""Qwen3-MoE: experts in all layers but one; routing weights normalised, or not."""
+
+from functools import partial
+
+from tests.families import MOE, ROPE, SHARED, Tiny
+
+
+def config(**changes):
+    from transformers import Qwen3MoeConfig
+
+    moe = {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    }
+    return Qwen3MoeConfig(**SHARED | {"rope_parameters": ROPE} | moe | changes)
+
+
+TINY = {
+    "": Tiny(config, layouts=MOE),
+    "not normalised": Tiny(partial(config, norm_topk_prob=False), layouts=()),
+}
