@@ -22,8 +22,8 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     """
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
-    entries = table(family, hf_config, architecture)
     source = SafetensorsFolder(folder)
+    entries = table(family, hf_config, architecture, source.tensors)
     _check_names(source, entries, architecture, family.name)
     tensors = held(chunks)
     _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)

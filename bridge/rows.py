@@ -5,7 +5,7 @@ of the other, as a list of spans, which every direction reads: loading takes the
 just those slices, saving puts the windows of all ranks end to end and cuts the spans out again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,12 +126,19 @@ def _gate_and_up(length: int, ranks: int, architecture: Architecture) -> list[Sp
     return [Span(part, r * size, (r + 1) * size) for r in range(ranks) for part in (0, 1)]
 
 
+def _fused_gate_and_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """The same where one matrix holds the whole gate, then the whole up."""
+    half, size = length // 2, length // (2 * ranks)
+    return [Span(0, first + r * size, first + (r + 1) * size) for r in range(ranks) for first in (0, half)]
+
+
 REPLICATED = Kind(None, _whole)
 COLUMN = Kind(0, _whole)  # split by output features
 ROW = Kind(1, _whole)  # split by input features
 VOCAB = Kind(0, _padded_vocabulary)
 QKV = Kind(0, _query_groups, ("q", "k", "v"))
 GATE_UP = Kind(0, _gate_and_up, ("gate", "up"))
+FUSED_GATE_UP = Kind(0, _fused_gate_and_up)
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,9 @@ class Entry(NamedTuple):
         """The same of the Hugging Face tensors (one expert's, where these are stacked)."""
         return 1 - self.dim if self.transposed else self.dim
 
+    def among(self, names: Container[str]) -> bool:
+        return all(name in names for name in self.hf)
+
     def spans(self, shard: Sequence[int], ranks: int, architecture: Architecture) -> list[Span]:
         """The spans of the whole tensor, of which a rank's shard has shape `shard`."""
         return self.kind.spans(shard[self.dim] * ranks, ranks, architecture)
@@ -220,21 +230,27 @@ OUTPUT = Key("output_layer.weight")
 EXPERTS = "mlp.experts.linear_fc"  # in the names of the experts' own tensors, one for each expert
 
 
-def table(family: Family, config: dict[str, Any], architecture: Architecture) -> dict[Key, Entry]:
+def table(
+    family: Family, config: dict[str, Any], architecture: Architecture, names: Container[str] = ()
+) -> dict[Key, Entry]:
     """The rows written out for every layer and expert of the model that `config` (a raw config.json) describes.
 
-    With tied embeddings the output layer's entry names the embedding's tensor: a copy, where a stage holds one.
+    Where a family has several rows for one tensor, ways in which its checkpoints have it, the first counts of which a
+    checkpoint with tensors of these `names` has all. With tied embeddings the output layer's entry names the
+    embedding's tensor: a copy, where a stage holds one.
     """
-    entries = {}
+    entries: dict[Key, Entry] = {}
     experts = range(architecture.transformer.get("num_moe_experts") or 0)
     for row in family.rows(config):
         layered, expert_row = "{layer}" in row.mcore, EXPERTS in row.mcore
         layers = range(architecture.transformer["num_layers"]) if row.layers is None else row.layers
         for layer in layers if layered else (None,):
             for expert in experts if expert_row else (None,):
-                names = tuple(row.hf.format(layer=layer, expert=expert, part=part) for part in row.kind.parts)
+                hf = tuple(row.hf.format(layer=layer, expert=expert, part=part) for part in row.kind.parts)
                 stacked = (len(experts), expert) if row.stacked else ()
-                entries[Key(row.mcore, layer, expert)] = Entry(row.kind, names, row.transposed, row.fp32, *stacked)
+                key, entry = Key(row.mcore, layer, expert), Entry(row.kind, hf, row.transposed, row.fp32, *stacked)
+                if key not in entries or entry.among(names) and not entries[key].among(names):
+                    entries[key] = entry
     if architecture.tied:
         entries[OUTPUT] = entries[EMBEDDING]
     return entries

@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +108,14 @@ def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
         length = offset - page + count * dtype.itemsize
         memory = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - page)
+
+
+def names_of(folder: str | Path) -> Container[str]:
+    """The names of a model folder's tensors; none where it has no safetensors."""
+    folder = Path(folder)
+    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+        return ()
+    return SafetensorsFolder(folder).tensors
 
 
 def read_header(file: Path) -> dict[str, Stored]:

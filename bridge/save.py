@@ -14,7 +14,7 @@ from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .families import family_of
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
-from .safetensors_io import Form, finish_shards, sync, write_shard
+from .safetensors_io import Form, finish_shards, names_of, sync, write_shard
 from .tensors import held, local_experts, split_group, split_of
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
@@ -63,7 +63,7 @@ def save_weights(
     destination = Path(destination)
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
-    entries = table(family, hf_config, architecture)
+    entries = table(family, hf_config, architecture, names_of(source))
     tensors = held(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
