@@ -13,6 +13,7 @@ from .rows import OUTPUT, Architecture, Entry, Key
 # Transformer Engine puts a norm inside the module of the matrix that follows it.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -25,9 +26,17 @@ def held(chunks: Sequence[Any]) -> dict[Key, Tensor]:
 
     In the order of the model.
     """
-    return {
-        key: tensor for chunk in chunks for name, tensor in _state(chunk) for key, tensor in _keyed(chunk, name, tensor)
-    }
+    return {key: tensor for _, _, views in held_whole(chunks) for key, tensor in views.items()}
+
+
+def held_whole(chunks: Sequence[Any]) -> Iterator[tuple[Any, Tensor, dict[Key, Tensor]]]:
+    """The same as its modules have it: each chunk with each parameter or buffer, and what of it stands for which key.
+
+    A parameter in which experts are stacked has several keys.
+    """
+    for chunk in chunks:
+        for name, tensor in _state(chunk):
+            yield chunk, tensor, dict(_keyed(chunk, name, tensor))
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
