@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Routing, Row
-from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
+from .decoder import DYNAMIC, ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
 from .grouped import feed_forward, groups, moe_settings, refuse_sparse_steps
 
 # transformers' DeepseekV2Config
@@ -43,7 +43,9 @@ def describe(config: dict[str, Any]) -> Architecture:
         if config.get(key):
             raise ValueError(f"config.json has {key} true, which transformers' DeepSeek-V2 does not have")
     if config.get("scoring_func") not in (None, "softmax"):
-        raise ValueError(f"config.json has scoring_func {config['scoring_func']!r}; DeepSeek-V2 is known with 'softmax'")
+        raise ValueError(
+            f"config.json has scoring_func {config['scoring_func']!r}; DeepSeek-V2 is known with 'softmax'"
+        )
     if settings["num_experts_per_tok"] is None:
         raise ValueError("config.json has no num_experts_per_tok: how many experts a token visits")
     refuse_sparse_steps(config)
@@ -57,12 +59,12 @@ def describe(config: dict[str, Any]) -> Architecture:
             f"config.json has topk_method {settings['topk_method']!r}; known are 'greedy' and 'group_limited_greedy'"
         )
     routing |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
-    architecture = describe_latent(config, settings, Q_LORA_RANK, interleaved=True, **routing)
+    architecture = describe_latent(config, settings | {"rope_interleaved": True}, Q_LORA_RANK, **routing)
     return replace(architecture, routing=rule)
 
 
 def describe_latent(
-    config: dict[str, Any], settings: dict[str, Any], q_lora_rank: int, *, interleaved: bool, **transformer: Any
+    config: dict[str, Any], settings: dict[str, Any], q_lora_rank: int, **transformer: Any
 ) -> Architecture:
     """A decoder with multi-latent attention. `q_lora_rank`: where config.json does not name it."""
     heads = settings["num_attention_heads"]
@@ -91,7 +93,7 @@ def describe_latent(
     return replace(
         architecture,
         transformer=architecture.transformer | {"softmax_scale": scale},
-        ropes=(replace(rope, dim=turning, interleaved=interleaved),),
+        ropes=(replace(rope, dim=turning),),
     )
 
 
@@ -138,5 +140,6 @@ FAMILY = Family(
         "attention_bias and mlp_bias",
         "norm_topk_prob true (transformers' class ignores it)",
         "topk_method other than greedy and group_limited_greedy",
+        DYNAMIC,
     ),
 )

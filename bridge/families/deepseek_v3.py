@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ENDS, with_defaults
+from .decoder import DYNAMIC, ENDS, with_defaults
 from .deepseek_v2 import describe_latent, latent_attention
 from .grouped import feed_forward, sigmoid_routing
 
@@ -41,9 +41,8 @@ Q_LORA_RANK = 1536
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
     routing, rule = sigmoid_routing(config, settings)
-    architecture = describe_latent(
-        config, settings, Q_LORA_RANK, interleaved=bool(settings["rope_interleave"]), **routing
-    )
+    settings["rope_interleaved"] = settings["rope_interleave"]
+    architecture = describe_latent(config, settings, Q_LORA_RANK, **routing)
     return replace(architecture, routing=rule)
 
 
@@ -58,5 +57,5 @@ FAMILY = Family(
     models="DeepSeek-V3, V3.1 and R1; Moonlight; Kimi-K2",
     describe=describe,
     rows=rows,
-    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc"),
+    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
 )

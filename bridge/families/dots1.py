@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, QK_NORMS, describe_decoder, with_defaults
+from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, attention_biases, describe_decoder, windowed, with_defaults
 from .grouped import feed_forward, sigmoid_routing
-from .qwen3 import refuse_attention_bias
 
 # transformers' Dots1Config
 DEFAULTS = {
@@ -30,25 +29,27 @@ DEFAULTS = {
     "topk_group": 1,
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
-    "sliding_window": 4096,
     "max_window_layers": 62,
 }
 
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    refuse_attention_bias(config)
+    bias = bool(config.get("attention_bias"))
     for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         if settings[key] is None:
             raise ValueError(f"config.json has no {key}, which dots.llm1 has no default for")
     routing, rule = sigmoid_routing(config, settings)
-    architecture = describe_decoder(config, settings, qk_layernorm=True, **routing)
-    return replace(architecture, routing=rule)
+    architecture = describe_decoder(config, settings, qk_layernorm=True, add_qkv_bias=bias, **routing)
+    layers, first = settings["num_hidden_layers"], settings["max_window_layers"]
+    windows = config.get("sliding_window", 4096) is not None
+    kinds = ["sliding_attention" if windows and layer >= first else "full_attention" for layer in range(layers)]
+    return replace(architecture, routing=rule, output_bias=bias, layers=windowed(config, layers, default=kinds))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
-    return ENDS + ATTENTION + QK_NORMS + feed_forward(settings, bias=True)
+    return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + feed_forward(settings, bias=True)
 
 
 FAMILY = Family(
@@ -57,5 +58,5 @@ FAMILY = Family(
     models="dots.llm1",
     describe=describe,
     rows=rows,
-    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc"),
+    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
 )

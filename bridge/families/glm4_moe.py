@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
+from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
 from .grouped import feed_forward, sigmoid_routing
 
 # transformers' Glm4MoeConfig
@@ -29,6 +29,7 @@ DEFAULTS = {
     "topk_group": 1,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
+    "partial_rotary_factor": 0.5,
     "attention_bias": False,
     "use_qk_norm": False,
 }
@@ -38,7 +39,7 @@ def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
     routing, rule = sigmoid_routing(config, settings)
     architecture = describe_decoder(
-        {"partial_rotary_factor": 0.5} | config,
+        config,
         settings,
         add_qkv_bias=bool(settings["attention_bias"]),  # there is none on the output
         qk_layernorm=bool(settings["use_qk_norm"]),
@@ -60,5 +61,5 @@ FAMILY = Family(
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     describe=describe,
     rows=rows,
-    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc"),
+    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
 )
