@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from . import compat, runtime
 from .families import family_of
 from .kernels import Kernels, choose_kernels
-from .layers.attention import Documents, describe_documents
+from .layers.gated_delta import make_runs
 from .layers.logprobs import label_log_probs
-from .layers.rope import inverse_frequencies
+from .layers.rope import Rotation, rotation
+from .layers.segments import Documents, Reach, describe_documents
 from .layers.spec import block_spec
 from .options import BuildOptions, RecomputeOptions
-from .rows import Architecture
+from .rows import Architecture, Layer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -31,7 +32,7 @@ class Model:
     config: TransformerConfig
     architecture: Architecture
     kernels: Kernels
-    frequencies: Tensor  # [rotary dim / 2] fp32
+    ropes: tuple[Rotation, ...]  # for each of the architecture's, on this rank's device
 
     def log_probs(
         self,
@@ -58,15 +59,23 @@ class Model:
         )
 
     def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
-        return describe_documents(
+        cp_size = parallel_state.get_context_parallel_world_size()
+        documents = describe_documents(
             position_ids,
             cu_seqlens,
             max_seqlen,
-            frequencies=self.frequencies,
+            ropes=self.ropes,
+            reaches=[Reach(layer.window, layer.chunk) for layer in (*self.architecture.layers, Layer())],
             dtype=self.config.params_dtype,
             cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=parallel_state.get_context_parallel_world_size(),
+            cp_size=cp_size,
         )
+        if any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
+            rows, length = position_ids.shape
+            bounds = [0, length * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
+            kernel = self.architecture.transformer["linear_conv_kernel_dim"]
+            documents.runs = make_runs(bounds, rows, cp_size, kernel, position_ids.device)
+        return documents
 
     def _label_log_probs(
         self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, labels: Tensor, **_
@@ -83,6 +92,7 @@ class Model:
             vocab_size=self.architecture.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=self.config.sequence_parallel,
+            temperature=self.architecture.logits_scale,
         )
 
 
@@ -100,9 +110,8 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
-    rope = architecture.ropes[0]
-    frequencies = inverse_frequencies(rope.dim, rope.base, rope.scaling)
-    return Model(chunks, config, architecture, kernels, frequencies.to(runtime.device()))
+    ropes = tuple(rotation(rope, runtime.device()) for rope in architecture.ropes)
+    return Model(chunks, config, architecture, kernels, ropes)
 
 
 def transformer_config(
@@ -136,7 +145,10 @@ def transformer_config(
         "attention_dropout": options.attention_dropout,
         "hidden_dropout": options.hidden_dropout,
         "bias_dropout_fusion": options.bias_dropout_fusion and on_gpu,
-        "bias_activation_fusion": options.bias_activation_fusion and on_gpu,
+        # megatron-core's fused GELU is the approximation by tanh, under GELU's name.
+        "bias_activation_fusion": options.bias_activation_fusion
+        and on_gpu
+        and architecture.transformer["activation_func"] is torch.nn.functional.silu,
         "apply_rope_fusion": options.apply_rope_fusion and kernels.transformer_engine,
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
@@ -147,7 +159,7 @@ def transformer_config(
         settings |= _experts(options, kernels, settings)
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
-    config = TransformerConfig(**settings)
+    config = (MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig)(**settings)
     # Ours, beside megatron-core's: read by layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
@@ -194,7 +206,7 @@ def _build_chunk(
     config: TransformerConfig, architecture: Architecture, kernels: Kernels, vp_stage: int | None
 ) -> GPTModel:
     tp = config.tensor_model_parallel_size
-    return GPTModel(
+    model = GPTModel(
         config,
         block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded up to what TP divides, inside only
@@ -206,3 +218,7 @@ def _build_chunk(
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
     ).to(runtime.device())
+    if architecture.embedding_scale != 1.0 and model.pre_process:
+        scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
+        model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
+    return model

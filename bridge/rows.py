@@ -249,7 +249,7 @@ def table(
                 hf = tuple(row.hf.format(layer=layer, expert=expert, part=part) for part in row.kind.parts)
                 stacked = (len(experts), expert) if row.stacked else ()
                 key, entry = Key(row.mcore, layer, expert), Entry(row.kind, hf, row.transposed, row.fp32, *stacked)
-                if key not in entries or entry.among(names) and not entries[key].among(names):
+                if key not in entries or (entry.among(names) and not entries[key].among(names)):
                     entries[key] = entry
     if architecture.tied:
         entries[OUTPUT] = entries[EMBEDDING]

@@ -4,6 +4,9 @@ A family starts from these and adds its own. All of them read the raw config.jso
 default of the family's config class in transformers.
 """
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 from ..rows import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
@@ -17,10 +20,19 @@ def with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return {key: default if config.get(key) is None else config[key] for key, default in defaults.items()}
 
 
-def rope(config: dict[str, Any], max_positions: int, *, base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
-    """The base and the scaling of rotary embeddings, from `rope_theta` with `rope_scaling` or from `rope_parameters`.
+def rope(
+    config: dict[str, Any],
+    head_dim: int,
+    max_positions: int,
+    *,
+    base: float = 10000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
+    """The rule of rotary embeddings, from `rope_theta` with `rope_scaling` or from `rope_parameters`.
 
-    `base` is what holds where config.json gives none. Raises ValueError for a rule that the layers do not know.
+    `base` is what holds where config.json gives none, and `partial` the same of partial_rotary_factor (None: the family
+    turns whole heads). Raises ValueError for a rule that the layers do not know.
     """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in settings.values()):
@@ -28,54 +40,109 @@ def rope(config: dict[str, Any], max_positions: int, *, base: float = 10000.0) -
             "config.json has rope_parameters for each type of layer: this family is known with one for all"
         )
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base
+    given = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    if partial is None and given not in (None, 1.0):
+        raise ValueError(f"config.json has partial_rotary_factor {given}: this family is known with whole heads only")
+    dim = int(head_dim * (given or partial or 1.0))
+    original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    return Rope(float(base), dim, _scaling(settings, dim, original, max_positions), interleaved)
+
+
+def _scaling(settings: dict[str, Any], dim: int, original: int | None, max_positions: int) -> dict[str, Any] | None:
+    """In one spelling, with nothing left out, as transformers' modeling_rope_utils fills in what is missing."""
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    settings.pop("type", None)
-    partial = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor {partial}: this family is known with whole heads only")
+    kind = "longrope" if kind == "su" else kind
     if kind == "default":
-        return float(base), None
-    if kind not in ("linear", "llama3"):
+        return None
+    if kind not in ("linear", "llama3", "yarn", "longrope"):
+        reason = ", whose frequencies change with the longest text seen so far" if kind == "dynamic" else ""
         raise ValueError(
-            f"config.json asks for rope scaling of type {kind!r}; known are default, linear and llama3. To train "
-            "within the original length, remove rope_scaling (or rope_parameters' rope_type) from config.json"
+            f"config.json asks for rope scaling of type {kind!r}{reason}; known are default, linear, llama3, yarn and "
+            "longrope. To train within the original length, remove rope_scaling (or rope_parameters' rope_type) from "
+            "config.json"
         )
+    scaling = {key: value for key, value in settings.items() if key != "type"} | {"rope_type": kind}
+    if kind == "linear":
+        return scaling
+    original = scaling["original_max_position_embeddings"] = original or max_positions
     if kind == "llama3":
-        settings.setdefault("original_max_position_embeddings", max_positions)
-    return float(base), {**settings, "rope_type": kind}
+        return scaling
+    factor = scaling["factor"] = settings.get("factor") or max_positions / original
+    attention = settings.get("attention_factor")
+    if kind == "yarn":
+        scaling["beta_fast"], scaling["beta_slow"] = settings.get("beta_fast") or 32, settings.get("beta_slow") or 1
+        scaling["truncate"] = settings.get("truncate", True)
+        amounts = settings.get("mscale"), settings.get("mscale_all_dim")
+        default = _yarn_factor(factor, amounts[0]) / _yarn_factor(factor, amounts[1]) if all(amounts) else None
+        default = default or _yarn_factor(factor, 1.0)
+    else:
+        for key in ("short_factor", "long_factor"):
+            if len(settings.get(key) or ()) != dim // 2:
+                raise ValueError(f"config.json's rope scaling has no {key} with a number for each of {dim // 2} planes")
+        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    scaling["attention_factor"] = default if attention is None else attention
+    return scaling
 
 
-def refuse_sliding_window(config: dict[str, Any], layers: int, *, first: int) -> None:
-    """Raise ValueError where a layer would attend to a window only; `first` is the first such layer by default."""
-    kinds = config.get("layer_types")
-    if kinds is None and config.get("use_sliding_window") and config.get("sliding_window", 0) is not None:
-        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    if kinds and any(kind != "full_attention" for kind in kinds):
+def _yarn_factor(scale: float, amount: float) -> float:
+    return 1.0 if scale <= 1 else 0.1 * amount * math.log(scale) + 1.0
+
+
+def windowed(config: dict[str, Any], layers: int, *, default: list[str]) -> tuple[Layer, ...]:
+    """Layers of which some attend to a sliding window, as `layer_types` says; `default`: where it is not there.
+
+    Raises ValueError for other types, and for windows without a length.
+    """
+    kinds, window = config.get("layer_types") or default, config.get("sliding_window", 4096)
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            "config.json has use_sliding_window or layer_types with layers that attend to a sliding window, which this "
-            'version cannot train. Set "use_sliding_window": false (and remove layer_types) to attend to everything'
+            f"config.json has layer_types {kinds}: there must be one for each of the {layers} layers, full_attention "
+            "or sliding_attention"
         )
+    if "sliding_attention" in kinds and not window:
+        raise ValueError("config.json has layer_types with sliding_attention, and no sliding_window for their length")
+    return tuple(Layer(window=window if kind == "sliding_attention" else None) for kind in kinds)
+
+
+def qwen_windows(config: dict[str, Any], layers: int) -> tuple[Layer, ...]:
+    """Qwen's: switched on by use_sliding_window, from layer max_window_layers on."""
+    if not config.get("use_sliding_window"):
+        config = config | {"sliding_window": None}
+    window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
+    sliding = [window is not None and layer >= first for layer in range(layers)]
+    return windowed(config, layers, default=["sliding_attention" if on else "full_attention" for on in sliding])
+
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+
+
+def activation(name: str) -> Callable[[Any], Any]:
+    """Raises ValueError for one that the layers do not know."""
+    import torch.nn.functional as F
+
+    if name not in ACTIVATIONS:
+        raise ValueError(f"config.json has hidden_act {name!r}; known are {', '.join(ACTIVATIONS)}")
+    if name == "gelu_pytorch_tanh":
+        return functools.partial(F.gelu, approximate="tanh")
+    return F.gelu if name == "gelu" else F.silu
 
 
 def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transformer: Any) -> Architecture:
     """The architecture of a decoder of Llama's shape.
 
-    `settings` are its keys with the family's defaults filled in; `transformer` is what the family adds.
+    `settings` are its keys with the family's defaults filled in; `transformer` is what the family adds. Keys of
+    `settings` that not all families have: rope_theta and partial_rotary_factor (defaults), rope_interleaved.
     """
-    import torch.nn.functional as F
-
-    if "quantization_config" in config:
-        raise ValueError(
-            "config.json has quantization_config: this version reads unquantised weights only. Take the "
-            "model's checkpoint in bfloat16"
-        )
-    if settings["hidden_act"] not in ("silu", "swish"):
-        raise ValueError(
-            f"config.json has hidden_act {settings['hidden_act']!r}; this family is known with 'silu' only"
-        )
     heads = settings["num_attention_heads"]
     head_dim = settings["head_dim"] or settings["hidden_size"] // heads
-    base, scaling = rope(config, settings["max_position_embeddings"])
+    turning = rope(
+        config,
+        head_dim,
+        settings["max_position_embeddings"],
+        base=settings.get("rope_theta", 10000.0),
+        partial=settings.get("partial_rotary_factor"),
+        interleaved=settings.get("rope_interleaved", False),
+    )
     return Architecture(
         transformer={
             "num_layers": settings["num_hidden_layers"],
@@ -87,7 +154,7 @@ def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transfo
             "normalization": "RMSNorm",
             "layernorm_epsilon": settings["rms_norm_eps"],
             "gated_linear_unit": True,
-            "activation_func": F.silu,
+            "activation_func": activation(settings["hidden_act"]),
             "add_bias_linear": False,
             "add_qkv_bias": False,
             "qk_layernorm": False,
@@ -98,7 +165,7 @@ def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transfo
         vocab_size=settings["vocab_size"],
         tied=settings["tie_word_embeddings"],
         max_positions=settings["max_position_embeddings"],
-        ropes=(Rope(base, head_dim, scaling),),
+        ropes=(turning,),
         layers=(Layer(),) * settings["num_hidden_layers"],
     )
 
@@ -118,8 +185,9 @@ ATTENTION = [
 
 QKV_BIAS = [Row(HF_LAYER + "self_attn.{part}_proj.bias", LAYER + "self_attention.linear_qkv.bias", QKV)]
 
-OTHER_BIASES = [
-    Row(HF_LAYER + "self_attn.o_proj.bias", LAYER + "self_attention.linear_proj.bias", REPLICATED),
+OUTPUT_BIAS = [Row(HF_LAYER + "self_attn.o_proj.bias", LAYER + "self_attention.linear_proj.bias", REPLICATED)]
+
+MLP_BIASES = [
     Row(HF_LAYER + "mlp.{part}_proj.bias", LAYER + "mlp.linear_fc1.bias", GATE_UP),
     Row(HF_LAYER + "mlp.down_proj.bias", LAYER + "mlp.linear_fc2.bias", REPLICATED),
 ]
@@ -128,6 +196,14 @@ QK_NORMS = [
     Row(HF_LAYER + "self_attn.q_norm.weight", LAYER + "self_attention.q_layernorm.weight", REPLICATED),
     Row(HF_LAYER + "self_attn.k_norm.weight", LAYER + "self_attention.k_layernorm.weight", REPLICATED),
 ]
+
+
+DYNAMIC = "rope scaling that changes with the length (dynamic)"  # for Family.limits
+
+
+def attention_biases(config: dict[str, Any]) -> list[Row]:
+    """Of all four projections, or of none."""
+    return QKV_BIAS + OUTPUT_BIAS if config.get("attention_bias") else []
 
 
 def mlp(layers: tuple[int, ...] | None = None) -> list[Row]:

@@ -1,9 +1,10 @@
 """Llama: no biases as a rule, head_dim optional; Llama 3.1 and later scale their rotary embeddings."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, OTHER_BIASES, QKV_BIAS, describe_decoder, mlp, with_defaults
+from .decoder import ATTENTION, DYNAMIC, ENDS, MLP_BIASES, attention_biases, describe_decoder, mlp, with_defaults
 
 # transformers' LlamaConfig
 DEFAULTS = {
@@ -22,21 +23,13 @@ DEFAULTS = {
 
 
 def describe(config: dict[str, Any]) -> Architecture:
-    return describe_decoder(config, with_defaults(config, DEFAULTS), add_bias_linear=_biases(config))
-
-
-def _biases(config: dict[str, Any]) -> bool:
     attention, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    if attention != mlp_bias:
-        raise ValueError(
-            f"config.json has attention_bias {attention} and mlp_bias {mlp_bias}: megatron-core has biases in all "
-            "linear layers or in none, so the two must be the same"
-        )
-    return attention
+    architecture = describe_decoder(config, with_defaults(config, DEFAULTS), add_qkv_bias=attention)
+    return replace(architecture, output_bias=attention, mlp_bias=mlp_bias)
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
-    return ENDS + ATTENTION + mlp() + (QKV_BIAS + OTHER_BIASES if _biases(config) else [])
+    return ENDS + ATTENTION + attention_biases(config) + mlp() + (MLP_BIASES if config.get("mlp_bias") else [])
 
 
 FAMILY = Family(
@@ -45,5 +38,5 @@ FAMILY = Family(
     models="Llama 2, 3, 3.1, 3.2 (text), 3.3, and models of its shape such as SmolLM2",
     describe=describe,
     rows=rows,
-    limits=("attention_bias and mlp_bias that differ", "rope scaling other than linear and llama3"),
+    limits=(DYNAMIC,),
 )

@@ -1,9 +1,10 @@
 """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, QKV_BIAS, describe_decoder, mlp, refuse_sliding_window, with_defaults
+from .decoder import ATTENTION, DYNAMIC, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_windows, with_defaults
 
 # transformers' Qwen2Config
 DEFAULTS = {
@@ -23,8 +24,8 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    refuse_sliding_window(config, settings["num_hidden_layers"], first=config.get("max_window_layers", 28))
-    return describe_decoder(config, settings, add_qkv_bias=True)
+    architecture = describe_decoder(config, settings, add_qkv_bias=True)
+    return replace(architecture, layers=qwen_windows(config, settings["num_hidden_layers"]))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
@@ -37,5 +38,5 @@ FAMILY = Family(
     models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ",
     describe=describe,
     rows=rows,
-    limits=("sliding windows (use_sliding_window)", "rope scaling other than linear and llama3 (YaRN)"),
+    limits=(DYNAMIC,),
 )

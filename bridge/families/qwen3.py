@@ -1,9 +1,20 @@
 """Qwen3: norms on query and key heads, whose size is a setting of its own."""
 
+from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, QK_NORMS, describe_decoder, mlp, refuse_sliding_window, with_defaults
+from .decoder import (
+    ATTENTION,
+    DYNAMIC,
+    ENDS,
+    QK_NORMS,
+    attention_biases,
+    describe_decoder,
+    mlp,
+    qwen_windows,
+    with_defaults,
+)
 
 # transformers' Qwen3Config
 DEFAULTS = {
@@ -23,21 +34,14 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    refuse_attention_bias(config)
-    refuse_sliding_window(config, settings["num_hidden_layers"], first=config.get("max_window_layers", 28))
-    return describe_decoder(config, settings, qk_layernorm=True)
-
-
-def refuse_attention_bias(config: dict[str, Any]) -> None:
-    if config.get("attention_bias"):
-        raise ValueError(
-            "config.json has attention_bias true: megatron-core puts a bias on the attention's output only "
-            "together with biases in the MLP, which Qwen3 has not"
-        )
+    bias = bool(config.get("attention_bias"))
+    architecture = describe_decoder(config, settings, qk_layernorm=True, add_qkv_bias=bias)
+    layers = qwen_windows(config, settings["num_hidden_layers"])
+    return replace(architecture, output_bias=bias, layers=layers)
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
-    return ENDS + ATTENTION + QK_NORMS + mlp()
+    return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + mlp()
 
 
 FAMILY = Family(
@@ -46,9 +50,5 @@ FAMILY = Family(
     models="Qwen3 (dense)",
     describe=describe,
     rows=rows,
-    limits=(
-        "attention_bias",
-        "sliding windows (use_sliding_window)",
-        "rope scaling other than linear and llama3 (YaRN)",
-    ),
+    limits=(DYNAMIC,),
 )

@@ -1,7 +1,11 @@
-"""Norms in plain PyTorch, for layer specs without Transformer Engine."""
+"""Norms in plain PyTorch, for layer specs without Transformer Engine, and those that it has not."""
 
 import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 
 class Norm:
@@ -12,9 +16,49 @@ class Norm:
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
-        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            norm = ZeroCentredNorm
+        else:
+            norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         module = norm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return module
+
+
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """RMSNorm times 1 + weight, in fp32 until its end (Gemma, https://arxiv.org/abs/2403.08295)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class WideNorm(torch.nn.Module):
+    """RMSNorm over all heads together, at the place of a query's or key's norm: x [sequence, batch, heads, dim].
+
+    A rank has some of the heads (with fewer key heads than ranks, some ranks the same ones): the mean of the squares is
+    the mean over the ranks. Every rank holds the whole weight, since megatron-core sums the gradients of these norms
+    over the tensor-parallel ranks.
+    """
+
+    def __init__(self, heads: int, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(heads * hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.heads, self.eps = heads, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = wide.square().mean(dim=(-2, -1), keepdim=True)
+        group = parallel_state.get_tensor_model_parallel_group()
+        ranks = group.size()
+        # The sum's gradient is summed too: the mean is in every rank's output.
+        mean = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(mean / ranks, group=group), group=group
+        )
+        here = x.shape[-2]
+        first = group.rank() * self.heads // ranks  # with fewer heads than ranks, one each, the same for neighbours
+        weight = self.weight.view(self.heads, -1)[first : first + here]
+        return weight * (wide * (mean + self.eps).rsqrt()).to(x.dtype)

@@ -1,46 +1,122 @@
 """Rotary position embeddings, indexed by position ids: packed documents and context parallelism need nothing more."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..rows import Rope
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rule of rotary embeddings, on a device."""
+
+    frequencies: Tensor  # [planes] fp32
+    factor: float = 1.0  # of cos and sin
+    interleaved: bool = False
+    original: int = 0  # with `long`: documents longer than this turn by `long` instead
+    long: Tensor | None = None
+
+
+class Turns(NamedTuple):
+    """How the tokens of a micro batch turn by one rule, in the model's dtype; angles in fp32."""
+
+    cos: Tensor  # [sequence, batch, 1, dim]
+    sin: Tensor
+    angles: Tensor | None  # None where cos and sin are more than the angles' own
+    interleaved: bool
+
+
+def rotation(rope: Rope, device: torch.device) -> Rotation:
+    """Raises ValueError for a rope type that is not known."""
+    scaling = rope.scaling or {}
+    frequencies = inverse_frequencies(rope.dim, rope.base, scaling).to(device)
+    long = None
+    if scaling.get("rope_type") == "longrope":
+        factors = scaling | {"short_factor": scaling["long_factor"]}
+        long = inverse_frequencies(rope.dim, rope.base, factors).to(device)
+    original = scaling.get("original_max_position_embeddings", 0)
+    return Rotation(frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original, long)
 
 
 def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> Tensor:
     """The rotation speeds of the `dim / 2` planes, fp32, as transformers' rope functions give them.
 
-    `scaling` is None or {"rope_type": "linear" | "llama3", ...} with the keys of a Hugging Face config. Llama 3's rule
-    (https://arxiv.org/abs/2407.21783): long waves are stretched by `factor`, short ones kept, those between blended.
-    Raises ValueError for a rope type that is not known.
+    `scaling` is None or {"rope_type": ...} with the keys of a Hugging Face config, none left out. Linear; Llama 3
+    (https://arxiv.org/abs/2407.21783: long waves are stretched by `factor`, short ones kept, those between blended);
+    YaRN (https://arxiv.org/abs/2309.00071, section 3.2); LongRoPE (https://arxiv.org/abs/2402.13753: a factor for each
+    plane). Raises ValueError for a rope type that is not known.
     """
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     kind = (scaling or {}).get("rope_type", "default")
-    if scaling is None or kind == "default":
+    if not scaling or kind == "default":
         return frequencies
     if kind == "linear":
         return frequencies / scaling["factor"]
-    if kind == "llama3":
+    if kind == "longrope":
+        return frequencies / torch.tensor(scaling["short_factor"], dtype=torch.float32)
+    if kind == "yarn":
+        kept = _yarn_kept(dim, base, scaling)
+    elif kind == "llama3":
         low, high, original = (
             scaling[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         )
         wavelengths = 2 * math.pi / frequencies
         # 0 where the wave is long (stretched whole), 1 where it is short (kept).
         kept = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-        return kept * frequencies + (1 - kept) * frequencies / scaling["factor"]
-    raise ValueError(f"rope type {kind!r} is not supported: only default, linear and llama3 are")
+    else:
+        raise ValueError(f"rope type {kind!r} is not supported: only default, linear, llama3, yarn and longrope are")
+    return kept * frequencies + (1 - kept) * frequencies / scaling["factor"]
 
 
-def angles(position_ids: Tensor, frequencies: Tensor) -> Tensor:
-    """[batch, sequence] positions -> fp32 angles [sequence, batch, 1, dim], both halves alike."""
-    turns = position_ids.t().unsqueeze(-1).float() * frequencies  # [sequence, batch, dim / 2]
-    return torch.cat((turns, turns), dim=-1).unsqueeze(2)
+def _yarn_kept(dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
+    """[planes]: 1 for planes that turn more than beta_fast times within the original length, 0 for those that turn
+    less than beta_slow times, and a line over the planes between."""
+
+    def plane(turns: float) -> float:
+        return dim * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / 2 / math.log(base)
+
+    low, high = plane(scaling["beta_fast"]), plane(scaling["beta_slow"])
+    if scaling["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [sequence, batch, heads, head_dim] by cos and sin [sequence, batch, 1, dim <= head_dim] of its dtype."""
-    dim = cos.shape[-1]
+def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bool], dtype: torch.dtype) -> Turns:
+    """The turns of position_ids [batch, sequence].
+
+    long(length) tells which tokens are of documents longer than that: all or none, or [sequence].
+    """
+    frequencies = rope.frequencies
+    if rope.long is not None:
+        which = long(rope.original)
+        if isinstance(which, Tensor):
+            frequencies = torch.where(which[:, None, None], rope.long, frequencies)
+        elif which:
+            frequencies = rope.long
+    planes = position_ids.t().unsqueeze(-1).float() * frequencies  # [sequence, batch, dim / 2]
+    angles = planes.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((planes, planes), dim=-1)
+    angles = angles.unsqueeze(2)
+    cos, sin = angles.cos() * rope.factor, angles.sin() * rope.factor
+    return Turns(cos.to(dtype), sin.to(dtype), angles if rope.factor == 1.0 else None, rope.interleaved)
+
+
+def rotate(x: Tensor, turns: Turns) -> Tensor:
+    """Turn the first dimensions of x [sequence, batch, heads, head_dim], as many as the turns have."""
+    dim = turns.cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    if turns.interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        across = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turned = turned * turns.cos + across * turns.sin
     return turned if rest is None else torch.cat((turned, rest), dim=-1)

@@ -2,6 +2,7 @@
 
 from copy import copy
 from functools import partial
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -20,9 +21,14 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from ..rows import Architecture
 from .attention import CoreAttention
 from .experts import GroupedExperts
-from .norm import Norm
+from .gated_delta import GatedDeltaNet
+from .mla import LatentAttention, LatentAttentionSubmodules
+from .norm import Norm, WideNorm
+from .residual import BranchEnd
+from .router import Router
 
 
 def block_spec(
@@ -37,9 +43,11 @@ def block_spec(
     else:
         pattern = [bool(moe) for moe in frequency]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    here = pattern[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    last = first + get_num_layers_to_build(config, vp_stage=vp_stage)
+    mixers = [layer.mixer for layer in config.architecture.layers]  # type: ignore[attr-defined]
+    here = zip(pattern[first:last], mixers[first:last], strict=True)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, moe, transformer_engine) for moe in here],
+        layer_specs=[_layer(config, moe, transformer_engine, mixer) for moe, mixer in here],
         layer_norm=_norm(transformer_engine),
     )
 
@@ -52,7 +60,7 @@ def _norm(transformer_engine: bool):
     return TENorm
 
 
-def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool) -> ModuleSpec:
+def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer: str = "attention") -> ModuleSpec:
     norm = _norm(transformer_engine)
     column, row = ColumnParallelLinear, RowParallelLinear
     norm_column, norm_before = column, norm  # a norm of its own, then the matrix
@@ -66,34 +74,73 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool) -> Mo
         column, row = _accumulating(config, TEColumnParallelLinear), _accumulating(config, TERowParallelLinear)
         # The norm lies inside the matrix's module.
         norm_column, norm_before = _accumulating(config, TELayerNormColumnParallelLinear), IdentityOp
-    head_norm = norm if config.qk_layernorm else IdentityOp
+    architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    # megatron-core has one switch for the biases of all these; here each is set by itself.
+    output = _biased(row, architecture.output_bias)
+    fc1, fc2 = (_biased(linear, architecture.mlp_bias) for linear in (norm_column, row))
+    q_norm, k_norm = _head_norms(config, norm)
+    end = get_bias_dropout_add
+    if architecture.post_norms or architecture.residual_scale != 1.0:
+        end = ModuleSpec(
+            module=BranchEnd,
+            params={
+                "config": config,
+                "norm": norm if architecture.post_norms else None,
+                "scale": architecture.residual_scale,
+            },
+        )
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column,
             core_attention=CoreAttention,  # pyright: ignore[reportArgumentType]
-            linear_proj=row,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            linear_proj=output,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
+    norm_input = norm_before
+    if config.multi_latent_attention:
+        # Two matrices follow the norm.
+        attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
+        norm_input = norm
+    elif mixer == "gated_delta_net":
+        attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(_shared_experts, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
-        mlp = partial(MoELayer, submodules=MoESubmodules(experts=GroupedExperts, shared_experts=shared))
+        mlp = partial(MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared))
     else:
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=norm_column, linear_fc2=row))
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm_before,
+            input_layernorm=norm_input,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            self_attn_bda=end,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm if moe else norm_before,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=end,  # pyright: ignore[reportArgumentType]
         ),
     )
+
+
+def _head_norms(config: TransformerConfig, norm) -> tuple[Any, Any]:
+    """Of queries and of keys."""
+    if not config.qk_layernorm:
+        return IdentityOp, IdentityOp
+    if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]
+        return norm, norm
+    return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)
+
+
+def _biased(linear, bias: bool):
+    """`linear`, with a bias or without, whatever it is asked for."""
+
+    def build(*args, **kwargs):
+        return linear(*args, **kwargs | {"bias": bias})
+
+    return build
 
 
 def _accumulating(config: TransformerConfig, linear: type):

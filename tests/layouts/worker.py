@@ -82,7 +82,8 @@ def plant(fault: str | None, model: Model) -> None:
         original = type(model).documents
         model.documents = lambda ids, ends, longest: original(model, ids, ends[[0, -1]], int(ends[-1]))  # type: ignore[method-assign]
     elif fault == "rope":
-        model.frequencies.zero_()
+        for rope in model.ropes:
+            rope.frequencies.zero_()
     elif fault == "norms":
         for chunk in model.chunks:
             for layer in chunk.decoder.layers:

@@ -1,0 +1,32 @@
+"""The end of a branch: what attention or an MLP gives passes a norm or a factor, then joins the residual stream."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class BranchEnd(torch.nn.Module):
+    """Takes the place of megatron-core's bias-dropout-add in a layer spec, where its norm is `norm`'s module."""
+
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module] | None, scale: float):
+        super().__init__()
+        self.norm = norm and norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.scale = scale
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        return partial(self._add, training)
+
+    def _add(self, training: bool, branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        """The branch's output and bias, and residual, all [sequence, batch, hidden_size]."""
+        x, bias = branch
+        if bias is not None:
+            x = x + bias
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.scale != 1.0:
+            x = x * self.scale
+        return residual + F.dropout(x, dropout, training)

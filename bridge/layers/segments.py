@@ -1,0 +1,157 @@
+"""What attention must know of a micro batch, found once, on the CPU, before the first layer runs."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from .rope import Rotation, Turns, turn
+
+
+class Reach(NamedTuple):
+    """How far back a layer's queries see within a document: rows.Layer's window and chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+EVERYTHING = Reach()
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which keys a rank's queries meet: pieces of queries in order, each with its keys, the last of which is its own.
+
+    Without context parallelism a segment is a document, or a document's chunk where the layer attends by chunks. With
+    context parallelism a rank holds two parts of each document, and a part meets the document from its start (or the
+    window's, or the chunk's) to the part's end; `key_index` finds these keys among the gathered ones.
+    """
+
+    queries: list[int]  # length of each segment's queries
+    keys: list[int]  # length of each segment's keys
+    query_ends: Tensor  # [segments + 1] int32, on the device
+    key_ends: Tensor
+    key_index: Tensor | None  # [sum(keys)]: positions in the rank-major gathered keys; None without context parallelism
+    window: int | None = None  # None too where no document is longer than the window
+    chunked: bool = False  # whether some document was cut
+
+
+def make_segments(
+    bounds: list[int], cp_rank: int, cp_size: int, device: torch.device, reach: Reach = EVERYTHING
+) -> Segments:
+    """`bounds` [documents + 1]: where documents begin and end in the whole sequence; each divides by 2 x cp_size."""
+    longest = max(end - start for start, end in pairwise(bounds))
+    window, chunk = (limit if limit and limit < longest else None for limit in reach)
+    queries, keys, index = [], [], []
+    for start, end in pairwise(bounds):
+        places = _places(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
+        for first, last in _held(end - start, cp_rank, cp_size):
+            for low, high in _cut(first, last, chunk):
+                seen = low // chunk * chunk if chunk else 0  # the first key that the first query may see
+                if window:
+                    seen = max(seen, low - window + 1)
+                queries.append(high - low)
+                keys.append(high - seen)
+                if places is not None:
+                    index.append(places[seen:high])
+    key_index = _to(torch.cat(index), device) if index else None
+    return Segments(queries, keys, _ends(queries, device), _ends(keys, device), key_index, window, chunk is not None)
+
+
+def _held(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
+    """The parts of a document that a rank holds: its positions, in the rank's order."""
+    if cp_size == 1:
+        return [(0, length)]
+    part = length // (2 * cp_size)
+    return [(number * part, (number + 1) * part) for number in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+
+
+def _cut(first: int, last: int, chunk: int | None) -> Iterator[tuple[int, int]]:
+    """Positions first..last of a document in pieces that do not cross the ends of its chunks."""
+    while chunk and first // chunk < (last - 1) // chunk:
+        end = (first // chunk + 1) * chunk
+        yield first, end
+        first = end
+    yield first, last
+
+
+def _places(start: int, length: int, total: int, cp_size: int) -> Tensor:
+    """[length]: where each position of a document lies once the ranks' tokens are laid one rank after another."""
+    part = length // (2 * cp_size)
+    places = []
+    for number in range(2 * cp_size):
+        rank, second = (number, 0) if number < cp_size else (2 * cp_size - 1 - number, 1)
+        place = rank * (total // cp_size) + start // cp_size + second * part
+        places.append(torch.arange(place, place + part))
+    return torch.cat(places)
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    return _to(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """An asynchronous copy: nothing waits for the device."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass
+class Documents(PackedSeqParams):
+    """A micro batch's documents, for every layer."""
+
+    segments: dict[Reach, Segments] = field(default_factory=dict)  # for each reach that the model's layers have
+    turns: tuple[Turns, ...] = ()  # for each of Architecture.ropes
+    positions: Tensor | None = None  # [sequence, batch], within documents
+    runs: Any = None  # what gated_delta.py must know
+
+
+def describe_documents(
+    position_ids: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    *,
+    ropes: Sequence[Rotation],
+    reaches: Iterable[Reach],
+    dtype: torch.dtype,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Documents:
+    """position_ids [batch, local sequence] on the device; cu_seqlens [documents + 1] on the CPU, over the whole row
+    (None: rows are padded instead of packed); max_seqlen: the longest document."""
+    device = position_ids.device
+    if cu_seqlens is None:
+        bounds, packed = [0, position_ids.shape[1] * cp_size], {}
+    else:
+        bounds, ends = cu_seqlens.tolist(), _to(cu_seqlens, device)
+        packed = {
+            "qkv_format": "thd",
+            "cu_seqlens_q": ends,
+            "cu_seqlens_kv": ends,
+            "max_seqlen_q": max_seqlen,
+            "max_seqlen_kv": max_seqlen,
+        }
+        if cp_size > 1:
+            packed |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+
+    def long(original: int) -> Tensor | bool:
+        """Which tokens are of documents longer than `original`: all or none, or [local sequence]."""
+        lengths = [end - start for start, end in pairwise(bounds)] if cu_seqlens is not None else [max_seqlen]
+        found = [length > original for length in lengths]
+        if all(found) or not any(found):
+            return found[0]
+        here = torch.tensor(lengths) // cp_size
+        return _to(torch.tensor(found).repeat_interleave(here), device)
+
+    return Documents(
+        **packed,
+        segments={reach: make_segments(bounds, cp_rank, cp_size, device, reach) for reach in set(reaches)},
+        turns=tuple(turn(position_ids, rope, long, dtype) for rope in ropes),
+        positions=position_ids.t(),
+    )

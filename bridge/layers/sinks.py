@@ -1,0 +1,92 @@
+"""Attention with sinks: for each head one more logit in the softmax, of a key that every query sees and that has no
+value (GPT-OSS, https://arxiv.org/abs/2508.10925; after https://arxiv.org/abs/2309.17453).
+
+With L the logarithm of a query's sum of exp(score), the sum with the sink s has the logarithm L' = log(exp L + exp s),
+and the output is the plain one times exp(L - L'). A flash kernel gives L, and its backward pass is right as it stands
+once it is handed L' and the new output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
+# grad of output, query, key, value, output, L' -> grads of query, key, value
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class SinkAttention(torch.autograd.Function):
+    """query, key, value [tokens, heads, dim]; sinks [heads]; a kernel's two passes -> [tokens, heads, dim]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, forward: Forward, backward: Backward
+    ) -> Tensor:
+        output, log_sum = forward(query, key, value)
+        whole = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
+        output = (output * (log_sum - whole).exp().t().unsqueeze(-1)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, whole)
+        ctx.kernel = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        query, key, value, sinks, output, whole = ctx.saved_tensors
+        grads = ctx.kernel(grad.contiguous(), query, key, value, output, whole)
+        # The sink's value is zero: of the softmax's derivative only the share of the output is left.
+        share = (sinks.float().unsqueeze(1) - whole).exp()
+        grad_sinks = -(share * (grad.float() * output.float()).sum(-1).t()).sum(1)
+        return *grads, grad_sinks.to(sinks.dtype), None, None
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """torch's variable-length flash attention, causal: query, key, value [tokens, heads, dim]; ends [segments + 1]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    lengths = (query_ends, key_ends, max_queries, max_keys)
+    if sinks is None:
+        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(left, 0))
+        assert isinstance(output, Tensor)
+        return output
+    kernel = torch.ops.torch_attn  # the two passes that varlen_attn is made of
+    causal, reach = left == -1, [left, 0]
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return kernel._varlen_attn(query, key, value, *lengths, causal, scale, reach)[:2]
+
+    def backward(grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which there is none of
+        return kernel._varlen_attn_backward(grad, *saved, *lengths, causal, state, scale, reach)
+
+    return SinkAttention.apply(query, key, value, sinks, forward, backward)  # type: ignore[return-value]
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float | None, dropout: float
+) -> Tensor:
+    """With every score in memory: query, key, value [batch, heads, length, dim]; mask [queries, keys], None: causal."""
+    if repeat := query.shape[1] // key.shape[1] - 1:
+        key, value = (x.repeat_interleave(repeat + 1, dim=1) for x in (key, value))
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    sinks = sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1].to(query.dtype)
+    return F.dropout(shares, dropout) @ value
