@@ -3,7 +3,25 @@
 from typing import Any
 
 from ..rows import Architecture, Family
-from . import deepseek_v2, deepseek_v3, dots1, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from . import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+    qwen3_moe,
+    qwen3_next,
+)
 
 __all__ = ["FAMILIES", "Architecture", "Family", "family_of"]
 
@@ -16,6 +34,15 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v3.FAMILY,
     glm4_moe.FAMILY,
     dots1.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_5_text.FAMILY,
+    qwen3_5_moe_text.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    ernie4_5_moe.FAMILY,
+    minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 

@@ -1,5 +1,7 @@
 """Experts in plain PyTorch: one stacked matrix for all the experts of a rank, and grouped products over it."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -11,25 +13,53 @@ from torch import Tensor
 
 
 class _StackedLinear(torch.nn.Module):
-    """`weight` [experts, out, in]; the split over expert tensor parallelism lies on `split_dim`."""
+    """`weight` [experts, out, in] and, where asked for, `bias` [experts, out].
+
+    Expert tensor parallelism splits the outputs (`split_dim` 1, the bias too) or the inputs (`split_dim` 2). In the
+    second case every rank has the whole bias and a part of the sum: the first rank's part has the bias in it.
+    """
 
     def __init__(
-        self, config: TransformerConfig, experts: int, inputs: int, outputs: int, split_dim: int, shared: bool
+        self, config: TransformerConfig, experts: int, inputs: int, outputs: int, *, split_dim: int, shared: bool, ranks
     ):
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(
-            torch.empty(experts, outputs, inputs, dtype=config.params_dtype, device=device)
-        )
+        settings = {
+            "dtype": config.params_dtype,
+            "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        }
+        self.weight = torch.nn.Parameter(torch.empty(experts, outputs, inputs, **settings))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split_dim, stride=1)
-        self.weight.allreduce = shared  # type: ignore[attr-defined]  # False: reduced over expert data parallelism
+        self.bias = None
+        if config.architecture.expert_bias:  # type: ignore[attr-defined]
+            self.bias = torch.nn.Parameter(torch.empty(experts, outputs, **settings))
+            if split_dim == 1:
+                set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
+        self.adds_bias = split_dim == 1 or ranks.rank() == 0
+        for parameter in self.parameters():
+            parameter.allreduce = shared  # type: ignore[attr-defined]  # False: reduced over expert data parallelism
 
     def forward(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-        """x [rows, in], sorted by expert; `ends` int32 [experts]: where each expert's rows end -> [rows, out]"""
+        """x [rows, in], sorted by expert; `ends` int32 [experts]: where each expert's rows end -> [rows, out]
+
+        The bias is not in it: see `bias_rows`.
+        """
         if counts is None:
             return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
         parts = zip(x.split(counts), self.weight, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+
+    def bias_rows(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor | None:
+        """What the bias adds to each row of `forward`'s result, [rows, out]; None without biases."""
+        if self.bias is None:
+            return None
+        # Ranks that do not add it have its gradient all the same, for it is one parameter on all of them.
+        bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
+        if counts is None:
+            # A product with ones: its backward pass sums each expert's rows in fp32, and in an order that is fixed.
+            # Eight of them, since grouped products want 16 bytes in a row.
+            ones = x.new_ones(len(x), 8)
+            return F.grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, 7)), offs=ends)
+        return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
 
 
 class GroupedExperts(MegatronModule):
@@ -39,25 +69,33 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         assert pg_collection is not None
         assert config.moe_ffn_hidden_size is not None
-        if config.add_bias_linear:
-            raise ValueError("experts with biases need --transformer_impl transformer_engine")
-        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        ranks = pg_collection.expt_tp
+        width = config.moe_ffn_hidden_size // ranks.size()
         # As ColumnParallelLinear decides it: these weights are not replicated like the dense ones.
-        shared = not (pg_collection.ep.size() > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size())
+        shared = not (pg_collection.ep.size() > 1 or ranks.size() != pg_collection.tp.size())
+        build = partial(_StackedLinear, config, num_local_experts, shared=shared, ranks=ranks)
         gates = 2 if config.gated_linear_unit else 1
-        self.linear_fc1 = _StackedLinear(config, num_local_experts, config.hidden_size, gates * width, 1, shared)
-        self.linear_fc2 = _StackedLinear(config, num_local_experts, width, config.hidden_size, 2, shared)
+        self.linear_fc1 = build(config.hidden_size, gates * width, split_dim=1)
+        self.linear_fc2 = build(width, config.hidden_size, split_dim=2)
         self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
             config.recompute_modules or []
         )
 
-    def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
+    def _activate(self, x: Tensor, bias: Tensor | None, probs: Tensor | None) -> Tensor:
+        """x [rows, width, or twice that with gates first] -> [rows, width]; the rows weighted by `probs`."""
+        if bias is not None:
+            x = x + bias
+        limit = self.config.activation_func_clamp_value
         if self.config.gated_linear_unit:
             gate, up = x.chunk(2, dim=-1)
+            if limit is not None:  # GPT-OSS (https://arxiv.org/abs/2508.10925)
+                gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+            if self.config.glu_linear_offset:
+                up = up + self.config.glu_linear_offset
             x = self.config.activation_func(gate) * up
         else:
             x = self.config.activation_func(x)
-        return (x * probs.unsqueeze(-1)).to(x.dtype)
+        return x if probs is None else (x * probs).to(x.dtype)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> the shape of rows"""
@@ -65,14 +103,21 @@ class GroupedExperts(MegatronModule):
         grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16
         counts = None if grouped else tokens_per_expert.tolist()
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        weights = probs.unsqueeze(-1)
+        if self.config.moe_apply_probs_on_input:
+            rows, weights = (rows * weights).to(rows.dtype), None
         inner = self.linear_fc1(rows, ends, counts)
+        bias = self.linear_fc1.bias_rows(rows, ends, counts)
         if self.recompute_activation:
             checkpoint = tensor_parallel.CheckpointWithoutOutput()
-            inner = checkpoint.checkpoint(self._activate, inner, probs)
+            inner = checkpoint.checkpoint(self._activate, inner, bias, weights)
             output = self.linear_fc2(inner, ends, counts)
             checkpoint.discard_output_and_register_recompute(output)
         else:
-            output = self.linear_fc2(self._activate(inner, probs), ends, counts)
+            inner = self._activate(inner, bias, weights)
+            output = self.linear_fc2(inner, ends, counts)
+        if (bias := self.linear_fc2.bias_rows(rows, ends, counts)) is not None:
+            output = output + (bias if weights is None else bias * weights).to(output.dtype)
         return output, None
 
     def backward_dw(self) -> None:

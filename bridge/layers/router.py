@@ -27,9 +27,9 @@ class Router(TopKRouter):
             return
         experts, device = config.num_moe_experts, self.weight.device
         assert experts is not None
-        if self.rule.choice_bias:  # megatron-core has it with sigmoid scores only
+        if self.rule.choice_bias:  # megatron-core has it with sigmoid scores only; two dimensions as in ERNIE's files
             del self.expert_bias
-            self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32, device=device))
+            self.register_buffer("expert_bias", torch.zeros(1, experts, dtype=torch.float32, device=device))
         if self.rule.logit_bias:
             self.bias = torch.nn.Parameter(torch.empty(experts, dtype=config.params_dtype, device=device))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -76,7 +76,8 @@ class Router(TopKRouter):
 def choose(logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig) -> tuple[Tensor, Tensor]:
     """The weights and the numbers of each token's experts, both [tokens, topk], for fp32 logits [tokens, experts].
 
-    Scores are sigmoids, or a softmax over all experts. `bias` [experts] has a part in the choice, not in the weights.
+    Scores are sigmoids, or a softmax over all experts. `bias` ([1,] experts) has a part in the choice, not in the
+    weights.
     With groups only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
     2.1.2; DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
     """

@@ -59,7 +59,9 @@ def make(folder: Path, tiny: Tiny) -> None:
     _write(folder / "bf16", rounded)
 
     loss.backward()
-    gradients = _by_names_in_files(model, {name: _gradient(p) for name, p in model.named_parameters()})
+    gradients = _by_names_in_files(
+        model, {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+    )
     gradients = tiny.files(gradients) if tiny.files else gradients
     torch.save({"log_probs": log_probs, "gradients": gradients}, folder / "reference.pt")
 

@@ -1,0 +1,34 @@
+"""ERNIE 4.5 MoE: interleaved planes, shared experts, a bias on the choice, a least sum that most sums stay below."""
+
+from functools import partial
+
+from tests.families import MOE, ROPE, SHARED, Tiny
+from tests.families.faults import swapped
+
+
+def config(**changes):
+    from transformers import Ernie4_5_MoeConfig
+
+    moe = {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 28,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_norm_min": 0.7,
+        "tie_word_embeddings": True,
+    }
+    return Ernie4_5_MoeConfig(**SHARED | {"rope_parameters": ROPE} | moe | changes)
+
+
+FP32 = (r"mlp\.gate\.weight", "moe_statics")
+
+TINY = {
+    "": Tiny(config, MOE, fp32=FP32, faults={"gate and up swapped": swapped("gate_proj", "up_proj")}),
+    "interval": Tiny(
+        partial(config, moe_layer_interval=2, moe_layer_end_index=-1, moe_num_shared_experts=0, moe_norm_min=1e-12),
+        ("EP2",),
+        fp32=FP32,
+    ),
+}

@@ -1,0 +1,15 @@
+"""OLMoE: norms over all heads together, half as many key heads; the experts' weights do not sum up to 1."""
+
+from functools import partial
+
+from tests.families import MOE, ROPE, SHARED, Tiny
+
+
+def config(**changes):
+    from transformers import OlmoeConfig
+
+    moe = {"num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": False}
+    return OlmoeConfig(**SHARED | {"rope_parameters": ROPE, "intermediate_size": 40} | moe | changes)
+
+
+TINY = {"": Tiny(config, MOE), "normalised": Tiny(partial(config, norm_topk_prob=True), ("EP2",))}
