@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.typed_torch import not_none
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -229,9 +230,9 @@ class GatedDeltaNet(MegatronModule):
         assert pg_collection is not None
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        assert self.key_dim and self.value_dim and key_heads and value_heads and config.linear_conv_kernel_dim
+        self.key_dim, self.value_dim = not_none(config.linear_key_head_dim), not_none(config.linear_value_head_dim)
+        key_heads, value_heads = not_none(config.linear_num_key_heads), not_none(config.linear_num_value_heads)
+        kernel = not_none(config.linear_conv_kernel_dim)
         ranks = self.tp_group.size() * self.cp_group.size()
         if key_heads % ranks:
             raise ValueError(
@@ -267,7 +268,7 @@ class GatedDeltaNet(MegatronModule):
             tp_comm_buffer_name="fc2",
             **settings,
         )
-        self.conv1d = _Weight(config, self.groups * self.mixed, 1, config.linear_conv_kernel_dim, split=True)
+        self.conv1d = _Weight(config, self.groups * self.mixed, 1, kernel, split=True)
         # The decay's rate is held in fp32, and so is the norm, as checkpoints have them.
         self.A_log = _parameter(config, self.groups * self.heads, fp32=True, split=True)
         self.dt_bias = _parameter(config, self.groups * self.heads, split=True)

@@ -1,0 +1,59 @@
+"""Qwen3.5-MoE: Qwen3.5's layers with many experts and a shared one; on the hub the experts lie stacked."""
+
+from typing import Any
+
+from ..rows import FUSED_GATE_UP, ROW, Architecture, Family, Row
+from .decoder import DYNAMIC, HF_LAYER, LAYER, with_defaults
+from .hybrid import DEFAULTS as HYBRID
+from .hybrid import PROJECTED, hybrid
+from .qwen3_5_text import spelled, text_config
+from .qwen3_next import describe_moe, gated_experts
+
+# transformers' Qwen3_5MoeTextConfig
+DEFAULTS = {
+    **HYBRID,
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+# Beside them what Qwen3-Next has settings for.
+FIXED = {"norm_topk_prob": True}
+
+
+def describe(config: dict[str, Any]) -> Architecture:
+    text = text_config(config)
+    for key, value in FIXED.items():
+        if text.get(key, value) != value:
+            raise ValueError(f"config.json has {key} {text[key]!r}; this family is known with {value!r} only")
+    settings = with_defaults(text, DEFAULTS) | FIXED
+    settings["intermediate_size"] = settings["moe_intermediate_size"]  # no layer is dense
+    return describe_moe(text, settings, tuple(range(settings["num_hidden_layers"])))
+
+
+def rows(config: dict[str, Any]) -> list[Row]:
+    text = text_config(config)
+    settings = with_defaults(text, DEFAULTS)
+    moe = gated_experts(tuple(range(settings["num_hidden_layers"])))
+    hf, mcore = HF_LAYER + "mlp.experts.", LAYER + "mlp.experts."
+    stacked = [
+        Row(hf + "gate_up_proj", mcore + "linear_fc1.weight", FUSED_GATE_UP, stacked=True),
+        Row(hf + "down_proj", mcore + "linear_fc2.weight", ROW, stacked=True),
+    ]
+    experts = stacked + moe if "text_config" in config else moe + stacked
+    return spelled(config, hybrid(text, settings, PROJECTED, fp32=True) + experts)
+
+
+FAMILY = Family(
+    name="qwen3_5_moe_text",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    models="Qwen3.5 (MoE), text",
+    describe=describe,
+    rows=rows,
+    limits=(DYNAMIC, "images and videos: the vision tower is carried along unchanged"),
+)

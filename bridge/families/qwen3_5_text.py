@@ -1,0 +1,63 @@
+"""Qwen3.5, dense: gated delta nets with a matrix for each projection, gated attention in every fourth layer.
+
+The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: their text model is what is trained.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ..rows import Architecture, Family, Row
+from .decoder import DYNAMIC, mlp, with_defaults
+from .hybrid import DEFAULTS as HYBRID
+from .hybrid import PROJECTED, describe_hybrid, hybrid
+
+# transformers' Qwen3_5TextConfig
+DEFAULTS = {
+    **HYBRID,
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a config.json, without what of it says how images are placed."""
+    text = dict(config["text_config"]) if "text_config" in config else dict(config)
+    if "tie_word_embeddings" not in text and "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    for key in ("rope_parameters", "rope_scaling"):
+        if text.get(key):
+            # Of text all three positions of multimodal rotary embeddings are the same.
+            text[key] = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
+            if text[key].get("type") == "mrope":
+                text[key]["type"] = "default"
+    return text
+
+
+def spelled(config: dict[str, Any], rows: list[Row]) -> list[Row]:
+    """The rows by both names that the text model has: alone, and within one that sees. The more likely one first."""
+    inner = [replace(row, hf=row.hf.replace("model.", "model.language_model.", 1)) for row in rows]
+    return inner + rows if "text_config" in config else rows + inner
+
+
+def describe(config: dict[str, Any]) -> Architecture:
+    text = text_config(config)
+    return describe_hybrid(text, with_defaults(text, DEFAULTS))
+
+
+def rows(config: dict[str, Any]) -> list[Row]:
+    text = text_config(config)
+    return spelled(config, hybrid(text, with_defaults(text, DEFAULTS), PROJECTED, fp32=True) + mlp())
+
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    models="Qwen3.5 (dense), text",
+    describe=describe,
+    rows=rows,
+    limits=(DYNAMIC, "images and videos: the vision tower is carried along unchanged"),
+)
