@@ -61,12 +61,25 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2": {TP: 2, SP: False},
         "TP2 SP": {TP: 2, SP: True},
         "PP2": {PP: 2},
+        "PP2 uneven": {PP: 2, "decoder_first_pipeline_num_layers": 3},
+        "PP2 VPP2": {PP: 2, VPP: 2},
         "CP2": {CP: 2},
         "EP2": {EP: 2},
         "TP2 SP ETP2": {TP: 2, SP: True, ETP: 2},
         "TP2 SP EP2": {TP: 2, SP: True, EP: 2},
     },
+    4: {
+        "TP4 SP": {TP: 4, SP: True},
+        "TP4 SP ETP4": {TP: 4, SP: True, ETP: 4},
+        "TP2 SP PP2": {TP: 2, SP: True, PP: 2},
+        "TP2 SP PP2 VPP2": {TP: 2, SP: True, PP: 2, VPP: 2},
+        "PP4": {PP: 4},
+        "EP4": {EP: 4},
+        "EP2 PP2": {EP: 2, PP: 2},
+        "TP2 SP EP2 ETP2": {TP: 2, SP: True, EP: 2, ETP: 2},
+    },
 }
+# What a family names as a rule; a few name more of the others.
 DENSE = ("TP2", "TP2 SP", "PP2", "CP2")
 MOE = ("TP2 SP ETP2", "PP2", "EP2", "TP2 SP EP2", "CP2")  # megatron-core trains experts under TP with SP only
 
@@ -84,7 +97,8 @@ class Tiny:
     means: Mapping[str, float] = field(default_factory=dict)  # e.g. {"norm": 0.0} for zero-centred norms
     stds: Mapping[str, float] = field(default_factory=dict)  # no smaller than 0.2, but for a reason
     files: Callable[[Tensors], Tensors] | None = None  # names of save_pretrained -> of the hub; linear: gradients too
-    raw: Mapping[str, Any] = field(default_factory=dict)  # changes to config.json as saved; None takes a key out
+    # Changes to config.json as saved (None takes a key out), or a function that makes another one of it.
+    raw: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = field(default_factory=dict)
     fp32: tuple[str, ...] = ()  # patterns of names that checkpoints hold in fp32 beside bf16 weights
     # What the files have and transformers' model does not (MTP): called with the config, and a function
     # noise(*shape, mean=0.0) -> Tensor. It must come back byte for byte; its mathematics need tests of their own.
@@ -101,7 +115,7 @@ def tinies() -> dict[str, Tiny]:
     """Every variant of every family: {"qwen3": ..., "llama biases": ...}."""
     found = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in _TOOLS):
-        given = importlib.import_module(f"{__name__}.{module}").TINY
+        given = getattr(importlib.import_module(f"{__name__}.{module}"), "TINY", {})
         variants = {"": given} if isinstance(given, Tiny) else given
         found |= {f"{module} {name}".strip(): tiny for name, tiny in variants.items()}
     return found

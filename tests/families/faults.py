@@ -7,12 +7,15 @@ config.json, or the model that was built.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from megaswift.bridge.build import Model
 from megaswift.bridge.rows import Architecture
-from torch import Tensor
 
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:  # the tests are collected without torch
+    from megaswift.bridge.build import Model
+    from torch import Tensor
+
+Tensors = dict[str, Any]
 ROUTING_BIAS = r"e_score_correction_bias|expert_bias|(?:gate|router)\.bias|moe_statics"
 
 
@@ -20,7 +23,7 @@ ROUTING_BIAS = r"e_score_correction_bias|expert_bias|(?:gate|router)\.bias|moe_s
 class Fault:
     tensors: Callable[[Tensors], Tensors] | None = None
     architecture: Callable[[Architecture], Architecture] | None = None
-    model: Callable[[Model], None] | None = None
+    model: Callable[[Any], None] | None = None  # of a bridge.build.Model
 
 
 def swapped(one: str, other: str) -> Fault:
@@ -63,9 +66,9 @@ def rope_slower() -> Fault:
 def softmax_scaled() -> Fault:
     """Every softmax of attention is a quarter too sharp."""
 
-    def plant(model: Model) -> None:
+    def plant(model: "Model") -> None:
         for module in (module for chunk in model.chunks for module in chunk.modules()):
-            if type(module).__name__ == "CoreAttention":
+            if any(base.__name__ == "CoreAttention" for base in type(module).__mro__):
                 scale = module.softmax_scale or module.config.kv_channels**-0.5
                 module.softmax_scale = 1.25 * scale
 
@@ -92,7 +95,7 @@ def of(names: Iterable[str], about: Architecture) -> dict[str, Fault]:
     return found
 
 
-def _changed(tensors: Tensors, pattern: str, change: Callable[[Tensor], Tensor]) -> Tensors:
+def _changed(tensors: Tensors, pattern: str, change: "Callable[[Tensor], Tensor]") -> Tensors:
     found = {name: change(tensor) if re.search(pattern, name) else tensor for name, tensor in tensors.items()}
     assert any(re.search(pattern, name) for name in tensors), f"no tensor is called {pattern}"
     return found

@@ -1,6 +1,6 @@
 """Qwen2: biases on queries, keys and values; tied."""
 
-from tests.families import ROPE, SHARED, Tiny
+from tests.families import DENSE, ROPE, SHARED, Tiny
 
 
 def config(**changes):
@@ -9,4 +9,4 @@ def config(**changes):
     return Qwen2Config(**SHARED | {"rope_parameters": ROPE, "tie_word_embeddings": True} | changes)
 
 
-TINY = Tiny(config)
+TINY = Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 uneven", "TP2 SP PP2 VPP2"))

@@ -14,5 +14,5 @@ def config(**changes):
 
 TINY = {
     "": Tiny(config),
-    "one KV head": Tiny(partial(config, num_key_value_heads=1), layouts=("TP2 SP",)),
+    "one KV head": Tiny(partial(config, num_key_value_heads=1), layouts=("TP2 SP", "TP4 SP")),
 }

@@ -21,6 +21,6 @@ def config(**changes):
 
 
 TINY = {
-    "": Tiny(config, layouts=MOE),
+    "": Tiny(config, layouts=(*MOE, "PP2 VPP2", "TP4 SP ETP4", "PP4", "EP4", "EP2 PP2", "TP2 SP EP2 ETP2")),
     "not normalised": Tiny(partial(config, norm_topk_prob=False), layouts=()),
 }

@@ -45,8 +45,12 @@ def make(folder: Path, tiny: Tiny) -> None:
     else:
         raise RuntimeError("no seed gives a routing without ties: are all scores of some token equal?")
     model.save_pretrained(folder / "fp32")
-    settings = json.loads((folder / "fp32" / "config.json").read_text()) | tiny.raw
-    settings = {key: value for key, value in settings.items() if tiny.raw.get(key, value) is not None}
+    settings = json.loads((folder / "fp32" / "config.json").read_text())
+    if callable(tiny.raw):
+        settings = tiny.raw(settings)
+    else:
+        settings |= tiny.raw
+        settings = {key: value for key, value in settings.items() if tiny.raw.get(key, value) is not None}
     (folder / "fp32" / "config.json").write_text(json.dumps(settings, indent=2))
     weights = load_file(folder / "fp32" / "model.safetensors")
     weights = tiny.files(weights) if tiny.files else weights

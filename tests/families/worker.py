@@ -118,6 +118,7 @@ def batches(options: SftOptions, *, packed: bool, places: bool = False) -> list[
                 number += len(ids)
     mine = packs[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     samples = mine if packed else [[document] for pack in mine for document in pack]
+    samples = samples or [[]]  # more ranks than packs: one of padding
     layout = Layout(
         padding_free=packed,
         pack_length=reference.PACK if packed else None,
@@ -146,8 +147,9 @@ def distance(model: Model, options: SftOptions, expected: Tensor, *, packed: boo
 
     def compare(_: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         places = next(remaining).tokens.flatten()  # 0: padding
-        ours = log_probs.flatten(0, 1)[places > 0]
-        differences.append((ours - expected[places[places > 0] - 1]).abs().max())
+        here = places > 0
+        if here.any():
+            differences.append((log_probs.flatten(0, 1)[here] - expected[places[here] - 1]).abs().max())
         return log_probs.sum(), {}
 
     for chunk in model.chunks:
