@@ -75,6 +75,24 @@ def softmax_scaled() -> Fault:
     return Fault(model=plant)
 
 
+def changed(**fields: Any) -> Fault:
+    """Fields of the architecture have other values."""
+    return Fault(architecture=lambda about: replace(about, **fields))
+
+
+def layers_changed(**fields: Any) -> Fault:
+    """Fields of the layers have other values, in the layers that have one."""
+
+    def change(about: Architecture) -> Architecture:
+        layers = []
+        for layer in about.layers:
+            there = {name: value for name, value in fields.items() if getattr(layer, name) is not None}
+            layers.append(replace(layer, **there))
+        return replace(about, layers=tuple(layers))
+
+    return Fault(architecture=change)
+
+
 def of(names: Iterable[str], about: Architecture) -> dict[str, Fault]:
     """The faults of the parts that a model has, by the names in its files."""
     text = "\n".join(names)
@@ -86,6 +104,12 @@ def of(names: Iterable[str], about: Architecture) -> dict[str, Fault]:
         found |= {"rope interleaved": rope_interleaved(), "rope slower": rope_slower()}
     if any(layer.mixer == "attention" for layer in about.layers):
         found["softmax scale"] = softmax_scaled()
+    for name in ("window", "chunk"):
+        if limits := {getattr(layer, name) for layer in about.layers} - {None}:
+            found[f"{name} one longer"] = layers_changed(**{name: min(limits) + 1})
+    for name in ("embedding_scale", "residual_scale", "logits_scale"):
+        if getattr(about, name) != 1.0:
+            found[f"no {name}"] = changed(**{name: 1.0})
     if re.search(r"experts\.1\.", text):
         found["expert out of place"] = swapped("experts.0.", "experts.1.")
     elif re.search(r"\bexperts\.", text):
