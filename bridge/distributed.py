@@ -72,6 +72,7 @@ def save_distributed(
     if dist.get_rank() == 0:
         try:
             (destination / name).mkdir()
+            (destination / LATEST).write_text(f"{iteration}\n")
         except OSError as error:
             failure = error
     failures: list[OSError | None] = [failure]
@@ -93,8 +94,6 @@ def save_distributed(
         )
     except CheckpointException as error:
         raise _first_failure(error) from None
-    if dist.get_rank() == 0:
-        (destination / LATEST).write_text(str(iteration))
 
 
 @torch.no_grad()
