@@ -68,24 +68,24 @@ def _scaling(settings: dict[str, Any], dim: int, original: int | None, max_posit
     if kind == "llama3":
         return scaling
     factor = scaling["factor"] = settings.get("factor") or max_positions / original
-    attention = settings.get("attention_factor")
+    amounts = (1.0, 0.0)
     if kind == "yarn":
         scaling["beta_fast"], scaling["beta_slow"] = settings.get("beta_fast") or 32, settings.get("beta_slow") or 1
         scaling["truncate"] = settings.get("truncate", True)
-        amounts = settings.get("mscale"), settings.get("mscale_all_dim")
-        default = _yarn_factor(factor, amounts[0]) / _yarn_factor(factor, amounts[1]) if all(amounts) else None
-        default = default or _yarn_factor(factor, 1.0)
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            amounts = settings["mscale"], settings["mscale_all_dim"]
     else:
         for key in ("short_factor", "long_factor"):
             if len(settings.get(key) or ()) != dim // 2:
                 raise ValueError(f"config.json's rope scaling has no {key} with a number for each of {dim // 2} planes")
-        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    scaling["attention_factor"] = default if attention is None else attention
+    if settings.get("attention_factor") is None:
+        grown = math.log(max(factor, 1.0))
+        scaling["attention_factor"] = (
+            (0.1 * amounts[0] * grown + 1) / (0.1 * amounts[1] * grown + 1)
+            if kind == "yarn"
+            else math.sqrt(1 + grown / math.log(original))
+        )
     return scaling
-
-
-def _yarn_factor(scale: float, amount: float) -> float:
-    return 1.0 if scale <= 1 else 0.1 * amount * math.log(scale) + 1.0
 
 
 def windowed(config: dict[str, Any], layers: int, *, default: list[str]) -> tuple[Layer, ...]:
@@ -176,10 +176,14 @@ ENDS = [
     Row("lm_head.weight", "output_layer.weight", VOCAB),
 ]
 
-ATTENTION = [
-    Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
+PROJECTIONS = [
     Row(HF_LAYER + "self_attn.{part}_proj.weight", LAYER + "self_attention.linear_qkv.weight", QKV),
     Row(HF_LAYER + "self_attn.o_proj.weight", LAYER + "self_attention.linear_proj.weight", ROW),
+]
+
+ATTENTION = [
+    Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
+    *PROJECTIONS,
     Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
 ]
 

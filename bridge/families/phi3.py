@@ -1,0 +1,68 @@
+"""Phi-3 and Phi-4: query, key and value in one matrix, gate and up in another; LongRoPE, on a part of heads in Phi-4.
+
+Under LongRoPE a document turns by the factors for its own length: by the long ones where it is longer than the original
+length. transformers does the same for a document by itself; in a padded batch it goes by the longest row.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ..rows import REPLICATED, ROW, Architecture, Family, Layer, Row
+from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
+from .fused import FUSED_GATE_UP, FUSED_QKV
+
+# transformers' Phi3Config
+DEFAULTS = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def describe(config: dict[str, Any]) -> Architecture:
+    settings = with_defaults(config, DEFAULTS)
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ValueError(f"config.json has {key} true, which transformers' Phi-3 does not have")
+    config = config | {"original_max_position_embeddings": settings["original_max_position_embeddings"]}
+    for key in ("rope_parameters", "rope_scaling"):
+        given = dict(config.get(key) or {})
+        kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+        if kind not in ("default", "longrope", "su", "yarn"):
+            raise ValueError(f"config.json has {key} of type {kind!r}; Phi-3 is known with default and longrope")
+        # Older files have two other names for LongRoPE.
+        config[key] = given | {"rope_type": "default" if kind == "default" else "longrope"} if given else None
+    layers = (Layer(window=config.get("sliding_window")),) * settings["num_hidden_layers"]
+    return replace(describe_decoder(config, settings), layers=layers)
+
+
+def rows(config: dict[str, Any]) -> list[Row]:
+    return [
+        *ENDS,
+        Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
+        Row(HF_LAYER + "self_attn.qkv_proj.weight", LAYER + "self_attention.linear_qkv.weight", FUSED_QKV),
+        Row(HF_LAYER + "self_attn.o_proj.weight", LAYER + "self_attention.linear_proj.weight", ROW),
+        Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
+        Row(HF_LAYER + "mlp.gate_up_proj.weight", LAYER + "mlp.linear_fc1.weight", FUSED_GATE_UP),
+        Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW),
+    ]
+
+
+FAMILY = Family(
+    name="phi3",
+    architectures=("Phi3ForCausalLM",),
+    models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4-mini, Phi-4-reasoning",
+    describe=describe,
+    rows=rows,
+    limits=("attention_bias and mlp_bias (transformers' class has none)", "rope scaling other than longrope"),
+)
