@@ -38,7 +38,8 @@ def groups(settings: dict[str, Any]) -> dict[str, Any]:
     if not chosen or experts_ % number or chosen * (experts_ // number) < settings["num_experts_per_tok"]:
         raise ValueError(
             f"config.json has n_group {number}, topk_group {chosen}, n_routed_experts {experts_} and "
-            f"num_experts_per_tok {settings['num_experts_per_tok']}: the groups must be equal, and the chosen ones hold enough experts"
+            f"num_experts_per_tok {settings['num_experts_per_tok']}: groups must be equal, and the chosen ones hold "
+            "enough experts"
         )
     return {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
 

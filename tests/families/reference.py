@@ -50,7 +50,7 @@ def make(folder: Path, tiny: Tiny) -> None:
         settings = tiny.raw(settings)
     else:
         settings |= tiny.raw
-        settings = {key: value for key, value in settings.items() if tiny.raw.get(key, value) is not None}
+        settings = {key: value for key, value in settings.items() if tiny.raw.get(key, "kept") is not None}
     (folder / "fp32" / "config.json").write_text(json.dumps(settings, indent=2))
     weights = load_file(folder / "fp32" / "model.safetensors")
     weights = tiny.files(weights) if tiny.files else weights

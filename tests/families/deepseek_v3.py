@@ -1,0 +1,25 @@
+"""DeepSeek-V3: experts chosen by groups from sigmoid scores with a bias; Moonlight: one group, a plain query matrix."""
+
+from functools import partial
+
+from tests.families import MOE, ROPE, SHARED, Tiny
+from tests.families.deepseek_v2 import EXPERTS, LATENT, YARN
+
+BIASES = (r"e_score_correction_bias",)
+
+
+def config(**changes):
+    from transformers import DeepseekV3Config
+
+    groups = {"n_group": 4, "topk_group": 2, "num_mtp_layers": 0}
+    return DeepseekV3Config(**SHARED | LATENT | EXPERTS | {"rope_parameters": YARN} | groups | changes)
+
+
+ONE_GROUP = {"rope_parameters": ROPE, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+# Three groups of four experts a token: megatron-core's own rule would judge a group by its best expert alone.
+ODD = {"rope_interleave": False, "topk_group": 3, "norm_topk_prob": False}
+TINY = {
+    "": Tiny(config, layouts=(*MOE, "TP2 SP PP2"), fp32=BIASES),
+    "Moonlight": Tiny(partial(config, **ONE_GROUP), layouts=("TP2 SP EP2",), fp32=BIASES),
+    "odd groups": Tiny(partial(config, **ODD), layouts=(), fp32=BIASES),
+}
