@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from .families import family_of
+from .quantized import Weights, open_weights
+from .proof import accounted
 from .rows import Architecture, Entry, Key, table, window
-from .safetensors_io import SafetensorsFolder
 from .tensors import expected, held, split_of
 
 
@@ -22,7 +23,7 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     """
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
-    source = SafetensorsFolder(folder)
+    source = open_weights(folder, hf_config)
     entries = table(family, hf_config, architecture, source.tensors)
     _check_names(source, entries, architecture, family.name)
     tensors = held(chunks)
@@ -43,7 +44,7 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
             target.copy_(every.t() if entry.transposed else every)
 
 
-def _check_shapes(source: SafetensorsFolder, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         stored = source.tensors[name]
         if stored.shape != shape:
@@ -53,7 +54,7 @@ def _check_shapes(source: SafetensorsFolder, shapes: dict[str, tuple[int, ...]])
             )
 
 
-def _check_names(source: SafetensorsFolder, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:
+def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:
     wanted = {name for entry in entries.values() for name in entry.hf}
     if missing := wanted - source.tensors.keys():
         raise ValueError(
@@ -61,10 +62,7 @@ def _check_names(source: SafetensorsFolder, entries: dict[Key, Entry], architect
             "Do weights and config.json belong together?"
         )
     extra = source.tensors.keys() - wanted
-    if architecture.tied:
-        extra.discard("lm_head.weight")
-    extra = {name for name in extra if not name.endswith(".rotary_emb.inv_freq")}
-    if extra:
+    if extra := extra - accounted(extra, architecture).keys():
         raise ValueError(
             f"{source.folder} has {_some(extra)}, which a {family} model of this config.json has no place for. "
             "Do weights and config.json belong together?"

@@ -247,8 +247,9 @@ def table(
         for layer in layers if layered else (None,):
             for expert in experts if expert_row else (None,):
                 hf = tuple(row.hf.format(layer=layer, expert=expert, part=part) for part in row.kind.parts)
-                stacked = (len(experts), expert) if row.stacked else ()
-                key, entry = Key(row.mcore, layer, expert), Entry(row.kind, hf, row.transposed, row.fp32, *stacked)
+                key, entry = Key(row.mcore, layer, expert), Entry(row.kind, hf, row.transposed, row.fp32)
+                if row.stacked:
+                    entry = entry._replace(stack=len(experts), place=expert)
                 if key not in entries or (entry.among(names) and not entries[key].among(names)):
                     entries[key] = entry
     if architecture.tied:

@@ -9,12 +9,13 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,6 +37,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
+CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
+BLOCK = 16 * 2**20  # bytes that are read or written at a time
 
 
 class Stored(NamedTuple):
@@ -45,6 +48,10 @@ class Stored(NamedTuple):
     offset: int  # bytes from the start of the file
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFolder:
@@ -110,11 +117,12 @@ def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - page)
 
 
-def names_of(folder: str | Path) -> Container[str]:
-    """The names of a model folder's tensors; none where it has no safetensors."""
+def names_of(folder: str | Path) -> Collection[str]:
+    """The names of a model folder's tensors: those before its conversion, where it has no safetensors."""
     folder = Path(folder)
     if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
-        return ()
+        proof = folder / "conversion.json"
+        return json.loads(proof.read_text(encoding="utf-8"))["tensors"] if proof.is_file() else ()
     return SafetensorsFolder(folder).tensors
 
 
@@ -151,10 +159,11 @@ class Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Write one safetensors file: `tensors` gives those of `forms`, in its order, and each is let go once written.
 
-    One may come in runs, in the order of its values. The file is on the disk when this returns.
+    One may come in runs, in the order of its values. The file is on the disk when this returns. Returns the CHECKSUM of
+    each tensor's bytes.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -166,27 +175,41 @@ def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[s
         }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    given = iter(tensors)
+    given, checksums = iter(tensors), {}
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, (dtype, shape) in forms.items():
-            left = math.prod(shape)
+            left, checksum = math.prod(shape), xxh3_128()
             while True:
                 came, run = next(given)
                 left -= run.numel()
                 if came != name or left < 0:
                     raise RuntimeError(f"{file}: {name} {shape} was to come, not {tuple(run.shape)} of {came}")
-                data = run.detach().to(device="cpu", dtype=dtype).contiguous()
-                stream.write(data.flatten().view(torch.uint8).numpy().data)
+                for data in _blocks(run.detach(), dtype):
+                    checksum.update(data)
+                    stream.write(data)
+                del run
                 if left == 0:
                     break
+            checksums[name] = checksum.hexdigest()
         sync(stream)
+    return checksums
 
 
-def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Form]]]) -> None:
+def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """A tensor's bytes in `dtype`, a block at a time: so no copy of the whole of it is made."""
+    tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    rows = max(1, BLOCK // max(1, tensor[:1].numel() * dtype.itemsize))
+    for part in tensor.split(rows):
+        data = part.to(device="cpu", dtype=dtype).contiguous()
+        yield data.flatten().view(torch.uint8).numpy().data
+
+
+def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Form]]]) -> dict[str, str]:
     """Give written files their names: model.safetensors, or model-00001-of-0000N.safetensors and an index.
 
-    `shards` are the files' present names, each with its tensors, in the order that they are to have.
+    `shards` are the files' present names, each with its tensors, in the order that they are to have. Returns the file
+    of each tensor.
     """
     weights, total = {}, 0
     for number, (written, forms) in enumerate(shards, start=1):
@@ -199,6 +222,7 @@ def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Form]]]
         with (folder / INDEX).open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(index, indent=2) + "\n")
             sync(stream)
+    return weights
 
 
 def sync(stream) -> None:

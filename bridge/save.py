@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,13 +15,18 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .families import family_of
+from .proof import described, left_out, peak_memory, sources, write_proof
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
-from .safetensors_io import Form, finish_shards, names_of, sync, write_shard
+from .safetensors_io import Form, finish_shards, names_of, sync
 from .tensors import held, local_experts, split_group, split_of
+from .writer import Writer
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
 CARRIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-LEFT = {"config.json", "args.json", "manifest.json", "conversion.json", "trainer_state.json"}
+LEFT = {
+    "config.json", "args.json", "manifest.json", "conversion.json", "trainer_state.json",
+    "latest_checkpointed_iteration.txt", "metadata.json",
+}  # fmt: skip
 LARGEST_CARRIED = 100 * 2**20  # bytes
 
 
@@ -56,9 +63,10 @@ def save_weights(
     """Write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in `dtype`.
 
     To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
-    along. Beyond its shard a rank holds one whole tensor at a time (one expert's). Each file of at most
-    `max_shard_bytes` (or one row's tensors, where these are larger) has a rank that writes it; the files are on the
-    disk when this returns. Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    along; conversion.json is made (proof.py). Beyond its shard a rank holds one whole tensor (of one expert), and what
+    waits for its disk (writer.py). Each file of at most `max_shard_bytes` (or one row's tensors, where these are
+    larger) has a rank that writes it; the files are on the disk when this returns. Raises OSError on every rank where
+    one cannot write, and then the folder is not whole.
     """
     destination = Path(destination)
     family = family_of(hf_config)
@@ -69,39 +77,51 @@ def save_weights(
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    written: list[tuple[str, dict[str, Form]]] = []
-    failure = None
+    writer, started = Writer(destination), time.perf_counter()
     for sort, (jobs, group, replicas) in enumerate(_jobs(tensors, entries, architecture, dtype)):
         at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
+        # One file after another goes to the next replica, then to the next rank of its group.
+        files: list[list[tuple[str, list[_Job]]]] = [[] for _ in range(group.size())]
         for number, contents in enumerate(_files(jobs, max_shard_bytes)):
-            # One file after another goes to the next replica, then to the next rank of its group.
-            if number % replicas.size() != replicas.rank():
-                continue
-            writer = number // replicas.size() % group.size()
-            stream = _gathered(contents, group, writer)
-            if group.rank() == writer and failure is None:
+            if number % replicas.size() == replicas.rank():
                 name = f"part-{at}-{number:05}.safetensors"
-                forms = {tensor: form for job in contents for tensor, form in job.forms.items()}
-                try:
-                    write_shard(destination / name, forms, stream)
-                except OSError as error:
-                    failure = error
-                written.append((name, forms))
-            for _ in stream:  # the others need this rank in every gather, whatever became of its file
-                pass
-    shards = [shard for of_rank in _agree(written, failure) for shard in of_rank]
-    found = sorted(name for _, forms in shards for name in forms)
-    if found != sorted({name for entry in entries.values() for name in entry.hf}):
-        raise RuntimeError(
-            f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
-        )
+                files[number // replicas.size() % group.size()].append((name, contents))
+        for rank, begun, job in _in_turn(files):
+            if begun and rank == group.rank():
+                name, contents = begun
+                writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
+            for tensor, run in _gathered(job, group, rank):
+                writer.put(tensor, run)
+    writer.finish()
+    ranks = _agree((writer.written, peak_memory()), writer.error)
     failure = None
     if dist.get_rank() == 0:
+        shards = sorted((shard for written, _ in ranks for shard in written), key=lambda shard: shard[0])
+        found = sorted(name for _, forms, _ in shards for name in forms)
         try:
-            finish_shards(destination, sorted(shards, key=lambda shard: shard[0]))
-            _write_config(Path(source), destination, hf_config, dtype)
-            _carry(Path(source), destination)
-        except OSError as error:
+            if found != sorted({name for entry in entries.values() for name in entry.hf}):
+                raise RuntimeError(
+                    f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
+                )
+            placed = finish_shards(destination, [(file, forms) for file, forms, _ in shards])
+            carry(Path(source), destination, hf_config, dtype)
+            about = sources(entries)
+            tensors = {
+                name: about[name] | described(form, placed[name], checksums[name])
+                for _, forms, checksums in shards
+                for name, form in forms.items()
+            }
+            write_proof(
+                destination,
+                "megatron-core to Hugging Face",
+                family.name,
+                tensors,
+                left_out(source, tensors, architecture),
+                bytes=sum(form.bytes for _, forms, _ in shards for form in forms.values()),
+                seconds=time.perf_counter() - started,
+                peak_memory=[peak for _, peak in ranks],
+            )
+        except (OSError, RuntimeError) as error:
             failure = error
     _agree(None, failure)
 
@@ -158,17 +178,29 @@ def _files(jobs: list[_Job], max_bytes: int) -> Iterator[list[_Job]]:
         yield run
 
 
-def _gathered(jobs: list[_Job], group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of `jobs`, each in runs, on rank `writer` of `group`; none on the others."""
-    for job in jobs:
-        names = list(job.forms)
-        # Stacked tensors are written one after another: the experts come once for each.
-        for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
-            for piece in job.pieces:
-                shards = _gather(piece, group, writer)
-                if group.rank() == writer:
-                    for name in turn:
-                        yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
+def _in_turn(files: list[list[tuple[str, list[_Job]]]]) -> Iterator[tuple[int, tuple[str, list[_Job]] | None, _Job]]:
+    """The jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
+
+    As (rank, the file that begins with this job, job).
+    """
+    jobs = [
+        [(file if number == 0 else None, job) for file in of_rank for number, job in enumerate(file[1])]
+        for of_rank in files
+    ]
+    for turn in zip_longest(*jobs):
+        yield from ((rank, one[0], one[1]) for rank, one in enumerate(turn) if one is not None)
+
+
+def _gathered(job: _Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
+    names = list(job.forms)
+    # Stacked tensors are written one after another: the experts come once for each.
+    for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
+        for piece in job.pieces:
+            shards = _gather(piece, group, writer)
+            if group.rank() == writer:
+                for name in turn:
+                    yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
 
 
 def _gather(piece: _Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
@@ -205,14 +237,25 @@ def _runs(piece: _Piece, shards: list[Tensor], part: int) -> list[Tensor]:
     return [whole]
 
 
-def _agree(value: Any, failure: OSError | None) -> list[Any]:
-    """Every rank's value, on every rank. Raises OSError on all of them where one of them failed."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (value, None if failure is None else (failure.errno, str(failure))))
-    for rank, (_, failed) in enumerate(answers):
+def _agree(value: Any, failure: Exception | None) -> list[Any]:
+    """Every rank's value, on rank 0. Raises on all of them where one of them failed: OSError, or what it raised."""
+    said = None if failure is None else (getattr(failure, "errno", None), str(failure))
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, said)
+    for rank, failed in enumerate(failures):
         if failed is not None:
-            raise OSError(failed[0], f"the checkpoint could not be written: rank {rank}: {failed[1]}")
-    return [answer for answer, _ in answers]
+            number, reason = failed
+            what = f"the checkpoint could not be written: rank {rank}: {reason}"
+            raise RuntimeError(what) if number is None else OSError(number, what)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(value, answers if dist.get_rank() == 0 else None)
+    return answers
+
+
+def carry(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Take along what of a model folder is no weights: config.json, for weights in `dtype`, and other small files."""
+    _write_config(source, destination, hf_config, dtype)
+    _carry(source, destination)
 
 
 def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
