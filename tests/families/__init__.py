@@ -50,6 +50,14 @@ SHARED = {
     "pad_token_id": 0,
 }
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 16,
+}
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -108,13 +116,13 @@ class Tiny:
     model: Callable[[Any], Any] | None = None  # config -> transformers' model, where AutoModelForCausalLM is not it
 
 
-_TOOLS = {"faults", "reference", "test_families", "worker"}
+_TOOLS = ("faults", "reference", "worker", "test_")
 
 
 def tinies() -> dict[str, Tiny]:
     """Every variant of every family: {"qwen3": ..., "llama biases": ...}."""
     found = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in _TOOLS):
+    for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith(_TOOLS)):
         given = getattr(importlib.import_module(f"{__name__}.{module}"), "TINY", {})
         variants = {"": given} if isinstance(given, Tiny) else given
         found |= {f"{module} {name}".strip(): tiny for name, tiny in variants.items()}
