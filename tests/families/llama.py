@@ -1,4 +1,4 @@
-"""Llama: rope scaled as since 3.1, tied, a head size of its own; or with biases everywhere."""
+"""Llama: rope scaled as since 3.1, tied, a head size of its own; or with biases everywhere, or in the MLP alone."""
 
 from functools import partial
 
@@ -12,6 +12,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 
 
 def config(**changes):
@@ -25,4 +26,5 @@ TINY = {
     "biases": Tiny(
         partial(config, attention_bias=True, mlp_bias=True, tie_word_embeddings=False), layouts=("TP2 SP", "PP2")
     ),
+    "MLP biases": Tiny(partial(config, mlp_bias=True, rope_parameters=LINEAR), layouts=()),
 }

@@ -1,6 +1,8 @@
-"""Qwen2: biases on queries, keys and values; tied."""
+"""Qwen2: biases on queries, keys and values; tied. With windows from the third layer on, and YaRN."""
 
-from tests.families import DENSE, ROPE, SHARED, Tiny
+from functools import partial
+
+from tests.families import DENSE, ROPE, SHARED, YARN, Tiny
 
 
 def config(**changes):
@@ -9,4 +11,8 @@ def config(**changes):
     return Qwen2Config(**SHARED | {"rope_parameters": ROPE, "tie_word_embeddings": True} | changes)
 
 
-TINY = Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 uneven", "TP2 SP PP2 VPP2"))
+WINDOWS = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2, "rope_parameters": YARN}
+TINY = {
+    "": Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 uneven", "TP2 SP PP2 VPP2")),
+    "windows": Tiny(partial(config, **WINDOWS), layouts=("CP2",)),
+}

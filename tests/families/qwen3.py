@@ -1,8 +1,8 @@
-"""Qwen3: norms on the heads; its variant has one key head, which TP2 shares."""
+"""Qwen3: norms on the heads; with one key head, which TP2 shares; with biases, windows by layer types, and YaRN."""
 
 from functools import partial
 
-from tests.families import ROPE, SHARED, Tiny
+from tests.families import ROPE, SHARED, YARN, Tiny
 
 
 def config(**changes):
@@ -12,7 +12,15 @@ def config(**changes):
     return Qwen3Config(**SHARED | settings | changes)
 
 
+BIASES = {
+    "attention_bias": True,
+    "use_sliding_window": True,
+    "sliding_window": 13,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False},
+}
 TINY = {
     "": Tiny(config),
     "one KV head": Tiny(partial(config, num_key_value_heads=1), layouts=("TP2 SP", "TP4 SP")),
+    "biases": Tiny(partial(config, **BIASES), layouts=("TP2 SP",)),
 }

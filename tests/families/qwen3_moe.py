@@ -1,4 +1,4 @@
-"""Qwen3-MoE: experts in all layers but one; routing weights normalised, or not."""
+"""Qwen3-MoE: experts in all layers but one; routing weights normalised, or not (with windows and biases)."""
 
 from functools import partial
 
@@ -20,7 +20,8 @@ def config(**changes):
     return Qwen3MoeConfig(**SHARED | {"rope_parameters": ROPE} | moe | changes)
 
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 13, "attention_bias": True}
 TINY = {
     "": Tiny(config, layouts=(*MOE, "PP2 VPP2", "TP4 SP ETP4", "PP4", "EP4", "EP2 PP2", "TP2 SP EP2 ETP2")),
-    "not normalised": Tiny(partial(config, norm_topk_prob=False), layouts=()),
+    "not normalised": Tiny(partial(config, norm_topk_prob=False, **WINDOWS), layouts=()),
 }
