@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .families import family_of
-from .quantized import Weights, open_weights
 from .proof import accounted
+from .quantized import Weights, open_weights
 from .rows import Architecture, Entry, Key, table, window
 from .tensors import expected, held, split_of
 

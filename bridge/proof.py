@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128
 
-from .rows import EMBEDDING, OUTPUT, Architecture, Entry, Key
+from .families import family_of
+from .quantized import open_weights
+from .rows import EMBEDDING, OUTPUT, Architecture, Entry, Key, table
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, Form, SafetensorsFolder, Stored, names_of, sync
 
 FILE = "conversion.json"
@@ -77,26 +79,39 @@ def _checksum(stored: Stored) -> str:
     return found.hexdigest()
 
 
-def loaded(folder: str | Path, entries: Mapping[Key, Entry], architecture: Architecture) -> dict[str, Any]:
-    """What conversion.json says of a checkpoint that was read: tensors and why others were left. Every rank calls this.
+def prove_loading(source: str | Path, destination: str | Path, hf_config: dict[str, Any], seconds: float) -> None:
+    """Write the conversion.json of a checkpoint that became something else: its tensors as they were stored.
 
-    Each rank reads its share of the tensors, as they are stored: with their scales where they are quantised.
+    To be called by every rank: each computes the checksums of its share. `seconds` are what the conversion took.
     """
-    source = SafetensorsFolder(folder)
-    names = sorted(source.tensors)
-    mine = {name: _checksum(source.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    family = family_of(hf_config)
+    architecture = family.describe(hf_config)
+    folder = SafetensorsFolder(source)
+    of_table = sources(table(family, hf_config, architecture, open_weights(source, hf_config).tensors))
+    names = sorted(folder.tensors)
+    mine = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = {name: checksum for of_rank in everyone for name, checksum in of_rank.items()}
-    of_table = sources(entries)
-    reasons = accounted(source.tensors.keys() - of_table.keys(), architecture)
+    dist.all_gather_object(everyone, (mine, peak_memory()))
+    if dist.get_rank():
+        return
+    checksums = {name: checksum for of_rank, _ in everyone for name, checksum in of_rank.items()}
+    reasons = accounted(folder.tensors.keys() - of_table.keys(), architecture)
     tensors = {}
-    for name, stored in source.tensors.items():
+    for name, stored in folder.tensors.items():
         if name not in reasons:
             bare = next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in of_table), name)
             form = Form(stored.dtype, stored.shape)
-            tensors[name] = of_table[bare] | described(form, stored.file.name, found[name])
-    return {"tensors": tensors, "accounted": reasons}
+            tensors[name] = of_table[bare] | described(form, stored.file.name, checksums[name])
+    write_proof(
+        Path(destination),
+        "Hugging Face to megatron-core",
+        family.name,
+        tensors,
+        reasons,
+        bytes=sum(folder.tensors[name].bytes for name in tensors),
+        seconds=seconds,
+        peak_memory=[peak for _, peak in everyone],
+    )
 
 
 def described(form: Form, file: str, checksum: str) -> dict[str, Any]:
