@@ -94,9 +94,9 @@ TINY = {
         stds=STDS,
         faults=FAULTS | SHARED_EXPERT | {"projections of other heads": rolled("in_proj_ba")},
     ),
-    # As on the hub, where an interval says which layers attend; one value head for each key head.
+    # As on the hub, where an interval says which layers attend.
     "interval": Tiny(
-        partial(config, layer_types=None, norm_topk_prob=False, linear_num_value_heads=4, mlp_only_layers=[]),
+        partial(config, layer_types=None, norm_topk_prob=False, linear_num_value_heads=8, mlp_only_layers=[]),
         (),
         means=MEANS,
         stds=STDS,
