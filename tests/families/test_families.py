@@ -86,15 +86,19 @@ def selected(items, world: int) -> list[tuple[str, str]]:
     return [(name, layout) for layout in families.LAYOUTS[world] for name in TINIES if (name, layout) in chosen]
 
 
-def launch(world: int, cases: list[tuple[str, str]], folder_of) -> dict[tuple[str, str], dict]:
-    """tests.families.worker under torchrun; started again behind a case that fails, for those that are left."""
+def launch(world: int, cases: list[tuple[str, str]], folder_of, kernels=None) -> dict[tuple[str, str], dict]:
+    """tests.families.worker under torchrun; started again behind a case that fails, for those that are left.
+
+    On CPUs, or on GPUs with the flags `kernels`.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if kernels is None else {}
     done: dict[tuple[str, str], dict] = {}
     while remaining := [case for case in cases if case not in done]:
         place = folder_of(remaining[0][0]).parent / f"world-{world}-{len(done)}"
         place.mkdir()
         keys = {f"{name}: {layout}": (name, layout) for name, layout in remaining}
         jobs = [
-            {"name": key, "folder": str(folder_of(name)), "layout": families.LAYOUTS[world][layout]}
+            {"name": key, "folder": str(folder_of(name)), "layout": families.LAYOUTS[world][layout] | (kernels or {})}
             for key, (name, layout) in keys.items()
         ]
         (place / "jobs.json").write_text(json.dumps(jobs))
@@ -103,7 +107,7 @@ def launch(world: int, cases: list[tuple[str, str]], folder_of) -> dict[tuple[st
         ended = subprocess.run(
             [*command, str(place / "jobs.json"), str(place / "results.json")],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | hidden,
             capture_output=True,
             text=True,
             timeout=900,

@@ -131,17 +131,20 @@ def batches(options: SftOptions, *, packed: bool, places: bool = False) -> list[
 
 
 @torch.no_grad()
-def distance(model: Model, options: SftOptions, expected: Tensor, *, packed: bool) -> float:
-    """The largest difference of a log-probability to transformers' on this rank, over their standard deviation."""
+def distance(
+    model: Model, options: SftOptions, expected: Tensor, *, packed: bool, of: Callable[[Tensor], Tensor] = torch.max
+) -> float:
+    """The largest difference of a log-probability to transformers' on this rank (or that `of` them), over their
+    standard deviation."""
     remaining = iter(batches(options, packed=packed, places=True))
     wanted = range(model.architecture.vocab_size)[reference.LABELS]
     one_label = model._label_log_probs
-    differences = [torch.zeros(())]
+    differences = [torch.zeros(1)]
 
     def every_label(*, hidden_states: Tensor, labels: Tensor, **others: Any) -> Tensor:
         """[sequence, rows, hidden_size] -> [rows, local length, LABELS]: through our own head, a row for each label."""
         rows, length = labels.shape
-        asked = torch.tensor(wanted).repeat(rows)[:, None].expand(-1, length)
+        asked = torch.tensor(wanted, device=labels.device).repeat(rows)[:, None].expand(-1, length)
         hidden = hidden_states.repeat_interleave(len(wanted), dim=1)
         return one_label(hidden_states=hidden, labels=asked, **others).view(rows, len(wanted), length).mT
 
@@ -149,14 +152,14 @@ def distance(model: Model, options: SftOptions, expected: Tensor, *, packed: boo
         places = next(remaining).tokens.flatten()  # 0: padding
         here = places > 0
         if here.any():
-            differences.append((log_probs.flatten(0, 1)[here] - expected[places[here] - 1]).abs().max())
+            differences.append((log_probs.flatten(0, 1).cpu()[here] - expected[places[here] - 1]).abs().flatten())
         return log_probs.sum(), {}
 
     for chunk in model.chunks:
         chunk.eval()
     with mock.patch.object(model, "_label_log_probs", every_label):
         run_schedule(model, model.chunks, batches(options, packed=packed), compare, forward_only=True)  # type: ignore[arg-type]
-    return (torch.stack(differences).max() / expected.std()).item()
+    return (of(torch.cat(differences)) / expected.std()).item()
 
 
 def round_trip(model: Model, source: Path, dtype: torch.dtype, *, max_shard_bytes: int) -> str:

@@ -1,0 +1,73 @@
+"""Every family on GPUs, against transformers on a CPU in fp32.
+
+pytest -m gpu tests/families/test_gpu.py -s      # prints what was measured; two GPUs for the layouts
+"""
+
+import pytest
+import torch
+
+from tests import families
+from tests.families.test_families import BOUND, TINIES, folder_of, launch  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.gpu
+# In fp32 Transformer Engine's product for the router is in TF32; in fp64 it is not.
+LOCAL = {"transformer_impl": "local", "moe_router_dtype": "fp64"}
+ENGINE = {"transformer_impl": "transformer_engine"}
+ROUNDED = 0.1  # of a mean difference in bf16, over the log-probabilities' standard deviation
+CASES = [
+    (name, layout)
+    for layout in families.LAYOUTS[2]
+    for name, tiny in TINIES.items()
+    if layout in tiny.layouts and layout in ("TP2 SP", "PP2", "CP2", "TP2 SP EP2")
+]
+
+
+@pytest.fixture(scope="module")
+def one_gpu():
+    from tests.families import worker
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "")
+            patch.delenv(name)
+        worker.parallel.initialize(worker.options_of({}), seed=1)
+        yield worker
+        worker.close()
+        worker.dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", TINIES)
+def test_fp32(name, folder_of, one_gpu):  # noqa: F811
+    result = one_gpu.check(folder_of(name), one_gpu.options_of(LOCAL))
+    print(f"\n{name}: {result}")
+    assert max(result["packed"], result["padded"], result["gradients"], result["gradient as a whole"]) < BOUND
+    assert not result["fp32"]
+    assert not result["bf16"]
+
+
+@pytest.mark.parametrize("kernels", [LOCAL, ENGINE], ids=["local", "Transformer Engine"])
+@pytest.mark.parametrize("name", TINIES)
+def test_bf16(name, kernels, folder_of, one_gpu):  # noqa: F811
+    folder, options = folder_of(name), one_gpu.options_of(kernels)
+    expected = torch.load(folder / "reference.pt")["log_probs"]
+    model = one_gpu.open_model(folder / "fp32", options, torch.bfloat16)
+    packed, padded = (one_gpu.distance(model, options, expected, packed=way, of=torch.mean) for way in (True, False))
+    whole = one_gpu.distances_of_gradients(model, options, folder, torch.load(folder / "reference.pt")["gradients"])
+    gradient = whole["gradient as a whole"]
+    print(f"\n{name}: {model.kernels}: packed {packed:.1e} padded {padded:.1e} gradient {gradient:.1e}")
+    assert max(packed, padded) < ROUNDED
+
+
+@pytest.fixture(scope="module")
+def two_gpus(folder_of):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return launch(2, CASES, folder_of, LOCAL)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}: {layout}" for name, layout in CASES])
+def test_two_gpus(name, layout, two_gpus):
+    result = two_gpus[name, layout]
+    assert "error" not in result, result.get("error")
+    assert max(result["packed"], result["padded"], result["gradients"], result["gradient as a whole"]) < BOUND
+    assert not result["fp32"]
