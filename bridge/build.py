@@ -106,7 +106,7 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     if experts and dtype == torch.float16:
         # megatron-core scales the loss for dense weights and for experts apart: the two can part.
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
-    kernels = choose_kernels(options, dtype, experts=experts)
+    kernels = choose_kernels(options, dtype, experts=experts, sinks=architecture.sinks)
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]

@@ -45,10 +45,10 @@ class Kernels:
         return f"{text}; experts: {self.dispatcher} dispatcher, {permutation} permutation"
 
 
-def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool) -> Kernels:
+def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool, sinks: bool) -> Kernels:
     """The nearest to the options that this machine has, for arithmetic in `dtype`.
 
-    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
+    `experts`, `sinks`: whether the model has a mixture of experts, and attention sinks. Raises ValueError where Transformer Engine is asked for by name and cannot be used.
     """
     on_gpu = torch.cuda.is_available()
     installed = on_gpu and find_spec("transformer_engine_torch") is not None
@@ -58,7 +58,7 @@ def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool) 
     engine = options.transformer_impl != "local" and installed
     if dtype == torch.float32 or not on_gpu:
         attention = "sdpa"  # flash kernels are for half precision
-    elif engine and options.attention_backend != "local":
+    elif engine and options.attention_backend != "local" and not sinks:  # it has no sinks for packed documents
         attention = "transformer_engine"
     else:
         attention = "sdpa" if options.attention_backend == "unfused" else "varlen"

@@ -62,7 +62,7 @@ class CoreAttention(MegatronModule):
             device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
-        elif self.kernel == "transformer_engine":  # which has no sinks for packed documents
+        if self.kernel == "transformer_engine":
             from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
             if self.reach.window and self.cp_group.size() == 1:
