@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .carried import carried_names
 from .families import family_of
 from .proof import accounted
 from .quantized import Weights, open_weights
@@ -39,9 +40,8 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
             if span.part is None:
                 target.zero_()  # padding of the vocabulary
                 continue
-            found = source.read(entry.hf[span.part], entry.hf_dim, span.start, span.stop, entry.place)
-            every = found[:: span.step] if entry.hf_dim == 0 else found[:, :: span.step]
-            target.copy_(every.t() if entry.transposed else every)
+            found = source.read(entry.hf[span.part], entry.hf_dim, span.start, span.stop, entry.place, span.step)
+            target.copy_(found.t() if entry.transposed else found)
 
 
 def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -62,7 +62,7 @@ def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Archi
             "Do weights and config.json belong together?"
         )
     extra = source.tensors.keys() - wanted
-    if extra := extra - accounted(extra, architecture).keys():
+    if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):
         raise ValueError(
             f"{source.folder} has {_some(extra)}, which a {family} model of this config.json has no place for. "
             "Do weights and config.json belong together?"

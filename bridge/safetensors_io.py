@@ -89,8 +89,9 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.folder / shard} has no tensor {name}, which {INDEX} places there")
             self.tensors[name] = headers[shard][name]
 
-    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None) -> Tensor:
-        """Positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied from at once.
+    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
+        """Every `step`-th of positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied
+        from at once.
 
         With `place`, of the tensor's `place`-th part along its first dimension, whose dimensions `dim` then counts.
         """
@@ -102,7 +103,12 @@ class SafetensorsFolder:
             row = math.prod(shape[1:]) * dtype.itemsize
             offset, shape, start, stop = offset + start * row, (stop - start, *shape[1:]), 0, stop - start
         tensor = _mapped(file, offset, dtype, math.prod(shape)).view(shape)
-        return tensor.narrow(dim, start, stop - start) if shape else tensor
+        return every(tensor.narrow(dim, start, stop - start), dim, step) if shape else tensor
+
+
+def every(tensor: Tensor, dim: int, step: int) -> Tensor:
+    """Every `step`-th position of `tensor` along `dim`, as a view."""
+    return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
 
 def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -117,10 +123,15 @@ def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - page)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights of Hugging Face's format."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
 def names_of(folder: str | Path) -> Collection[str]:
     """The names of a model folder's tensors: those before its conversion, where it has no safetensors."""
     folder = Path(folder)
-    if not (folder / INDEX).is_file() and not any(folder.glob("*.safetensors")):
+    if not has_weights(folder):
         proof = folder / "conversion.json"
         return json.loads(proof.read_text(encoding="utf-8"))["tensors"] if proof.is_file() else ()
     return SafetensorsFolder(folder).tensors

@@ -1,7 +1,7 @@
 """MiniMax-M2: norms over all heads together, half of each head turns, sigmoid scores with a bias on the choice."""
 
 from tests.families import MOE, ROPE, SHARED, Tiny
-from tests.families.faults import swapped
+from tests.families.faults import rolled, swapped
 
 
 def config(**changes):
@@ -18,15 +18,21 @@ def config(**changes):
     return MiniMaxM2Config(**SHARED | rope | moe | changes)
 
 
+FAULTS = {
+    "q_norm and k_norm swapped": None,  # they have different lengths
+    "norm of the queries out of place": rolled("q_norm"),
+    "gate and up of the experts swapped": swapped(".w1.", ".w3."),
+}
 FP32 = (r"block_sparse_moe\.gate\.weight", "e_score_correction_bias")
 
 TINY = {
-    "": Tiny(config, MOE, fp32=FP32, faults={"gate and up of the experts swapped": swapped(".w1.", ".w3.")}),
+    "": Tiny(config, MOE, fp32=FP32, faults=FAULTS),
     # As MiniMax wrote it: transformers takes these spellings of the rope for none at all.
     "published": Tiny(
         config,
         (),
         fp32=FP32,
+        faults=FAULTS,
         raw={
             "rope_parameters": None,
             "rope_theta": ROPE["rope_theta"],

@@ -3,6 +3,7 @@
 from functools import partial
 
 from tests.families import MOE, ROPE, SHARED, Tiny
+from tests.families.faults import rolled
 
 
 def config(**changes):
@@ -12,4 +13,10 @@ def config(**changes):
     return OlmoeConfig(**SHARED | {"rope_parameters": ROPE, "intermediate_size": 40} | moe | changes)
 
 
-TINY = {"": Tiny(config, MOE), "normalised": Tiny(partial(config, norm_topk_prob=True), ("EP2",))}
+# The two norms have different lengths: they cannot be swapped.
+FAULTS = {"q_norm and k_norm swapped": None, "norm of the queries out of place": rolled("q_norm")}
+
+TINY = {
+    "": Tiny(config, MOE, faults=FAULTS),
+    "normalised": Tiny(partial(config, norm_topk_prob=True), ("EP2",), faults=FAULTS),
+}
