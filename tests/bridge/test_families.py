@@ -10,36 +10,56 @@ from megaswift.bridge.families.__main__ import PAGE, page
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.rows import Rope
 from safetensors.torch import save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import tiny
 
-CONFIGS = {
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-    "llama": transformers.LlamaConfig,
+# What a family asks for by name, where transformers' config has no default, or one that makes no model.
+ASKED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_missing_keys_take_the_defaults_of_transformers(family):
     """A config.json of nothing but its architecture is transformers' default model."""
-    about = family.describe({"architectures": list(family.architectures)})
-    config = CONFIGS[family.name]()
+    asked = ASKED.get(family.name, {})
+    about = family.describe({"architectures": list(family.architectures[:1]), **asked})
+    config = CONFIG_MAPPING[family.name](**asked)
     given = about.transformer
-    assert given["num_layers"] == config.num_hidden_layers
+    assert given["num_layers"] == len(about.layers) == config.num_hidden_layers
     assert given["hidden_size"] == config.hidden_size
-    assert given["ffn_hidden_size"] == config.intermediate_size
-    assert given["num_attention_heads"] == config.num_attention_heads
-    assert given["num_query_groups"] == config.num_key_value_heads
-    assert given["kv_channels"] == getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    heads = config.num_attention_heads
+    assert given["num_attention_heads"] == heads
     assert given["layernorm_epsilon"] == config.rms_norm_eps
     assert (about.vocab_size, about.tied) == (config.vocab_size, config.tie_word_embeddings)
     assert about.max_positions == config.max_position_embeddings
-    assert about.ropes == (Rope(config.rope_parameters["rope_theta"], about.transformer["kv_channels"]),)
+    if given.get("multi_latent_attention"):
+        assert given["qk_head_dim"] == config.qk_nope_head_dim
+        assert (given["q_lora_rank"], given["kv_lora_rank"]) == (config.q_lora_rank, config.kv_lora_rank)
+    else:
+        assert given["num_query_groups"] == config.num_key_value_heads
+        assert given["kv_channels"] == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
+    if getattr(config, wide, None):
+        assert given["ffn_hidden_size"] == getattr(config, wide)
+    ropes = config.rope_parameters
+    named = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes] or [ropes]
+    assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
+    if not given.get("multi_latent_attention"):
+        turning = [given["kv_channels"] * rope.get("partial_rotary_factor", 1.0) for rope in named]
+        assert [rope.dim for rope in about.ropes] == turning
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" in kinds:
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        assert [layer.window for layer in about.layers] == windows
+    if "num_moe_experts" in given:
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        assert given["num_moe_experts"] == next(getattr(config, name) for name in names if hasattr(config, name))
+        topk = getattr(config, "num_experts_per_tok", None) or config.moe_k
+        assert given["moe_router_topk"] == topk
     if family.name == "qwen3_moe":
-        assert given["num_moe_experts"] == config.num_experts
-        assert given["moe_router_topk"] == config.num_experts_per_tok
         assert given["moe_ffn_hidden_size"] == config.moe_intermediate_size
         assert given["moe_layer_freq"] == [1] * config.num_hidden_layers
         assert given["moe_router_pre_softmax"] is not config.norm_topk_prob
@@ -75,23 +95,28 @@ def test_which_layers_have_experts(step, dense):
     [
         (
             "qwen2",
-            {"use_sliding_window": True, "num_hidden_layers": 30},
-            "use_sliding_window or layer_types with layers",
+            {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
+            "layer_types with sliding_attention, and no sliding_window",
         ),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window or layer_types"),
-        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window or layer_types"),
-        ("qwen3", {"attention_bias": True}, "attention_bias true"),
-        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "norm_topk_prob true"),
-        ("llama", {"attention_bias": True}, "attention_bias True and mlp_bias False"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "one for each of the 32 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "spiral_attention"] * 16}, "spiral_attention.*must be one for"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types that differ"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic', whose freq"),
+        ("llama", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope scaling of type 'spiral'; known are"),
+        ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "no short_factor with a number for"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
             "llama",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
             "rope_parameters for each type of layer",
         ),
-        ("qwen2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'; Phi-3"),
+        ("phi3", {"attention_bias": True}, "attention_bias true, which transformers' Phi-3 does not have"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(model_type, config, message):
@@ -106,11 +131,29 @@ def test_sliding_windows_that_no_layer_uses():
         {"use_sliding_window": False, "sliding_window": 4096},
         {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 32},
     ):
-        family_of({"model_type": "qwen2"}).describe(config)
+        about = family_of({"model_type": "qwen2"}).describe(config)
+        assert {layer.window for layer in about.layers} == {None}
+
+
+def test_older_names_of_gemmas_ropes():
+    """config.json of the first Gemma 3 files: two bases by name, a pattern of layers, scaling of the global rope."""
+    config = {
+        "num_hidden_layers": 7,
+        "head_dim": 16,
+        "sliding_window": 512,
+        "sliding_window_pattern": 3,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    about = family_of({"model_type": "gemma3_text"}).describe(config)
+    assert about.ropes == (Rope(5e5, 16, {"rope_type": "linear", "factor": 8.0}), Rope(2e4, 16))
+    assert [layer.window for layer in about.layers] == [512, 512, None] * 2 + [512]
+    assert [layer.rope for layer in about.layers] == [1, 1, 0] * 2 + [1]
 
 
 def test_unknown_architecture():
-    known = "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM"
+    known = "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
     with pytest.raises(ValueError, match=rf"architecture BertForMaskedLM, which .* It knows: {known}"):
         family_of({"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     with pytest.raises(ValueError, match=r"model_type None, which"):
@@ -120,7 +163,7 @@ def test_unknown_architecture():
 def test_weights_of_another_model(tmp_path):
     """Names are compared before anything is read, in both directions."""
     folder = tiny.save(tmp_path / "model", "qwen3")
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text()) | {"layer_types": None}
     with pytest.raises(ValueError, match=r"lacks 11 tensors \(model.layers.4.input_layernorm.weight, .*qwen3 model"):
         load_weights([], config | {"num_hidden_layers": 5}, folder)
     with pytest.raises(ValueError, match=r"has 11 tensors \(model.layers.3.input_layernorm.weight, .* no place for"):
