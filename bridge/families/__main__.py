@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from . import FAMILIES
+from . import FAMILIES, Family
+from .decoder import DYNAMIC
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -10,21 +11,92 @@ HEAD = """# Models
 
 Made from the registry by `python -m megaswift.bridge.families`; do not edit.
 
-A checkpoint's `architectures` in its config.json decide which family reads it. Weights are read from safetensors and
-written back as a Hugging Face folder. A setting that a family does not take is an error that names it.
+The `architectures` of a checkpoint's config.json decide which family reads it (its `model_type`, where it names none).
+Weights are read from safetensors, by the names that the hub's checkpoints have, and written back as a Hugging Face
+folder under the names that came in.
 
-| `model_type` | `architectures` | Checkpoints | Not taken |
-|---|---|---|---|
+| `model_type` | `architectures` | Checkpoints | Layers | Split by |
+|---|---|---|---|---|
 """
+
+SUPPORT = """
+Layers are those of the family's default config; some of its checkpoints have more, or fewer. `tests/families` holds
+each family to transformers: log-probabilities and gradients, in one process and in these layouts.
+
+## Layouts
+
+TP (`--tensor_model_parallel_size`, with sequence parallelism), PP (`--pipeline_model_parallel_size`, virtual stages
+too) and CP (`--context_parallel_size`) split every family, EP and ETP those with experts. Some sizes have a bound:
+
+- query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
+- the key heads of gated delta nets divide by TP x CP;
+- experts under TP train with sequence parallelism only (megatron-core's rule).
+
+## Weights that come in quantised
+
+| config.json's `quantization_config` | |
+|---|---|
+| `quant_method: fp8` with `weight_block_size` | FP8 in blocks with scales (DeepSeek-V3, MiniMax-M2): any family |
+| `quant_method: mxfp4` | MXFP4 (GPT-OSS): the experts |
+
+They are unquantised slice by slice while they are read, and go out in `--torch_dtype`, without `quantization_config`.
+
+## What is not taken
+
+A setting that cannot be expressed is refused by name, since a model that differs in one is another model.
+
+"""
+
+EVERYWHERE = """
+And of every family:
+
+- rope rules other than default, linear, llama3, yarn and longrope: dynamic scaling makes the rotation of a token depend
+  on how long the sequence became around it, which has no meaning for packed documents;
+- weights quantised in other ways (bitsandbytes, GPTQ, AWQ): they were made for inference, and are not what was trained;
+- pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
+- architectures with code of their own (`trust_remote_code`): what they compute is not known here;
+- vision and audio towers: checkpoints that hold one are refused, unless the table above names their architecture.
+"""
+
+
+# What transformers' config classes of some families have no default for.
+WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
 def page() -> str:
     """The page's text."""
-    lines = [
-        f"| {family.name} | {', '.join(family.architectures)} | {family.models} | {'; '.join(family.limits)} |\n"
-        for family in FAMILIES
-    ]
-    return HEAD + "".join(lines)
+    limits = {family.name: [limit for limit in family.limits if limit != DYNAMIC] for family in FAMILIES}
+    refused = [f"- **{name}**: {'; '.join(of_family)}\n" for name, of_family in limits.items() if of_family]
+    return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT + "".join(refused) + EVERYWHERE
+
+
+def _line(family: Family) -> str:
+    config = {"architectures": list(family.architectures)} | WITHOUT_DEFAULTS
+    about = family.describe(config)
+    settings, attention = about.transformer, [layer for layer in about.layers if layer.mixer == "attention"]
+    latent, experts = settings.get("multi_latent_attention"), "num_moe_experts" in settings
+    facts = {
+        "gated delta nets": len(attention) < len(about.layers),
+        "latent attention (MLA)": latent,
+        "attention": not latent,
+        "windows": any(layer.window for layer in attention),
+        "chunks": any(layer.chunk for layer in attention),
+        "layers without positions": any(layer.rope is None for layer in attention),
+        "sinks": about.sinks,
+        "norms after each part": about.post_norms,
+        "multipliers": {about.embedding_scale, about.residual_scale, about.logits_scale} != {1.0},
+        "experts": experts,
+        "a shared expert": settings.get("moe_shared_expert_intermediate_size"),
+        "MTP": any(row.mcore.startswith("mtp.") for row in family.rows(config | {"num_nextn_predict_layers": 1})),
+    }
+    columns = (
+        family.name,
+        ", ".join(family.architectures),
+        family.models,
+        ", ".join(fact for fact, holds in facts.items() if holds),
+        "TP PP CP EP ETP" if experts else "TP PP CP",
+    )
+    return f"| {' | '.join(columns)} |\n"
 
 
 if __name__ == "__main__":
