@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128
 
+from .carried import WHAT
 from .families import family_of
 from .quantized import open_weights
 from .rows import EMBEDDING, OUTPUT, Architecture, Entry, Key, table
@@ -101,7 +102,7 @@ def prove_loading(source: str | Path, destination: str | Path, hf_config: dict[s
         if name not in reasons:
             bare = next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in of_table), name)
             form = Form(stored.dtype, stored.shape)
-            tensors[name] = of_table[bare] | described(form, stored.file.name, checksums[name])
+            tensors[name] = of_table.get(bare, WHAT) | described(form, stored.file.name, checksums[name])
     write_proof(
         Path(destination),
         "Hugging Face to megatron-core",

@@ -67,6 +67,7 @@ class Architecture:
     query_growth: tuple[float, int] | None = None
     expert_bias: bool = False  # on both matrices of each expert
     routing: Routing | None = None  # None: as megatron-core's moe_router settings in `transformer` say
+    carried: str = ""  # pattern of the names of tensors that the model is built without; they go along: carried.py
 
 
 class Span(NamedTuple):

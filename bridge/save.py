@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
+from .carried import WHAT, Carried
 from .families import family_of
 from .proof import described, left_out, peak_memory, sources, write_proof
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
@@ -92,6 +93,12 @@ def save_weights(
                 writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
             for tensor, run in _gathered(job, group, rank):
                 writer.put(tensor, run)
+    along = Carried(source, hf_config, architecture, sources(entries), dtype)
+    for number, forms in enumerate(along.files(max_shard_bytes)):
+        if number % dist.get_world_size() == dist.get_rank():
+            writer.begin(f"part-carried-{number:05}.safetensors", forms)
+            for name in forms:
+                writer.put(name, along.read(name))
     writer.finish()
     ranks = _agree((writer.written, peak_memory()), writer.error)
     failure = None
@@ -99,7 +106,7 @@ def save_weights(
         shards = sorted((shard for written, _ in ranks for shard in written), key=lambda shard: shard[0])
         found = sorted(name for _, forms, _ in shards for name in forms)
         try:
-            if found != sorted({name for entry in entries.values() for name in entry.hf}):
+            if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
                 raise RuntimeError(
                     f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
                 )
@@ -107,7 +114,7 @@ def save_weights(
             carry(Path(source), destination, hf_config, dtype)
             about = sources(entries)
             tensors = {
-                name: about[name] | described(form, placed[name], checksums[name])
+                name: about.get(name, WHAT) | described(form, placed[name], checksums[name])
                 for _, forms, checksums in shards
                 for name, form in forms.items()
             }
@@ -259,9 +266,10 @@ def carry(source: Path, destination: Path, hf_config: dict[str, Any], dtype: tor
 
 
 def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """config.json as it came in, but for the name of the dtype."""
+    """config.json as it came in, but for the name of the dtype, and how weights were quantised."""
     names = [key for key in ("dtype", "torch_dtype") if key in hf_config]
     config = hf_config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    config.pop("quantization_config", None)
     original = (source / "config.json").read_text(encoding="utf-8")
     same = json.loads(original) == config
     with (destination / "config.json").open("w", encoding="utf-8") as stream:

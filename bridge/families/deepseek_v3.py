@@ -6,7 +6,7 @@ from typing import Any
 from ..rows import Architecture, Family, Row
 from .decoder import DYNAMIC, ENDS, with_defaults
 from .deepseek_v2 import describe_latent, latent_attention
-from .grouped import feed_forward, sigmoid_routing
+from .grouped import feed_forward, predicting_layers, sigmoid_routing
 
 # transformers' DeepseekV3Config
 DEFAULTS = {
@@ -43,7 +43,7 @@ def describe(config: dict[str, Any]) -> Architecture:
     routing, rule = sigmoid_routing(config, settings)
     settings["rope_interleaved"] = settings["rope_interleave"]
     architecture = describe_latent(config, settings, Q_LORA_RANK, **routing)
-    return replace(architecture, routing=rule)
+    return replace(architecture, routing=rule, carried=predicting_layers(config, settings))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

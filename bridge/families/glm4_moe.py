@@ -5,7 +5,7 @@ from typing import Any
 
 from ..rows import Architecture, Family, Row
 from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
-from .grouped import feed_forward, sigmoid_routing
+from .grouped import feed_forward, predicting_layers, sigmoid_routing
 
 # transformers' Glm4MoeConfig
 DEFAULTS = {
@@ -45,7 +45,7 @@ def describe(config: dict[str, Any]) -> Architecture:
         qk_layernorm=bool(settings["use_qk_norm"]),
         **routing,
     )
-    return replace(architecture, routing=rule)
+    return replace(architecture, routing=rule, carried=predicting_layers(config, settings))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

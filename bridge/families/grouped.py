@@ -23,6 +23,14 @@ def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def predicting_layers(config: dict[str, Any], settings: dict[str, Any]) -> str:
+    """A pattern of the names of what predicts further tokens: layers after those of the model."""
+    first = settings["num_hidden_layers"]
+    count = next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config), 1) or 0
+    numbers = "|".join(str(first + number) for number in range(count))
+    return rf"model\.layers\.(?:{numbers})\." if count else ""
+
+
 def moe_layers(settings: dict[str, Any]) -> range:
     return range(min(settings["first_k_dense_replace"], settings["num_hidden_layers"]), settings["num_hidden_layers"])
 

@@ -8,10 +8,22 @@ from tests.families.deepseek_v2 import EXPERTS, LATENT, YARN
 BIASES = (r"e_score_correction_bias",)
 
 
+def predicting(config, noise):
+    """What the checkpoints have beyond the model's layers (a part of it)."""
+    hidden, layer = config.hidden_size, f"model.layers.{config.num_hidden_layers}."
+    return {
+        layer + "eh_proj.weight": noise(hidden, 2 * hidden),
+        layer + "enorm.weight": noise(hidden, mean=1.0),
+        layer + "shared_head.head.weight": noise(config.vocab_size, hidden),
+        layer + "mlp.gate.e_score_correction_bias": noise(config.n_routed_experts),
+        layer + "mlp.experts.0.up_proj.weight": noise(config.moe_intermediate_size, hidden),
+    }
+
+
 def config(**changes):
     from transformers import DeepseekV3Config
 
-    groups = {"n_group": 4, "topk_group": 2, "num_mtp_layers": 0}
+    groups = {"n_group": 4, "topk_group": 2, "num_mtp_layers": 1}
     return DeepseekV3Config(**SHARED | LATENT | EXPERTS | {"rope_parameters": YARN} | groups | changes)
 
 
@@ -19,7 +31,7 @@ ONE_GROUP = {"rope_parameters": ROPE, "q_lora_rank": None, "n_group": 1, "topk_g
 # Three groups of four experts a token: megatron-core's own rule would judge a group by its best expert alone.
 ODD = {"rope_interleave": False, "topk_group": 3, "norm_topk_prob": False}
 TINY = {
-    "": Tiny(config, layouts=(*MOE, "TP2 SP PP2"), fp32=BIASES),
+    "": Tiny(config, layouts=(*MOE, "TP2 SP PP2"), fp32=BIASES, extra=predicting),
     "Moonlight": Tiny(partial(config, **ONE_GROUP), layouts=("TP2 SP EP2",), fp32=BIASES),
     "odd groups": Tiny(partial(config, **ODD), layouts=(), fp32=BIASES),
 }

@@ -4,7 +4,7 @@ from functools import partial
 
 from tests.families import MOE, ROPE, SHARED, Tiny
 from tests.families.deepseek_v2 import EXPERTS
-from tests.families.deepseek_v3 import BIASES
+from tests.families.deepseek_v3 import BIASES, predicting
 
 
 def config(**changes):
@@ -15,12 +15,12 @@ def config(**changes):
         "head_dim": 16,
         "attention_bias": True,
         "use_qk_norm": True,
-        "num_mtp_layers": 0,
+        "num_mtp_layers": 1,
     }
     return Glm4MoeConfig(**SHARED | EXPERTS | own | changes)
 
 
 TINY = {
-    "": Tiny(config, layouts=MOE, fp32=BIASES),
+    "": Tiny(config, layouts=MOE, fp32=BIASES, extra=predicting),
     "Air": Tiny(partial(config, use_qk_norm=False, n_group=4, topk_group=2), layouts=(), fp32=BIASES),
 }
