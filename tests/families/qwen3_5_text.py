@@ -54,5 +54,6 @@ TINY = {
         fp32=FP32,
         files=within,
         raw=nested,
+        extra=unseen,
     ),
 }
