@@ -13,7 +13,7 @@ from torch import Tensor
 from . import compat, runtime
 from .families import family_of
 from .kernels import Kernels, choose_kernels
-from .layers.gated_delta import make_runs
+from .layers.delta_rule import make_runs
 from .layers.logprobs import label_log_probs
 from .layers.rope import Rotation, rotation
 from .layers.segments import Documents, Reach, describe_documents

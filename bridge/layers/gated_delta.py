@@ -1,197 +1,25 @@
-"""Gated delta net (https://arxiv.org/abs/2412.06464) over packed documents, as Qwen3-Next and Qwen3.5 have it.
+"""Gated delta nets, as Qwen3-Next and Qwen3.5 have them: a `self_attention` for layer specs.
 
-Each value head keeps a matrix that decays, forgets what a key stood for, and learns what it stands for now:
-
-    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}' k_t)',    o_t = S_t' q_t
-
-computed by chunks of 64 tokens (https://arxiv.org/abs/2406.06484): products over all chunks of all documents at once,
-and one product a step for what chunks hand on. Where `fla` is installed and a GPU is there, its kernels do the same.
-Heads are kept by groups: a key head with its query head, value heads, gates, decays. So tensor parallelism cuts
-all tensors into equal windows, and so does context parallelism, which trades positions for heads inside the layer.
+Heads are kept by groups: a key head with its query head, value heads, gates, decays. So tensor parallelism cuts all
+tensors into equal windows, and so does context parallelism, which trades positions for heads inside the layer. Where
+`fla` is installed and a GPU is there, its kernels do what delta_rule.py does in plain PyTorch.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from megatron.core.typed_torch import not_none
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 64
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Where the tokens of a micro batch lie while documents are mixed. Made on the CPU, once per micro batch.
-
-    Tokens [sequence, rows] are flattened; each document of each row is a run of its own. Chunks are sorted by their
-    number in their document, longer documents first, so that those of one step are neighbours and follow their own.
-    """
-
-    places: Tensor  # [tokens]: of each token in [chunks * CHUNK]
-    steps: list[int]  # how many documents have a chunk of this number: falling; their sum is the number of chunks
-    spaced: Tensor  # [tokens]: of each token in a line of the runs with `kernel - 1` free places before each
-    line: int  # how long that line is
-    ends: Tensor  # [runs + 1] int64
-    natural: Tensor | None  # [sequence]: under context parallelism, the places of positions in the ranks' order
-    ranked: Tensor | None  # its inverse
-
-
-def make_runs(bounds: list[int], rows: int, cp_size: int, kernel: int, device: torch.device) -> Runs:
-    """`bounds` [documents + 1]: where documents begin and end in the whole sequence of each of the `rows`; under
-    context parallelism each length divides by 2 x cp_size. `kernel`: the width of the convolution."""
-    lengths = torch.tensor(bounds).diff().repeat(rows)  # row by row
-    runs, tokens = len(lengths), int(lengths.sum())
-    chunks = (lengths + CHUNK - 1) // CHUNK
-    rank = torch.empty(runs, dtype=torch.int64)
-    rank[torch.argsort(chunks, descending=True, stable=True)] = torch.arange(runs)
-    steps = [int((chunks > step).sum()) for step in range(int(chunks.max()))]
-    firsts = torch.tensor([0, *accumulate(steps)])
-    run = torch.repeat_interleave(torch.arange(runs), lengths)
-    starts = lengths.cumsum(0) - lengths
-    position = torch.arange(tokens) - starts[run]
-    places = (firsts[position // CHUNK] + rank[run]) * CHUNK + position % CHUNK
-    spaced = torch.arange(tokens) + (kernel - 1) * (run + 1)
-    natural = _ranks_order(bounds, cp_size) if cp_size > 1 else None
-    return Runs(
-        places=_to(_by_sequence(places, rows), device),
-        steps=steps,
-        spaced=_to(_by_sequence(spaced, rows), device),
-        line=tokens + (kernel - 1) * runs,
-        ends=_to(F.pad(lengths.cumsum(0), (1, 0)), device),
-        natural=None if natural is None else _to(natural, device),
-        ranked=None if natural is None else _to(torch.argsort(natural), device),
-    )
-
-
-def _by_sequence(values: Tensor, rows: int) -> Tensor:
-    """Values of tokens, row after row -> position after position, as hidden states have them."""
-    return values.view(rows, -1).t().flatten()
-
-
-def _ranks_order(bounds: list[int], cp_size: int) -> Tensor:
-    """Where each position lies once the ranks' tokens, two chunks of each document, are laid one rank after another."""
-    places = []
-    for start, end in pairwise(bounds):
-        part = (end - start) // (2 * cp_size)
-        for number in range(2 * cp_size):
-            rank, second = (number, 0) if number < cp_size else (2 * cp_size - 1 - number, 1)
-            first = rank * (bounds[-1] // cp_size) + start // cp_size + second * part
-            places.append(torch.arange(first, first + part))
-    return torch.cat(places)
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy: nothing waits for the device."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-class _Scan(torch.autograd.Function):
-    """States at the start of every chunk: 0 for a document's first, then `keep @ state + add` of the chunk before.
-
-    keep [chunks, heads, key dim, key dim], add [chunks, heads, key dim, value dim], sorted by steps as in `Runs`.
-    """
-
-    @staticmethod
-    def forward(ctx, keep: Tensor, add: Tensor, steps: list[int]) -> Tensor:
-        states = torch.zeros_like(add)
-        for last, here in _neighbours(steps):
-            torch.baddbmm(
-                add[last].flatten(0, 1),
-                keep[last].flatten(0, 1),
-                states[last].flatten(0, 1),
-                out=states[here].flatten(0, 1),
-            )
-        ctx.save_for_backward(keep, states)
-        ctx.steps = steps
-        return states
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        keep, states = ctx.saved_tensors
-        total = grad.clone()  # d loss / d state, with what later chunks make of it
-        reached = torch.zeros_like(total)  # the same for what a chunk hands on
-        for last, here in reversed(list(_neighbours(ctx.steps))):
-            reached[last] = total[here]
-            total[last] += keep[last].mT @ total[here]
-        return reached @ states.mT, reached, None
-
-
-def _neighbours(steps: list[int]) -> list[tuple[slice, slice]]:
-    """For each step but the first: the chunks before those of the step, and these."""
-    firsts = [0, *accumulate(steps)]
-    return [
-        (slice(before, before + count), slice(here, here + count))
-        for before, here, count in zip(firsts, firsts[1:], steps[1:], strict=False)
-    ]
-
-
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: Runs) -> Tensor:
-    """The gated delta rule over the runs, in fp32; queries and keys are normalised here.
-
-    query, key [tokens, groups, key dim]; value [tokens, groups, heads, value dim]; decay (log, <= 0) and beta
-    [tokens, groups, heads] -> the shape and dtype of value
-    """
-    dtype = value.dtype
-    query, key = (_unit(x) for x in (query, key))
-    query = query * query.shape[-1] ** -0.5
-    query, key, value = (_chunked(x, runs).movedim(1, -2) for x in (query, key, value.float()))
-    decay, beta = (_chunked(x.float(), runs).movedim(1, -1).unsqueeze(-1) for x in (decay, beta))
-    query, key = query.unsqueeze(2), key.unsqueeze(2)  # [chunks, groups, 1, CHUNK, key dim]: one for a group's heads
-
-    # Inside a chunk. total: the decay from its start; between: from one of its tokens to a later one.
-    total = decay.cumsum(-2)  # [chunks, groups, heads, CHUNK, 1]
-    between = (total - total.mT).masked_fill(_later(total.device), -torch.inf).exp()
-    written = torch.cat((value * beta, key * (beta * total.exp())), dim=-1)
-    system = (key @ key.mT) * between * beta
-    solved = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
-    new, read = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
-    seen = (query @ key.mT) * between
-
-    # From chunk to chunk: a state decays, loses what the keys read of it, gains the new values.
-    last = total[..., -1:, :]
-    kept_key = (key * (last - total).exp()).mT
-    eye = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
-    keep, add = eye * last.exp() - kept_key @ read, kept_key @ new
-    states = _Scan.apply(keep.flatten(1, 2), add.flatten(1, 2), runs.steps).view_as(add)  # type: ignore[union-attr]
-
-    output = (query * total.exp()) @ states + seen @ (new - read @ states)
-    return output.movedim(-2, 1).flatten(0, 1).index_select(0, runs.places).to(dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _chunked(x: Tensor, runs: Runs) -> Tensor:
-    """[tokens, ...] -> [chunks, CHUNK, ...], zeros where no token is."""
-    room = x.new_zeros(sum(runs.steps) * CHUNK, *x.shape[1:])
-    return room.index_copy(0, runs.places, x).unflatten(0, (-1, CHUNK))
-
-
-def _later(device: torch.device) -> Tensor:
-    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
-
-
-def causal_conv(x: Tensor, weight: Tensor, runs: Runs) -> Tensor:
-    """silu of each channel's convolution with the tokens before it in its run. x [tokens, channels], weight
-    [channels, 1, kernel] -> the shape of x"""
-    before = weight.shape[-1] - 1
-    line = x.new_zeros(runs.line, x.shape[1]).index_copy(0, runs.spaced, x)
-    mixed = F.conv1d(line.t().unsqueeze(0), weight.to(x.dtype), groups=x.shape[1])
-    return F.silu(mixed.squeeze(0).t().index_select(0, runs.spaced - before))
+from .delta_rule import Runs, causal_conv, delta_rule
 
 
 class _Fused(NamedTuple):
@@ -366,23 +194,13 @@ class GatedDeltaNet(MegatronModule):
         """[sequence / CP, rows, groups, channels] -> [sequence, rows, groups / CP, channels], in documents' order."""
         ranks = self.cp_group.size()
         x = x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # whom it goes to, first
-        return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, runs.natural)
+        return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, not_none(runs.natural))
 
     def _to_positions(self, x: Tensor, runs: Runs) -> Tensor:
         """The way back: [sequence, rows, groups / CP, ...] -> [sequence / CP, rows, groups, ...]"""
         ranks = self.cp_group.size()
-        x = x.index_select(0, runs.ranked).unflatten(0, (ranks, -1)).contiguous()
+        x = x.index_select(0, not_none(runs.ranked)).unflatten(0, (ranks, -1)).contiguous()
         return all_to_all(self.cp_group, x).movedim(0, 2).flatten(2, 3)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
-        """Groups lie in order and every rank has as many: plain windows, in any layout."""
-        split = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
-        own = make_sharded_tensors_for_checkpoint(
-            {**split, "norm.weight": self.norm.weight}, prefix, dict.fromkeys(split, 0), sharded_offsets
-        )
-        for name, module in (("in_proj", self.in_proj), ("out_proj", self.out_proj)):
-            own |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
-        return own
 
 
 class _Weight(torch.nn.Module):

@@ -49,7 +49,7 @@ def make_segments(
     window, chunk = (limit if limit and limit < longest else None for limit in reach)
     queries, keys, index = [], [], []
     for start, end in pairwise(bounds):
-        places = _places(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
+        places = places_of(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
         for first, last in _held(end - start, cp_rank, cp_size):
             for low, high in _cut(first, last, chunk):
                 seen = low // chunk * chunk if chunk else 0  # the first key that the first query may see
@@ -59,7 +59,7 @@ def make_segments(
                 keys.append(high - seen)
                 if places is not None:
                     index.append(places[seen:high])
-    key_index = _to(torch.cat(index), device) if index else None
+    key_index = to_device(torch.cat(index), device) if index else None
     return Segments(queries, keys, _ends(queries, device), _ends(keys, device), key_index, window, chunk is not None)
 
 
@@ -80,7 +80,7 @@ def _cut(first: int, last: int, chunk: int | None) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def _places(start: int, length: int, total: int, cp_size: int) -> Tensor:
+def places_of(start: int, length: int, total: int, cp_size: int) -> Tensor:
     """[length]: where each position of a document lies once the ranks' tokens are laid one rank after another."""
     part = length // (2 * cp_size)
     places = []
@@ -92,10 +92,10 @@ def _places(start: int, length: int, total: int, cp_size: int) -> Tensor:
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    return _to(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
+    return to_device(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """An asynchronous copy: nothing waits for the device."""
     if device.type == "cpu":
         return tensor
@@ -109,7 +109,7 @@ class Documents(PackedSeqParams):
     segments: dict[Reach, Segments] = field(default_factory=dict)  # for each reach that the model's layers have
     turns: tuple[Turns, ...] = ()  # for each of Architecture.ropes
     positions: Tensor | None = None  # [sequence, batch], within documents
-    runs: Any = None  # what gated_delta.py must know
+    runs: Any = None  # the Runs of delta_rule.py
 
 
 def describe_documents(
@@ -129,7 +129,7 @@ def describe_documents(
     if cu_seqlens is None:
         bounds, packed = [0, position_ids.shape[1] * cp_size], {}
     else:
-        bounds, ends = cu_seqlens.tolist(), _to(cu_seqlens, device)
+        bounds, ends = cu_seqlens.tolist(), to_device(cu_seqlens, device)
         packed = {
             "qkv_format": "thd",
             "cu_seqlens_q": ends,
@@ -147,7 +147,7 @@ def describe_documents(
         if all(found) or not any(found):
             return found[0]
         here = torch.tensor(lengths) // cp_size
-        return _to(torch.tensor(found).repeat_interleave(here), device)
+        return to_device(torch.tensor(found).repeat_interleave(here), device)
 
     return Documents(
         **packed,

@@ -1,6 +1,7 @@
 """Qwen3.5-MoE: experts one by one, as transformers writes them, or stacked, as the hub has them."""
 
 from functools import partial
+from typing import Any
 
 from tests.families import MOE, SHARED, Tensors, Tiny
 from tests.families.qwen3_5_text import DECAYS, FP32, MROPE, nested, within
@@ -16,7 +17,7 @@ def config(**changes):
         "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     }
-    shared = {key: value for key, value in SHARED.items() if key != "intermediate_size"}
+    shared: dict[str, Any] = {key: value for key, value in SHARED.items() if key != "intermediate_size"}
     return Qwen3_5MoeTextConfig(**shared | DELTA | moe | changes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tests.families import MOE, SHARED, Tiny
 from tests.families.faults import Fault, rolled, zeroed
 
-DELTA = {
+DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
     "head_dim": 16,
@@ -52,7 +52,7 @@ def _planted(name: str, plant: Callable[[Any], None]) -> Fault:
 
 def _leaking(*fields: str) -> Fault:
     """All documents are one, as far as these fields of `Runs` go."""
-    from megaswift.bridge.layers.gated_delta import make_runs
+    from megaswift.bridge.layers.delta_rule import make_runs
 
     def leak(module, args, kwargs):
         documents = copy(kwargs["packed_seq_params"])
