@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from tests.families import MOE, SHARED, Tensors, Tiny
-from tests.families.qwen3_5_text import DECAYS, FP32, MROPE, nested, within
+from tests.families.qwen3_5_text import DECAYS, FP32, MROPE, nested, unseen, within
 from tests.families.qwen3_next import DELTA, FAULTS, MEANS, SHARED_EXPERT, STDS
 
 
@@ -42,6 +42,7 @@ TINY = {
         stds=STDS,
         fp32=FP32,
         files=_stacked,
+        extra=unseen,
         raw=nested,
     ),
 }
