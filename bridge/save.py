@@ -19,7 +19,7 @@ from .families import family_of
 from .proof import described, left_out, peak_memory, sources, write_proof
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
 from .safetensors_io import Form, finish_shards, names_of, sync
-from .tensors import held, local_experts, split_group, split_of
+from .tensors import architecture_of, held, local_experts, split_group, split_of
 from .writer import Writer
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
@@ -71,7 +71,7 @@ def save_weights(
     """
     destination = Path(destination)
     family = family_of(hf_config)
-    architecture = family.describe(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
     entries = table(family, hf_config, architecture, names_of(source))
     tensors = held(chunks)
     if architecture.tied:
@@ -267,14 +267,20 @@ def carry(source: Path, destination: Path, hf_config: dict[str, Any], dtype: tor
 
 def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
     """config.json as it came in, but for the name of the dtype, and how weights were quantised."""
-    names = [key for key in ("dtype", "torch_dtype") if key in hf_config]
-    config = hf_config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    config = _renamed(hf_config, dtype)
     config.pop("quantization_config", None)
+    if "text_config" in config:
+        config["text_config"] = _renamed(config["text_config"], dtype)
     original = (source / "config.json").read_text(encoding="utf-8")
     same = json.loads(original) == config
     with (destination / "config.json").open("w", encoding="utf-8") as stream:
         stream.write(original if same else json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         sync(stream)
+
+
+def _renamed(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    names = [key for key in ("dtype", "torch_dtype") if key in config]
+    return config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
 
 
 def _carry(source: Path, destination: Path) -> None:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from ..bridge import hub
 from ..bridge.build import DTYPES
+from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
 from ..templates.batches import Batches
 from ..templates.prepare import Prepared, prepare
@@ -49,9 +50,9 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     initialize(options, seed=options.seed)
     if options.manual_gc:
         gc.disable()
-    model_folder = first_of_each_node(lambda: hub.model_folder(options))
-    hf_config = hub.read_config(model_folder)
-    dtype = _dtype(options, hf_config)
+    model_folder = first_of_each_node(lambda: hub.source_folder(options, options.mcore_model))
+    hf_config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
+    dtype = dtype_of(options, hf_config)
     tokenizer = hub.load_tokenizer(model_folder)
 
     def tokens(options: SftOptions) -> Prepared:
@@ -59,8 +60,9 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
 
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     data = first_of_each_node(lambda: tokens(options), then=lambda: tokens(replace(options, load_from_cache_file=True)))
+    name = options.mcore_model or options.model
     folder = on_first_rank(
-        lambda: new_run_folder(options.output_dir or default_output_dir(options.model), add_version=options.add_version)
+        lambda: new_run_folder(options.output_dir or default_output_dir(name), add_version=options.add_version)
     )
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
     on_every_rank(lambda: _must_see(folder))
@@ -143,8 +145,10 @@ def _raise_any(result: tuple[Any, Exception | None]) -> None:
             raise error
 
 
-def _dtype(options: SftOptions, hf_config: dict[str, Any]) -> torch.dtype:
-    name = options.torch_dtype or hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+def dtype_of(options: ModelOptions, hf_config: dict[str, Any]) -> torch.dtype:
+    """The type of the weights: `--torch_dtype`, else the checkpoint's own. Raises ValueError for one not known."""
+    given = (hf_config.get("text_config") or {}) | hf_config
+    name = options.torch_dtype or given.get("dtype") or given.get("torch_dtype") or "float32"
     if name not in DTYPES:
         raise ValueError(f"config.json has dtype {name!r}: give --torch_dtype, one of {', '.join(DTYPES)}")
     return DTYPES[name]
