@@ -8,9 +8,12 @@ folders. What `sharded_state` returns is also what megatron-core's optimizers wa
 
 import errno
 import re
+import time
+import warnings
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +22,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import save as save_checkpoint
-from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -34,12 +36,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from .carried import Carried
 from .families import family_of
+from .hub import LATEST, mcore_folder
+from .proof import peak_memory, prove_loading, sources, write_proof
 from .rows import EMBEDDING, OUTPUT, VOCAB, Architecture, Entry, Family, Key, table, window
+from .safetensors_io import names_of
+from .save import carry
 from .tensors import held_whole, split_group, split_of
 
-LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder is meant
 LAYERS = "decoder.layers.{layer}."
+MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
 LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
 # Where Transformer Engine fuses a norm into the matrix that follows it: the norm, that matrix, the norm's name in it.
 FUSED = (
@@ -56,44 +63,81 @@ FUSED = (
 
 @torch.no_grad()
 def save_distributed(
-    chunks: Sequence[Any], hf_config: dict[str, Any], destination: str | Path, *, iteration: int = 1
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype,
+    iteration: int = 1,
+    converted: bool = False,
 ) -> None:
-    """Write `chunks`, this rank's GPTModels, into the folder `destination`, under Megatron-LM's name for `iteration`.
+    """Write `chunks`, this rank's GPTModels of `dtype`, into the empty folder `destination`, as Megatron-LM has it.
 
-    To be called by every rank. `hf_config` is the raw config.json of the model. Tensors are written one by one, in the
-    dtype that they have; the files are on the disk when this returns. Raises OSError on every rank where one cannot
-    write, and then the folder is not whole.
+    To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
+    along; conversion.json (see proof.py) has what was read from there where only the format changes (`converted`), else
+    only what the tensors are called there. Tensors are written one by one; the files are on the disk when this returns.
+    Raises OSError on every rank where one cannot write, and then the folder is not whole.
     """
-    destination, name = Path(destination), f"iter_{iteration:07}"
+    source, destination, started = Path(source), Path(destination), time.perf_counter()
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
-    naming = _name_tensors(table(family, hf_config, architecture))
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            (destination / name).mkdir()
-            (destination / LATEST).write_text(f"{iteration}\n")
-        except OSError as error:
-            failure = error
-    failures: list[OSError | None] = [failure]
-    dist.broadcast_object_list(failures, src=0)
-    if failures[0] is not None:
-        raise failures[0]
+    entries = table(family, hf_config, architecture, names_of(source))
+    naming = _name_tensors(entries)
+    inside = destination / f"iter_{iteration:07}"
+
+    def begin() -> None:
+        inside.mkdir()
+        (destination / LATEST).write_text(f"{iteration}\n")
+
+    _on_first_rank(begin)
     state: dict[str, Any] = {
         "model": sharded_state(chunks, hf_config, naming),
         "args": _arguments(chunks[0].config, architecture),
         "checkpoint_version": 3.0,
         "iteration": iteration,
     }
+    metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not naming.stacked}
     try:
-        save_checkpoint(
-            state,
-            str(destination / name),
-            _Streaming(),  # pyright: ignore[reportArgumentType]
-            content_metadata={"singleton_local_shards": False, "non_homogeneous_layers": not naming.stacked},
-        )
+        with _quiet():
+            save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
     except CheckpointException as error:
         raise _first_failure(error) from None
+    names = sources(entries)
+    along = Carried(source, hf_config, architecture, names, dtype)
+
+    def finish() -> None:
+        carry(source, destination, hf_config, dtype)
+        along.save_beside(destination, MAX_CARRIED)
+        if not converted:
+            size, seconds = sum(file.stat().st_size for file in inside.iterdir()), time.perf_counter() - started
+            cost = {"bytes": size, "seconds": seconds, "peak_memory": [peak_memory()]}
+            write_proof(destination, "training", family.name, names, {}, **cost)
+
+    _on_first_rank(finish)
+    if converted:
+        prove_loading(source, destination, hf_config, time.perf_counter() - started)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns of its own classes, which megatron-core uses."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+        yield
+
+
+def _on_first_rank(do: Callable[[], None]) -> None:
+    """`do()` on rank 0; its OSError on every rank."""
+    failures: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            do()
+        except OSError as error:
+            failures = [error]
+    dist.broadcast_object_list(failures, src=0)
+    if failures[0] is not None:
+        raise failures[0]
 
 
 @torch.no_grad()
@@ -104,7 +148,7 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
     its own weights a rank holds one piece of the checkpoint at a time. Nothing is sent between ranks. Raises ValueError
     where the folder has no such checkpoint, or one of another model.
     """
-    folder = checkpoint_folder(folder)
+    folder = mcore_folder(folder)
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
     entries = table(family, hf_config, architecture)
@@ -118,38 +162,11 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
     for of_tensor in pieces.values():
         _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture)
     try:
-        TorchDistLoadShardedStrategy().load(pieces, folder)  # into the tensors themselves
+        with _quiet():
+            TorchDistLoadShardedStrategy().load(pieces, folder)  # into the tensors themselves
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
         raise ValueError(f"{folder} cannot be read ({cause}): copy it again, or make it anew") from None
-
-
-def checkpoint_folder(folder: str | Path) -> Path:
-    """The folder of the checkpoint's own files: `folder`, or the one in it that Megatron-LM's tracker file names.
-
-    Raises FileNotFoundError or ValueError where there is none.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--mcore_model {folder}: no such folder")
-    tracker, inside = folder / LATEST, folder
-    if tracker.is_file():
-        text = tracker.read_text().strip()
-        if text != "release" and not text.isdigit():
-            raise ValueError(f"{tracker} says {text!r}: the number of an iteration, or release, is needed")
-        inside = folder / (text if text == "release" else f"iter_{int(text):07}")
-        if not inside.is_dir():
-            raise ValueError(f"{tracker} says {text}, and there is no {inside.name} beside it: copy the folder again")
-    if (inside / ".metadata").is_file() and check_is_distributed_checkpoint(str(inside)):
-        return inside
-    hint = ""
-    if (inside / "mp_rank_00").is_dir() or any(inside.glob("mp_rank_00_*")):
-        hint = " It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
-    elif any(inside.glob("*.safetensors")):
-        hint = " It is a Hugging Face checkpoint: give it as --model"
-    elif found := sorted(folder.glob("*/metadata.json"), key=lambda file: file.stat().st_mtime):
-        hint = f" Is it {found[-1].parent} that you mean?"
-    raise ValueError(f"--mcore_model {folder}: no megatron-core distributed checkpoint there.{hint}")
 
 
 def sharded_state(

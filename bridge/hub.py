@@ -7,6 +7,8 @@ from typing import Any
 
 from .options import ModelOptions
 
+LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
+
 # Weights in other formats, and what is no part of a model.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "original/*", "figures/*"]
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
@@ -46,9 +48,58 @@ def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """The raw config.json of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
+def source_folder(options: ModelOptions, mcore_model: str | None) -> Path:
+    """The folder with config.json, tokenizer and weights: `--mcore_model` where it is given, else `--model`'s.
+
+    Raises what `mcore_folder` and `model_folder` raise.
+    """
+    if not mcore_model:
+        return model_folder(options)
+    folder = Path(mcore_model).expanduser()
+    mcore_folder(folder)
+    return folder
+
+
+def mcore_folder(folder: str | Path) -> Path:
+    """Where the files of a megatron-core checkpoint are: in `folder`, or in what Megatron-LM's tracker file names.
+
+    Raises FileNotFoundError or ValueError where there is none.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--mcore_model {folder}: no such folder. Give that of a megatron-core checkpoint")
+    tracker, inside = folder / LATEST, folder
+    if tracker.is_file():
+        text = tracker.read_text().strip()
+        if text != "release" and not text.isdigit():
+            raise ValueError(f"{tracker} says {text!r}: the number of an iteration, or release, is needed")
+        inside = folder / (text if text == "release" else f"iter_{int(text):07}")
+        if not inside.is_dir():
+            raise ValueError(f"{tracker} says {text}, and there is no {inside.name} beside it: copy the folder again")
+    if (inside / "metadata.json").is_file() and (inside / ".metadata").is_file():
+        return inside
+    hint = ""
+    if any(inside.glob("mp_rank_00*")):
+        hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
+    elif any(inside.glob("*.safetensors")):
+        hint = ". It is a Hugging Face checkpoint: give it as --model"
+    elif found := sorted(folder.glob("*/metadata.json"), key=lambda file: file.stat().st_mtime):
+        hint = f". Is it {found[-1].parent} that you mean?"
+    raise ValueError(f"--mcore_model {folder}: no megatron-core distributed checkpoint there{hint}")
+
+
+def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+    """The raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
+
+    Raises FileNotFoundError or ValueError with a cure.
+    """
     path = Path(folder) / "config.json"
+    if mcore and not path.is_file():
+        above = f" Is it {path.parents[1]} that you mean?" if (path.parents[1] / "config.json").is_file() else ""
+        raise FileNotFoundError(
+            f"--mcore_model {folder}: no config.json there. Copy it and the tokenizer's files from the "
+            f"model's Hugging Face checkpoint into it.{above}"
+        )
     if not path.is_file():
         inside = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
         inside.sort(key=lambda file: file.stat().st_mtime)

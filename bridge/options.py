@@ -19,6 +19,15 @@ class ModelOptions:
 
 
 @dataclass
+class McoreOptions:
+    """Weights in megatron-core's format"""
+
+    mcore_model: Annotated[
+        str | None, "A megatron-core checkpoint (with its config.json and tokenizer), in place of --model."
+    ] = None
+
+
+@dataclass
 class KernelOptions:
     """Kernels and numerics (preferences: the nearest that this machine has runs, and the log names it)"""
 
@@ -38,14 +47,26 @@ class KernelOptions:
 
 
 @dataclass
-class ParallelOptions:
-    """Parallelism"""
+class LayoutOptions:
+    """Layout of the weights"""
 
     tensor_model_parallel_size: Annotated[int, "TP: processes that share each matrix."] = 1
-    sequence_parallel: Annotated[bool, "SP: split what is between the matrices by tokens (needs TP)."] = False
     pipeline_model_parallel_size: Annotated[int, "PP: processes that share the layers."] = 1
     decoder_first_pipeline_num_layers: Annotated[int | None, "Layers of the first PP stage, where uneven."] = None
     decoder_last_pipeline_num_layers: Annotated[int | None, "Layers of the last PP stage, where uneven."] = None
+    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts."] = 1
+    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices."] = 1
+    ddp_backend: Annotated[
+        Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
+    ] = None
+    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
+
+
+@dataclass
+class ParallelOptions(LayoutOptions):
+    """Parallelism"""
+
+    sequence_parallel: Annotated[bool, "SP: split what is between the matrices by tokens (needs TP)."] = False
     virtual_pipeline_model_parallel_size: Annotated[int | None, "VPP: chunks of layers in each PP stage."] = None
     microbatch_group_size_per_vp_stage: Annotated[
         int | None, "Micro batches that one VPP chunk takes in a row; left out: PP."
@@ -59,18 +80,12 @@ class ParallelOptions:
         Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None,
         "How CP exchanges keys and values; a preference. Left out: p2p with Transformer Engine.",
     ] = None
-    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts."] = 1
-    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices."] = 1
     use_distributed_optimizer: Annotated[bool, "ZeRO-1: share the optimizer's state among data-parallel ranks."] = True
     overlap_grad_reduce: Annotated[bool, "Reduce gradients during the backward pass."] = False
     overlap_param_gather: Annotated[
         bool, "Gather parameters during the forward pass (needs --overlap_grad_reduce)."
     ] = False
     accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
-    ddp_backend: Annotated[
-        Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
-    ] = None
-    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
 
 
 @dataclass
@@ -122,5 +137,15 @@ class MoEOptions:
 
 
 @dataclass
-class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions):
+class PredictionOptions:
+    """Multi-token prediction"""
+
+    mtp_num_layers: Annotated[
+        int | None, "Train so many of the checkpoint's layers that predict further tokens; left out: they stay as is."
+    ] = None
+    mtp_loss_scaling_factor: Annotated[float, "Weight of their mean loss beside the model's own."] = 0.1
+
+
+@dataclass
+class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, KernelOptions):
     """Everything that the builder reads."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..bridge.families import family_of
-from ..bridge.hub import read_config
-from ..bridge.options import ModelOptions, ParallelOptions, RecomputeOptions
+from ..bridge.hub import mcore_folder, read_config
+from ..bridge.options import BuildOptions, ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
 from ..tasks.log import require_reporters
-from ..tasks.options import CheckpointOptions, InferOptions, LoggingOptions, SftOptions
+from ..tasks.options import InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..templates.options import PrepareOptions
 from .flags import UsageError
@@ -22,17 +22,18 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     `gpus`: those that this machine shows (0: a CPU); `processes`: those that are to run on this machine.
     """
     notes = list(_put_right(options))
-    model = _known_model(options)
-    _positive(options)
+    model = known_model(options)
+    check_positive(options)
     _data(options)
     _batch(options, layout)
     _schedule(options)
     _recompute(options)
     _overlap(options)
-    _pipeline(options)
+    check_pipeline(options)
     if model is not None:
-        _divisible(options, layout, model)
-    _processes(options, layout, gpus, processes)
+        check_divisible(options, layout, model)
+    check_processes(layout, gpus, processes)
+    _global_batch(options, layout)
     _lengths(options)
     _output(options)
     _reporters(options)
@@ -84,14 +85,32 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
     return config
 
 
-def _known_model(options: ModelOptions) -> dict[str, Any] | None:
-    """config.json of a model whose architecture can be trained; None for a hub id."""
+def known_model(options: ModelOptions) -> dict[str, Any] | None:
+    """config.json of a model whose architecture is known; None for a hub id. Raises UsageError."""
+    if mcore := getattr(options, "mcore_model", None):
+        return _mcore_model(options, mcore)
     config = read_model_config(options)
     try:
         if config is not None:
             family_of(config)
     except ValueError as error:
         raise UsageError(f"--model {options.model}: {error}") from None
+    return config
+
+
+def _mcore_model(options: ModelOptions, mcore: str) -> dict[str, Any]:
+    if options.model:
+        raise UsageError(
+            f"--model {options.model}: config.json and tokenizer come from the folder of --mcore_model. Leave one out."
+        )
+    folder = Path(mcore).expanduser()
+    try:
+        mcore_folder(folder)
+        config = read_config(folder, mcore=True)
+        family_of(config)
+    except (ValueError, FileNotFoundError) as error:
+        text = str(error)
+        raise UsageError(text if text.startswith("--") else f"--mcore_model {folder}: {text}") from None
     return config
 
 
@@ -112,14 +131,15 @@ SHARE = (
 )  # fmt: skip
 
 
-def _positive(options: SftOptions) -> None:
+def check_positive(options: Any) -> None:
+    """Raise UsageError for numbers of an option set that are too small or too large."""
     for names, wrong, what in (
         (POSITIVE, lambda value: value <= 0, "must be above 0"),
         (NOT_NEGATIVE, lambda value: value < 0, "must not be below 0"),
         (SHARE, lambda value: not 0 <= value < 1, "must be at least 0 and below 1"),
     ):
         for name in names:
-            value = getattr(options, name)
+            value = getattr(options, name, None)
             if value is not None and wrong(value):
                 raise UsageError(f"--{name} {value}: {what}.")
 
@@ -176,7 +196,8 @@ def _overlap(options: SftOptions) -> None:
         )
 
 
-def _pipeline(options: ParallelOptions) -> None:
+def check_pipeline(options: ParallelOptions) -> None:
+    """Raise UsageError for flags of pipelining where there is one stage."""
     if options.pipeline_model_parallel_size > 1:
         return
     for name in (
@@ -191,7 +212,8 @@ def _pipeline(options: ParallelOptions) -> None:
             )
 
 
-def _processes(options: SftOptions, layout: Layout, gpus: int, processes: int) -> None:
+def check_processes(layout: Layout, gpus: int, processes: int) -> None:
+    """Raise UsageError where `processes` on this machine, with its `gpus`, cannot be laid out so."""
     if gpus and processes > gpus:
         raise UsageError(
             f"NPROC_PER_NODE {processes}: more processes than the {gpus} visible GPU{'s' * (gpus > 1)}. "
@@ -206,6 +228,9 @@ def _processes(options: SftOptions, layout: Layout, gpus: int, processes: int) -
                 f"{' x '.join(names)} = {product}: does not divide the number of processes, {layout.world}. Set "
                 f"NPROC_PER_NODE (and NNODES) so that there are a multiple of {product}, or make a size smaller."
             )
+
+
+def _global_batch(options: SftOptions, layout: Layout) -> None:
     share = options.micro_batch_size * layout.data
     if options.global_batch_size % share:
         raise UsageError(
@@ -246,8 +271,11 @@ def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
         )
 
 
-def _divisible(options: SftOptions, layout: Layout, model: dict[str, Any]) -> None:
-    """The model's own sizes, as far as config.json names them. Fewer KV heads than TP are repeated: no error."""
+def check_divisible(options: BuildOptions, layout: Layout, model: dict[str, Any]) -> None:
+    """Raise UsageError where the model's own sizes, as far as config.json names them, cannot be laid out so.
+
+    Fewer KV heads than TP are repeated: no error.
+    """
     tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
     _divides("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
     _divides("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
@@ -270,7 +298,7 @@ def _divides(flag: str, size: int, whole: int | None, what: str) -> None:
         raise UsageError(f"--{flag} {size}: does not divide the model's {whole} {what}. Give a divisor of {whole}.")
 
 
-def _experts(options: SftOptions, layout: Layout, experts: int, width: int | None) -> None:
+def _experts(options: BuildOptions, layout: Layout, experts: int, width: int | None) -> None:
     _divides("expert_model_parallel_size", layout.expert, experts, "experts")
     _divides("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
     if layout.tensor > 1 and not options.sequence_parallel:
@@ -280,7 +308,7 @@ def _experts(options: SftOptions, layout: Layout, experts: int, width: int | Non
         )
 
 
-def _layers(options: SftOptions, layout: Layout, layers: int) -> None:
+def _layers(options: BuildOptions, layout: Layout, layers: int) -> None:
     chunks = options.virtual_pipeline_model_parallel_size or 1
     given = {
         name: value
@@ -322,14 +350,15 @@ def _lengths(options: SftOptions) -> None:
             )
 
 
-def _output(options: CheckpointOptions) -> None:
+def _output(options: SftOptions) -> None:
     """Writing is tried by the run itself; this finds what can be seen without writing."""
-    assert isinstance(options, ModelOptions)
     try:
         shard_bytes(options.max_shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    folder = Path(options.output_dir or default_output_dir(options.model)).expanduser().absolute()
+    folder = (
+        Path(options.output_dir or default_output_dir(options.mcore_model or options.model)).expanduser().absolute()
+    )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         problem = f"{existing} is a file"

@@ -31,11 +31,11 @@ COMMANDS = {
         "pt": Command("Go on with pre-training, on plain text.", "PtOptions", "sft"),
         "sft": Command("Supervised fine-tuning, on conversations.", "SftOptions", "sft"),
         "rlhf": Command("GRPO, DPO, KTO, GKD, reward models (not in this version)."),
-        "export": Command("Convert checkpoints with many processes (not in this version)."),
+        "export": Command("Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "export"),
     },
     "swift": {
         "infer": Command("Talk to a model, or let it answer a dataset.", "InferOptions", "infer"),
-        "export": Command("Convert checkpoints (not in this version)."),
+        "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "export"),
         "rollout": Command("Serve a model to a training that generates (not in this version)."),
     },
 }
@@ -88,7 +88,7 @@ def _main(program: str, argv: list[str]) -> int:
         there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].options]
         raise UsageError(f"{program} {name}: this version does not have it. It has {', '.join(there)}.")
 
-    start = _start_training if program == "megatron" else _start_here
+    start = _start_export if name == "export" else _start_training if program == "megatron" else _start_here
     return start(command, *read_options(program, argv), [program, *argv])
 
 
@@ -105,7 +105,8 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
     filed = from_config(config, flags, others) if config else None
     given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (filed.notes if filed else [])
-    if program == "megatron" and not (typed.weights_only or (filed and filed.weights_only)):
+    trains = program == "megatron" and name != "export"
+    if trains and not (typed.weights_only or (filed and filed.weights_only)):
         notes.append(WEIGHTS_ONLY)
     return *resolve(options, given, filed), notes
 
@@ -129,6 +130,26 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
         print(report(argv, options, sources, layout, processes, settings))
         return 0
     start(processes, argv, settings)
+    return _run(command, options, sources)
+
+
+def _start_export(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+    from ..tasks.plan import Layout, build_options
+    from .checks_export import check_export, check_export_layout, gpus_needed
+    from .launch import Processes, environment, start, visible_gpus
+
+    gpus = visible_gpus()
+    config = check_export(options)
+    if argv[0] == "megatron":
+        processes = Processes.of_environment(gpus)
+        layout = build_options(options)
+        check_export_layout(options, Layout.of(layout, processes.world), config, gpus, processes.per_node)
+        _tell(notes)
+        start(processes, argv, environment(layout, processes, gpus))
+    else:  # one process, or where a GPU is too small `megatron export` with as many as the model needs
+        stages, flags, why = gpus_needed(options, config, gpus)
+        _tell([*notes, *([why] if why else [])])
+        start(Processes(stages), ["megatron", *argv[1:], *flags] if flags else argv, {})
     return _run(command, options, sources)
 
 

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: `checkpoint-N` folders of Hugging Face weights, each whole or absent."""
+"""Checkpoints of a run: `checkpoint-N` folders of weights, Hugging Face's or megatron-core's, each whole or absent."""
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..bridge.distributed import save_distributed
 from ..bridge.parallel import barrier
 from ..bridge.save import save_weights
 from .folders import begin, commit, explained, rotate
@@ -18,14 +19,12 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
     path = run.folder / f"checkpoint-{step}"
     temporary = on_first_rank(lambda: begin(path))
     with training.parameters_gathered(), explained(path), _removed_on_error(temporary):
-        save_weights(
-            training.model.chunks,
-            run.hf_config,
-            run.model_folder,
-            temporary,
-            dtype=run.dtype,
-            max_shard_bytes=shard_bytes(run.options.max_shard_size),
-        )
+        chunks = training.model.chunks
+        if run.options.save_safetensors:
+            most = shard_bytes(run.options.max_shard_size)
+            save_weights(chunks, run.hf_config, run.model_folder, temporary, dtype=run.dtype, max_shard_bytes=most)
+        else:
+            save_distributed(chunks, run.hf_config, run.model_folder, temporary, dtype=run.dtype, iteration=step)
     barrier()
 
     def finish() -> None:

@@ -58,6 +58,26 @@ def _new_version(output_dir: Path) -> Path:
             version += 1
 
 
+def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
+    """Raise ValueError where making the folder `destination` of `source` would harm what is there."""
+    there, origin = destination.resolve(), source.resolve()
+    if there == origin or origin in there.parents or there in origin.parents:
+        raise ValueError(f"--output_dir {destination}: is, is in or has in it what is to be exported. Give another.")
+    if there.exists() and not there.is_dir():
+        raise ValueError(f"--output_dir {destination}: is a file. Give a folder that is to be made.")
+    if not there.exists() or not any(there.iterdir()):
+        return
+    if not exist_ok:
+        raise ValueError(
+            f"--output_dir {destination}: is there already. Give another, or --exist_ok true to replace it."
+        )
+    if not (there / MANIFEST).is_file():
+        raise ValueError(
+            f"--output_dir {destination}: --exist_ok true replaces all of a folder, and this one is not known as an "
+            f"earlier export's (it has no {MANIFEST}). Give another, or remove it."
+        )
+
+
 def begin(path: str | Path, *, needed_bytes: int = 0) -> Path:
     """Make the empty folder in which `path` is to be written, beside it, and return it; `commit` puts it in its place.
 

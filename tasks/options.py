@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ..bridge.options import BuildOptions, ModelOptions
+from ..bridge.options import BuildOptions, LayoutOptions, McoreOptions, ModelOptions
 from ..templates.options import PrepareOptions
 
 
@@ -67,6 +67,9 @@ class CheckpointOptions:
     save_strategy: Annotated[Literal["steps", "epoch"], "Save every --save_steps, or after each epoch."] = "steps"
     save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end)."] = 500
     save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest; left out: all."] = None
+    save_safetensors: Annotated[
+        bool, "Save Hugging Face folders; false: megatron-core checkpoints, with which --mcore_model goes on."
+    ] = True
     max_shard_size: Annotated[str, "Largest safetensors file, as in 5GB or 500MB."] = "5GB"
 
 
@@ -114,8 +117,25 @@ class GenerationOptions:
 
 
 @dataclass
+class ConversionOptions:
+    """Conversion"""
+
+    to_mcore: Annotated[bool, "From --model to a megatron-core checkpoint."] = False
+    to_hf: Annotated[bool, "From --mcore_model to a Hugging Face folder."] = False
+    output_dir: Annotated[
+        str | None, "The folder to make; left out: <model>-mcore or <model>-hf, beside a model folder, else here."
+    ] = None
+    exist_ok: Annotated[bool, "Replace the folder of an earlier export."] = False
+    test_convert_precision: Annotated[
+        bool, "Compare both models' logits on several texts, and fail (leaving no folder) where they are apart."
+    ] = False
+    max_shard_size: Annotated[str, "to_hf: largest safetensors file, as in 5GB or 500MB."] = "5GB"
+
+
+@dataclass
 class SftOptions(
     ModelOptions,
+    McoreOptions,
     PrepareOptions,
     BatchOptions,
     ScheduleOptions,
@@ -132,6 +152,16 @@ class PtOptions(SftOptions):
     """megatron pt"""
 
     loss_scale: Literal["default", "last_round", "all"] = "all"
+
+
+@dataclass
+class ExportOptions(ModelOptions, McoreOptions, ConversionOptions):
+    """swift export"""
+
+
+@dataclass
+class MegatronExportOptions(ExportOptions, LayoutOptions):
+    """megatron export"""
 
 
 @dataclass

@@ -3,11 +3,12 @@
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..bridge.options import ParallelOptions
-from .options import BatchOptions, SftOptions
+from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions
+from .options import BatchOptions, ExportOptions, SftOptions
 
 if TYPE_CHECKING:
     from ..templates.batches import Batches
@@ -55,6 +56,25 @@ class Layout:
             return text
         experts = f"EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"
         return f"{text}; experts: {experts}"
+
+
+def build_options(options: ExportOptions) -> BuildOptions:
+    """How an export builds its model: as the flags of `megatron export` say, or in one process."""
+    names = [field.name for field in fields(LayoutOptions)]
+    return BuildOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+
+
+def export_folder(options: ExportOptions) -> Path:
+    """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's model's name."""
+    if options.output_dir:
+        return Path(options.output_dir).expanduser().absolute()
+    source, ending = options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
+    folder = Path(source).expanduser().absolute()
+    return (
+        folder.with_name(f"{folder.name}-{ending}")
+        if folder.exists()
+        else Path(f"{Path(source).name}-{ending}").absolute()
+    )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..bridge.build import build_model
+from ..bridge.distributed import load_distributed
 from ..bridge.load import load_weights
 from ..bridge.parallel import barrier
 from .args import save_args
@@ -20,7 +21,8 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
     opened = open_run(options, sources, stage="pt" if isinstance(options, PtOptions) else "sft")
     train, val = train_batches(opened), eval_batches(opened)
     model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype))
-    on_every_rank(lambda: load_weights(model.chunks, opened.hf_config, opened.model_folder))
+    read = load_distributed if options.mcore_model else load_weights
+    on_every_rank(lambda: read(model.chunks, opened.hf_config, opened.model_folder))
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     steps = steps_of(options, train.samples)

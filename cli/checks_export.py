@@ -1,0 +1,114 @@
+"""What an export cannot be, found before anything heavy is imported, and how many GPUs a model needs for it."""
+
+import math
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..bridge.hub import model_folder, read_config
+from ..tasks.folders import check_free
+from ..tasks.options import ExportOptions, MegatronExportOptions
+from ..tasks.plan import Layout, build_options, export_folder, shard_bytes
+from .checks import check_divisible, check_pipeline, check_positive, check_processes, known_model
+from .flags import UsageError
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+USABLE = 0.9  # share of a GPU's memory that weights may take
+BESIDE = 2 * 2**30  # bytes that a process takes on its GPU beside the weights
+
+
+def check_export(options: ExportOptions) -> dict[str, Any] | None:
+    """config.json of what is to be exported (None: a hub's, which is not here yet). Raises UsageError."""
+    if options.to_mcore == options.to_hf:
+        both = "cannot be together" if options.to_hf else "are both left out"
+        raise UsageError(f"--to_mcore true and --to_hf true {both}: give one of them, for the format to export to.")
+    try:
+        shard_bytes(options.max_shard_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if options.to_hf:
+        if not options.mcore_model:
+            raise UsageError("--to_hf true needs --mcore_model: the folder of a megatron-core checkpoint.")
+    elif options.mcore_model:
+        raise UsageError(
+            f"--mcore_model {options.mcore_model}: it is in megatron-core's format already. Give --to_hf true, or a "
+            "Hugging Face checkpoint as --model."
+        )
+    config = known_model(options)
+    if config is not None:
+        source = Path(options.mcore_model or options.model).expanduser()
+        try:
+            check_free(export_folder(options), source, exist_ok=options.exist_ok)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return config
+
+
+def check_export_layout(
+    options: MegatronExportOptions, layout: Layout, config: dict[str, Any] | None, gpus: int, processes: int
+) -> None:
+    """Raise UsageError where the model, or the `processes` of this machine with its `gpus`, do not fit the layout."""
+    check_positive(options)
+    # What only training asks for is not asked here.
+    build = replace(build_options(options), sequence_parallel=True)
+    check_pipeline(build)
+    if config is not None:
+        check_divisible(build, layout, config)
+    check_processes(layout, gpus, processes)
+
+
+def gpus_needed(options: ExportOptions, config: dict[str, Any] | None, gpus: int) -> tuple[int, list[str], str]:
+    """Through how few GPUs a model can pass, the flags with which `megatron export` has them share it, and why.
+
+    Raises UsageError where all of them together are too small.
+    """
+    memory = _gpu_bytes() if gpus > 1 else None
+    if memory is None:
+        return 1, [], ""
+    folder = Path(options.mcore_model).expanduser() if options.mcore_model else model_folder(options)
+    config = config or read_config(folder)
+    weights = _bytes_of(folder, config, options.torch_dtype)
+    for stages in range(1, gpus + 1):
+        if weights / stages + BESIDE <= USABLE * memory and (first := _first_stage(config, stages)) is not None:
+            break
+    else:
+        raise UsageError(
+            f"{folder}: its weights take {weights / 2**30:.0f} GiB, and the {gpus} visible GPUs have "
+            f"{memory / 2**30:.0f} GiB each. Set CUDA_VISIBLE_DEVICES= (to nothing) to convert on the CPU."
+        )
+    if stages == 1:
+        return 1, [], ""
+    flags = ["--pipeline_model_parallel_size", str(stages)]
+    flags += ["--decoder_first_pipeline_num_layers", str(first)] if first else []
+    sizes = f"the weights take {weights / 2**30:.0f} GiB, a GPU has {memory / 2**30:.0f} GiB"
+    return stages, flags, f"{sizes}: {stages} GPUs share the layers."
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of the smallest GPU; None where it cannot be told."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if answer.returncode == 0 and sizes else None
+
+
+def _bytes_of(folder: Path, config: dict[str, Any], dtype: str | None) -> int:
+    """Bytes of the weights in `dtype`: what is on the disk, where they are in the type that config.json names."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob("*/*.distcp")]
+    stored = sum(file.stat().st_size for file in files)
+    own = config.get("dtype") or config.get("torch_dtype") or "float32"
+    own_bytes = 1 if "quantization_config" in config else ITEM_BYTES.get(own, 4)
+    return stored * ITEM_BYTES.get(dtype or own, 4) // own_bytes
+
+
+def _first_stage(config: dict[str, Any], stages: int) -> int | None:
+    """Layers of the first of so many pipeline stages, 0 where all have as many; None where there are too few."""
+    layers = (config.get("text_config") or config).get("num_hidden_layers") or 1
+    if layers % stages == 0:
+        return 0
+    first = layers - (stages - 1) * math.ceil(layers / stages)
+    return first if first > 0 else None
