@@ -123,7 +123,9 @@ class CoreAttention(MegatronModule):
                 ).index_select(0, segments.key_index)
                 for x in (key, value)
             )
-        if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
+        # The variable-length kernel takes one row, whose heads are in multiples of eight.
+        one_row = query.shape[1] == 1 and query.shape[3] % 8 == 0 and value.shape[3] % 8 == 0
+        if self.kernel != "sdpa" and one_row and not (self.training and self.dropout):
             output = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments)
         elif self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads: they drop out differently.
@@ -145,8 +147,7 @@ class CoreAttention(MegatronModule):
         if self.config.apply_rope_fusion and self.kernel == "transformer_engine" and turns.angles is not None:
             from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
-            # Positions are the same in every row where rows are padded, and packed tokens are one row.
-            return fused_apply_rotary_pos_emb(x, turns.angles[:, :1], interleaved=turns.interleaved)
+            return fused_apply_rotary_pos_emb(x, turns.angles, interleaved=turns.interleaved)
         return rotate(x, turns)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:

@@ -99,8 +99,11 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> the shape of rows"""
-        # One grouped product on the GPU in bf16; a loop over the experts elsewhere.
+        # One grouped product on the GPU in bf16, where matrices' rows are in multiples of 16 bytes; else a loop.
         grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16
+        grouped = grouped and not any(
+            size % 8 for size in self.linear_fc1.weight.shape[1:] + self.linear_fc2.weight.shape[1:]
+        )
         counts = None if grouped else tokens_per_expert.tolist()
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         weights = probs.unsqueeze(-1)

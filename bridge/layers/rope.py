@@ -27,7 +27,7 @@ class Turns(NamedTuple):
 
     cos: Tensor  # [sequence, batch, 1, dim]
     sin: Tensor
-    angles: Tensor | None  # None where cos and sin are more than the angles' own
+    angles: Tensor | None  # [sequence, 1, 1, dim], contiguous: one row's; None where cos and sin are not just of them
     interleaved: bool
 
 
@@ -105,7 +105,9 @@ def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bo
     angles = planes.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((planes, planes), dim=-1)
     angles = angles.unsqueeze(2)
     cos, sin = angles.cos() * rope.factor, angles.sin() * rope.factor
-    return Turns(cos.to(dtype), sin.to(dtype), angles if rope.factor == 1.0 else None, rope.interleaved)
+    # Positions are the same in every row where rows are padded, and packed tokens are one row.
+    of_one_row = angles[:, :1].contiguous() if rope.factor == 1.0 else None
+    return Turns(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved)
 
 
 def rotate(x: Tensor, turns: Turns) -> Tensor:
