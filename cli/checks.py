@@ -80,9 +80,18 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
         config = read_config(folder)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from None
-    if "vision_config" in config or "audio_config" in config:
+    if ("vision_config" in config or "audio_config" in config) and not _has_family(config):
         raise UsageError(f"--model {options.model}: this version does not have multimodal models. Give a text model.")
     return config
+
+
+def _has_family(config: dict[str, Any]) -> bool:
+    """Whether a model is known: of some that see, the text model is."""
+    try:
+        family_of(config)
+    except ValueError:
+        return False
+    return True
 
 
 def known_model(options: ModelOptions) -> dict[str, Any] | None:
