@@ -51,7 +51,11 @@ def describe(config: dict[str, Any]) -> Architecture:
         moe_shared_expert_intermediate_size=shared or None,
         moe_layer_freq=[int(layer in moe) for layer in range(settings["num_hidden_layers"])],
     )
-    return replace(architecture, routing=Routing(smallest_sum=settings["moe_norm_min"], choice_bias=True, fp32=True))
+    return replace(
+        architecture,
+        routing=Routing(smallest_sum=settings["moe_norm_min"], choice_bias=True, fp32=True),
+        carried=r"model\.mtp_",
+    )
 
 
 def _moe_layers(settings: dict[str, Any]) -> tuple[int, ...]:

@@ -110,8 +110,5 @@ FAMILY = Family(
     models="gpt-oss-20b, gpt-oss-120b",
     describe=describe,
     rows=rows,
-    limits=(
-        DYNAMIC,
-        "attention_bias false",
-    ),
+    limits=(DYNAMIC, "attention_bias false"),
 )

@@ -51,7 +51,14 @@ def describe(config: dict[str, Any]) -> Architecture:
         ),
         routing=Routing(fp32=True),
         qk_norm="all",
+        carried=_predicting(config, settings["num_hidden_layers"]),
     )
+
+
+def _predicting(config: dict[str, Any], layers: int) -> str:
+    """A pattern of the names of the modules that predict further tokens, where a checkpoint has them."""
+    numbers = "|".join(str(layers + number) for number in range(config.get("num_mtp_modules") or 0))
+    return rf"model\.layers\.(?:{numbers})\." if numbers else ""
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
@@ -67,5 +74,5 @@ FAMILY = Family(
     models="MiniMax-M2, M2.1",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "router_jitter_noise", "MTP modules (use_mtp): the checkpoints have none"),
+    limits=(DYNAMIC, "router_jitter_noise"),
 )

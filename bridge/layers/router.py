@@ -48,7 +48,7 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [sequence, batch, experts] -> each expert's weight (0 where not chosen) and whether it is chosen, both
         [sequence * batch, experts]"""
-        if self.rule is None:
+        if self.rule is None or self.routing_type == "sinkhorn":
             return super().routing(logits, padding_mask)
         assert padding_mask is None
         length, batch = logits.shape[:2]

@@ -22,10 +22,25 @@ def config(**changes):
     return Ernie4_5_MoeConfig(**SHARED | {"rope_parameters": ROPE} | moe | changes)
 
 
+def predicting(config, noise):
+    """What released checkpoints have beyond the model's layers (a part of it)."""
+    return {
+        "model.mtp_linear_proj.0.weight": noise(config.hidden_size, 2 * config.hidden_size),
+        "model.mtp_emb_norm.0.weight": noise(config.hidden_size, mean=1.0),
+        "model.mtp_block.0.mlp.up_proj.weight": noise(config.intermediate_size, config.hidden_size),
+    }
+
+
 FP32 = (r"mlp\.gate\.weight", "moe_statics")
 
 TINY = {
-    "": Tiny(config, MOE, fp32=FP32, faults={"gate and up swapped": swapped("gate_proj", "up_proj")}),
+    "": Tiny(
+        config,
+        (*MOE, "TP2 SP EP2 ETP2"),
+        fp32=FP32,
+        extra=predicting,
+        faults={"gate and up swapped": swapped("gate_proj", "up_proj")},
+    ),
     "interval": Tiny(
         partial(config, moe_layer_interval=2, moe_layer_end_index=-1, moe_num_shared_experts=0, moe_norm_min=1e-12),
         ("EP2",),

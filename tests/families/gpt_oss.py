@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, windows in every other layer, YaRN, biases everywhere, stacked experts whose gate and up alternate."""
+"""GPT-OSS: sinks, windows in every other layer, YaRN, biases, stacked experts whose gate and up alternate."""
 
 from functools import partial
 
@@ -52,7 +52,7 @@ FAULTS = {
 STDS = {r"experts\.gate_up_proj$": 0.6, r"experts\.gate_up_proj_bias": 3.0}
 
 TINY = {
-    "": Tiny(config, MOE, stds=STDS, faults=FAULTS),
+    "": Tiny(config, (*MOE, "TP2 SP EP2 ETP2"), stds=STDS, faults=FAULTS),
     "older config": Tiny(
         partial(config, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]),
         (),
