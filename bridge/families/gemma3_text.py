@@ -1,7 +1,8 @@
 """Gemma 3 text: five layers of six attend to a window and turn by a rule of their own; four norms in each layer.
 
 Norms are stored as what is added to 1, the embedding is multiplied by the root of its width, and queries and keys have
-norms on each head.
+norms on each head. The checkpoints from 4B on are of Gemma3ForConditionalGeneration: their text model is what is
+trained.
 """
 
 import math
@@ -23,6 +24,7 @@ from .decoder import (
     windowed,
     with_defaults,
 )
+from .within import inner, outer, spelled, text_config
 
 # transformers' Gemma3TextConfig
 DEFAULTS = {
@@ -44,6 +46,7 @@ GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 
 
 def describe(config: dict[str, Any]) -> Architecture:
+    config = text_config(config)
     settings = with_defaults(config, DEFAULTS)
     settings |= {"hidden_act": settings["hidden_activation"]}
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
@@ -70,6 +73,7 @@ def describe(config: dict[str, Any]) -> Architecture:
         embedding_scale=math.sqrt(settings["hidden_size"]),
         post_norms=True,
         output_bias=bias,
+        carried=r"(model\.)?(vision_tower|multi_modal_projector)\.",
     )
 
 
@@ -93,14 +97,20 @@ def rows(config: dict[str, Any]) -> list[Row]:
         "post_feedforward_layernorm": "mlp_bda.norm",
     }
     four = [Row(HF_LAYER + hf + ".weight", LAYER + mcore + ".weight", REPLICATED) for hf, mcore in norms.items()]
-    return ENDS + four + PROJECTIONS + attention_biases(config) + QK_NORMS + mlp()
+    alone = ENDS + four + PROJECTIONS + attention_biases(text_config(config)) + QK_NORMS + mlp()
+    return spelled(config, alone, outer, inner)
 
 
 FAMILY = Family(
     name="gemma3_text",
-    architectures=("Gemma3ForCausalLM",),
-    models="Gemma 3 270M and 1B (text only)",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    models="Gemma 3, text",
     describe=describe,
     rows=rows,
-    limits=("soft caps on scores and logits", "use_bidirectional_attention", DYNAMIC),
+    limits=(
+        "soft caps on scores and logits",
+        "use_bidirectional_attention",
+        DYNAMIC,
+        "images: the vision tower is carried along unchanged",
+    ),
 )

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, ROW, Architecture, Family, Row
+from ..rows import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, Row
 from .decoder import ATTENTION, DYNAMIC, ENDS, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
-from .fused import FUSED_GATE_UP
 
 # transformers' Glm4Config
 DEFAULTS = {

@@ -1,13 +1,14 @@
 """Llama 4 text: three layers of four attend by chunks and turn, the fourth attends to everything and has no positions.
 
 Queries and keys that turn are divided by their root mean square afterwards, queries of the other layers grow with their
-position. A token has one expert, whose input is weighted by a sigmoid, and a shared one.
+position. A token has one expert, whose input is weighted by a sigmoid, and a shared one. The checkpoints on the hub are
+of Llama4ForConditionalGeneration: their text model is what is trained.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from ..rows import GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
+from ..rows import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
 from .decoder import (
     ATTENTION,
     DYNAMIC,
@@ -18,7 +19,7 @@ from .decoder import (
     describe_decoder,
     with_defaults,
 )
-from .fused import FUSED_GATE_UP
+from .within import outer, spelled, text_config
 
 # transformers' Llama4TextConfig
 DEFAULTS = {
@@ -49,6 +50,7 @@ DEFAULTS = {
 
 
 def describe(config: dict[str, Any]) -> Architecture:
+    config = text_config(config)
     settings = with_defaults(config, DEFAULTS) | {"rope_interleaved": True}
     bias = bool(config.get("attention_bias"))
     moe, layers = moe_layers(settings), range(settings["num_hidden_layers"])
@@ -71,6 +73,7 @@ def describe(config: dict[str, Any]) -> Architecture:
         qk_norm="l2" if settings["use_qk_norm"] else "head",
         query_growth=(settings["attn_scale"], settings["floor_scale"]) if settings["attn_temperature_tuning"] else None,
         routing=Routing(normalize=False),
+        carried=r"(vision_model|multi_modal_projector)\.",
     )
 
 
@@ -101,6 +104,10 @@ def moe_layers(settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
+    return spelled(config, _alone(text_config(config)), outer)
+
+
+def _alone(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
     moe = moe_layers(settings)
     dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
@@ -128,9 +135,9 @@ def rows(config: dict[str, Any]) -> list[Row]:
 
 FAMILY = Family(
     name="llama4_text",
-    architectures=("Llama4ForCausalLM",),
-    models="Llama 4 (the text model by itself)",
+    architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    models="Llama 4 Scout and Maverick, text",
     describe=describe,
     rows=rows,
-    limits=("Llama4ForConditionalGeneration, whose files hold a vision tower too", DYNAMIC),
+    limits=(DYNAMIC, "images: the vision tower is carried along unchanged"),
 )

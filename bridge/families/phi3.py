@@ -7,9 +7,8 @@ length. transformers does the same for a document by itself; in a padded batch i
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, ROW, Architecture, Family, Layer, Row
+from ..rows import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, Kind, Layer, Row, Span
 from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
-from .fused import FUSED_GATE_UP, FUSED_QKV
 
 # transformers' Phi3Config
 DEFAULTS = {
@@ -44,6 +43,22 @@ def describe(config: dict[str, Any]) -> Architecture:
         config[key] = given | {"rope_type": "default" if kind == "default" else "longrope"} if given else None
     layers = (Layer(window=config.get("sliding_window")),) * settings["num_hidden_layers"]
     return replace(describe_decoder(config, settings), layers=layers)
+
+
+def _query_key_value(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """For each query group its query heads, its key head, its value head, of one matrix with all queries first."""
+    heads, groups = architecture.transformer["num_attention_heads"], architecture.transformer["num_query_groups"]
+    one = length // (heads + 2 * groups)
+    sizes = (heads // groups * one, one, one)
+    starts = (0, heads * one, (heads + groups) * one)
+    return [
+        Span(0, start + g * size, start + (g + 1) * size)
+        for g in range(groups)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+FUSED_QKV = Kind(0, _query_key_value)
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

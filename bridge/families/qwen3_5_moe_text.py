@@ -6,8 +6,9 @@ from ..rows import FUSED_GATE_UP, ROW, Architecture, Family, Row
 from .decoder import DYNAMIC, HF_LAYER, LAYER, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED, hybrid
-from .qwen3_5_text import spelled, text_config
+from .qwen3_5_text import seen_as_text
 from .qwen3_next import describe_moe, gated_experts
+from .within import inner, spelled
 
 # transformers' Qwen3_5MoeTextConfig
 DEFAULTS = {
@@ -27,7 +28,7 @@ FIXED = {"norm_topk_prob": True}
 
 
 def describe(config: dict[str, Any]) -> Architecture:
-    text = text_config(config)
+    text = seen_as_text(config)
     for key, value in FIXED.items():
         if text.get(key, value) != value:
             raise ValueError(f"config.json has {key} {text[key]!r}; this family is known with {value!r} only")
@@ -37,7 +38,7 @@ def describe(config: dict[str, Any]) -> Architecture:
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
-    text = text_config(config)
+    text = seen_as_text(config)
     settings = with_defaults(text, DEFAULTS)
     moe = gated_experts(tuple(range(settings["num_hidden_layers"])))
     hf, mcore = HF_LAYER + "mlp.experts.", LAYER + "mlp.experts."
@@ -46,7 +47,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
         Row(hf + "down_proj", mcore + "linear_fc2.weight", ROW, stacked=True),
     ]
     experts = stacked + moe if "text_config" in config else moe + stacked
-    return spelled(config, hybrid(text, settings, PROJECTED, fp32=True) + experts)
+    return spelled(config, hybrid(text, settings, PROJECTED, fp32=True) + experts, inner)
 
 
 FAMILY = Family(

@@ -3,13 +3,13 @@
 The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: their text model is what is trained.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
 from .decoder import DYNAMIC, mlp, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED, describe_hybrid, hybrid
+from .within import inner, spelled, text_config
 
 # transformers' Qwen3_5TextConfig
 DEFAULTS = {
@@ -23,11 +23,9 @@ DEFAULTS = {
 }
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def seen_as_text(config: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a config.json, without what of it says how images are placed."""
-    text = dict(config["text_config"]) if "text_config" in config else dict(config)
-    if "tie_word_embeddings" not in text and "tie_word_embeddings" in config:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    text = dict(text_config(config))
     for key in ("rope_parameters", "rope_scaling"):
         if text.get(key):
             # Of text all three positions of multimodal rotary embeddings are the same.
@@ -37,20 +35,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def spelled(config: dict[str, Any], rows: list[Row]) -> list[Row]:
-    """The rows by both names that the text model has: alone, and within one that sees. The more likely one first."""
-    inner = [replace(row, hf=row.hf.replace("model.", "model.language_model.", 1)) for row in rows]
-    return inner + rows if "text_config" in config else rows + inner
-
-
 def describe(config: dict[str, Any]) -> Architecture:
-    text = text_config(config)
+    text = seen_as_text(config)
     return describe_hybrid(text, with_defaults(text, DEFAULTS))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
-    text = text_config(config)
-    return spelled(config, hybrid(text, with_defaults(text, DEFAULTS), PROJECTED, fp32=True) + mlp())
+    text = seen_as_text(config)
+    return spelled(config, hybrid(text, with_defaults(text, DEFAULTS), PROJECTED, fp32=True) + mlp(), inner)
 
 
 FAMILY = Family(

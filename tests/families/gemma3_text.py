@@ -1,6 +1,9 @@
-"""Gemma 3 text: windows and their own rope in two layers of three, a scaled one in the others; norms that add 1."""
+"""Gemma 3 text: windows and their own rope in every other layer, a scaled one in the rest; norms that add 1.
 
-from tests.families import SHARED, Tiny
+Alone, or within a checkpoint whose model also sees.
+"""
+
+from tests.families import SHARED, Tensors, Tiny
 from tests.families.faults import layers_changed, swapped
 
 
@@ -21,8 +24,41 @@ def config(**changes):
     return Gemma3TextConfig(**SHARED | settings | changes)
 
 
+def whole(tensors: Tensors) -> Tensors:
+    """The names on the hub, within a model that sees."""
+    return {"language_model." + name: tensor for name, tensor in tensors.items()}
+
+
+def within(tensors: Tensors) -> Tensors:
+    """The names that transformers 5 writes for it."""
+    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+
+
+def unseen(config, noise) -> Tensors:
+    """Some of the vision tower, which is carried along."""
+    return {
+        "vision_tower.vision_model.post_layernorm.bias": noise(16),
+        "multi_modal_projector.mm_input_projection_weight": noise(16, config.hidden_size),
+    }
+
+
+def nested(text):
+    """config.json of a model that sees."""
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {"num_hidden_layers": 1},
+    }
+
+
 FAULTS = {
     "rope of windows": layers_changed(rope=0),
     "norms behind the branches": swapped("post_attention_layernorm", "post_feedforward_layernorm"),
 }
-TINY = Tiny(config, means={r"norm\.weight$": 0.0}, faults=FAULTS)
+MEANS = {r"norm\.weight$": 0.0}
+TINY = {
+    "": Tiny(config, means=MEANS, faults=FAULTS),
+    "within": Tiny(config, ("PP2",), means=MEANS, files=whole, raw=nested, extra=unseen),
+    "within, renamed": Tiny(config, (), means=MEANS, files=within, raw=nested),
+}

@@ -1,9 +1,13 @@
-"""Llama 4 text: chunks that documents cross, layers without positions whose queries grow, experts in every other."""
+"""Llama 4 text: chunks that documents cross, layers without positions whose queries grow, experts in every other.
+
+Alone, or within a checkpoint whose model also sees.
+"""
 
 from dataclasses import replace
 
-from tests.families import MOE, SHARED, Tiny
+from tests.families import MOE, SHARED, Tensors, Tiny
 from tests.families.faults import Fault, changed
+from tests.families.gemma3_text import whole
 
 
 def config(**changes):
@@ -34,6 +38,25 @@ def config(**changes):
     return Llama4TextConfig(**SHARED | settings | changes)
 
 
+def unseen(config, noise) -> Tensors:
+    """Some of the vision tower, which is carried along."""
+    return {
+        "vision_model.layernorm_post.bias": noise(16),
+        "multi_modal_projector.linear_1.weight": noise(config.hidden_size, 16),
+    }
+
+
+def nested(text):
+    """config.json of a model that sees, as the hub has it."""
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {key: value for key, value in text.items() if key not in ("architectures", "layer_types")}
+        | {"no_rope_layers": []},
+        "vision_config": {"num_hidden_layers": 1},
+    }
+
+
 FAULTS = {
     "growth of queries": changed(query_growth=None),
     "norm of turned queries": changed(qk_norm="head"),
@@ -41,4 +64,7 @@ FAULTS = {
         architecture=lambda about: replace(about, transformer=about.transformer | {"moe_apply_probs_on_input": False})
     ),
 }
-TINY = Tiny(config, layouts=MOE, faults=FAULTS)
+TINY = {
+    "": Tiny(config, layouts=MOE, faults=FAULTS),
+    "within": Tiny(config, (), files=whole, raw=nested, extra=unseen),
+}
