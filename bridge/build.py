@@ -1,7 +1,7 @@
 """The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from .families import family_of
 from .kernels import Kernels, choose_kernels
 from .layers.delta_rule import make_runs
 from .layers.logprobs import label_log_probs
+from .layers.mtp import Prediction, next_ones
 from .layers.rope import Rotation, rotation
-from .layers.segments import Documents, Reach, describe_documents
-from .layers.spec import block_spec
+from .layers.segments import Documents, Reach, describe_documents, following
+from .layers.spec import block_spec, predicting_spec
 from .options import BuildOptions, RecomputeOptions
-from .rows import Architecture, Layer
+from .rows import Architecture, Family, Layer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -33,6 +34,7 @@ class Model:
     architecture: Architecture
     kernels: Kernels
     ropes: tuple[Rotation, ...]  # for each of the architecture's, on this rank's device
+    prediction_scale: float = 0.0  # of the mean loss of the depths of multi-token prediction, beside the labels'
 
     def log_probs(
         self,
@@ -43,19 +45,23 @@ class Model:
         position_ids: Tensor,
         cu_seqlens: Tensor | None,
         max_seqlen: int,
+        loss_weights: Tensor | None = None,
     ) -> Tensor:
         """One micro batch through one chunk (bare, or wrapped for data parallelism).
 
         tokens, labels, position_ids [rows, local length] on the device; cu_seqlens [documents + 1] int32 on the CPU.
         Returns log p(label) fp32 [rows, local length] on the last pipeline stage, else hidden states for the next.
+        With layers of multi-token prediction and `loss_weights` of the labels: [1 + depths, rows, local length], after
+        the labels' those of the tokens that the depths predict, each times its weight.
         """
         return chunk(
             tokens,
             position_ids,
             None,
             labels=labels,
+            loss_mask=loss_weights,
             packed_seq_params=self.documents(position_ids, cu_seqlens, max_seqlen),
-            output_processor=self._label_log_probs,
+            output_processor=self._log_probs_of_all_depths,
         )
 
     def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
@@ -70,12 +76,27 @@ class Model:
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=cp_size,
         )
+        if self.architecture.predicting:
+            bounds = [0, position_ids.shape[1] * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
+            cp_rank = parallel_state.get_context_parallel_rank()
+            documents.following = following(bounds, cp_rank, cp_size, position_ids.device)
         if any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
             rows, length = position_ids.shape
             bounds = [0, length * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
             kernel = self.architecture.transformer["linear_conv_kernel_dim"]
             documents.runs = make_runs(bounds, rows, cp_size, kernel, position_ids.device)
         return documents
+
+    def _log_probs_of_all_depths(
+        self, *, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, input_ids: Tensor, **output: Any
+    ) -> Tensor:
+        found = [self._label_log_probs(hidden_states=hidden_states, labels=labels, **output)]
+        if self.architecture.predicting and loss_mask is not None:
+            model, documents = self.chunks[-1], output["packed_seq_params"]
+            for hidden in model.mtp(hidden_states, model.embedding, input_ids, documents):
+                labels, loss_mask = next_ones(labels, documents), next_ones(loss_mask, documents)
+                found.append(self._label_log_probs(hidden_states=hidden, labels=labels, **output) * loss_mask)
+        return torch.stack(found) if len(found) > 1 else found[0]
 
     def _label_log_probs(
         self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, labels: Tensor, **_
@@ -101,7 +122,10 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     runtime.enable()
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
-    architecture = family_of(hf_config).describe(hf_config)
+    family = family_of(hf_config)
+    architecture = family.describe(hf_config)
+    if options.mtp_num_layers:
+        architecture = _with_prediction(architecture, family, hf_config, options)
     experts = "num_moe_experts" in architecture.transformer
     if experts and dtype == torch.float16:
         # megatron-core scales the loss for dense weights and for experts apart: the two can part.
@@ -111,7 +135,22 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(rotation(rope, runtime.device()) for rope in architecture.ropes)
-    return Model(chunks, config, architecture, kernels, ropes)
+    return Model(chunks, config, architecture, kernels, ropes, options.mtp_loss_scaling_factor)
+
+
+def _with_prediction(
+    architecture: Architecture, family: Family, hf_config: dict[str, Any], options: BuildOptions
+) -> Architecture:
+    depths = options.mtp_num_layers or 0
+    if options.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--mtp_num_layers {depths} needs --pipeline_model_parallel_size 1 in this version: its layers share the "
+            "embedding with the first stage, and the output layer with the last"
+        )
+    if family.predicting_rows is None:
+        raise ValueError(f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {family.name}")
+    family.predicting_rows(hf_config, depths)
+    return replace(architecture, predicting=depths)
 
 
 def transformer_config(
@@ -218,6 +257,9 @@ def _build_chunk(
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
     ).to(runtime.device())
+    if architecture.predicting:
+        layer, norm = predicting_spec(config, transformer_engine=kernels.transformer_engine)
+        model.mtp = Prediction(config, architecture.predicting, layer, norm).to(runtime.device())
     if architecture.embedding_scale != 1.0 and model.pre_process:
         scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
         model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)

@@ -11,7 +11,7 @@ from .families import family_of
 from .proof import accounted
 from .quantized import Weights, open_weights
 from .rows import Architecture, Entry, Key, table, window
-from .tensors import expected, held, split_of
+from .tensors import architecture_of, expected, held, split_of
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     not in the folder, or a shape differs.
     """
     family = family_of(hf_config)
-    architecture = family.describe(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
     source = open_weights(folder, hf_config)
     entries = table(family, hf_config, architecture, source.tensors)
     _check_names(source, entries, architecture, family.name)

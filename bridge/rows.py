@@ -67,6 +67,7 @@ class Architecture:
     query_growth: tuple[float, int] | None = None
     expert_bias: bool = False  # on both matrices of each expert
     routing: Routing | None = None  # None: as megatron-core's moe_router settings in `transformer` say
+    predicting: int = 0  # layers of multi-token prediction that are built: see layers/mtp.py
     carried: str = ""  # pattern of the names of tensors that the model is built without; they go along: carried.py
 
 
@@ -169,6 +170,8 @@ class Family:
     describe: Callable[[dict[str, Any]], Architecture]  # raises ValueError for what cannot be expressed
     rows: Callable[[dict[str, Any]], list[Row]]
     limits: tuple[str, ...] = ()  # what `describe` refuses, for docs/models.md
+    # The rows of the first so many layers of multi-token prediction. Raises ValueError where config.json has fewer.
+    predicting_rows: Callable[[dict[str, Any], int], list[Row]] | None = None
 
 
 class Key(NamedTuple):
@@ -242,7 +245,10 @@ def table(
     """
     entries: dict[Key, Entry] = {}
     experts = range(architecture.transformer.get("num_moe_experts") or 0)
-    for row in family.rows(config):
+    rows = family.rows(config)
+    if architecture.predicting and family.predicting_rows:
+        rows = rows + family.predicting_rows(config, architecture.predicting)
+    for row in rows:
         layered, expert_row = "{layer}" in row.mcore, EXPERTS in row.mcore
         layers = range(architecture.transformer["num_layers"]) if row.layers is None else row.layers
         for layer in layers if layered else (None,):

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .rows import OUTPUT, Architecture, Entry, Key
+from .rows import OUTPUT, Architecture, Entry, Family, Key
 
 # Transformer Engine puts a norm inside the module of the matrix that follows it.
 FUSED_NORMS = {
@@ -16,9 +17,15 @@ FUSED_NORMS = {
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
 # `weight3`: expert 3 of this rank, by Transformer Engine; `weight`: all of them, stacked.
 EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d*)")
+
+
+def architecture_of(chunks: Sequence[Any], family: Family, hf_config: dict[str, Any]) -> Architecture:
+    """What `family` makes of a raw config.json, with the layers of multi-token prediction that `chunks` have."""
+    depths = max((len(chunk.mtp.layers) for chunk in chunks if getattr(chunk, "mtp", None)), default=0)
+    return replace(family.describe(hf_config), predicting=depths)
 
 
 def held(chunks: Sequence[Any]) -> dict[Key, Tensor]:
@@ -52,13 +59,17 @@ def _keyed(chunk: Any, name: str, tensor: Tensor) -> Iterator[tuple[Key, Tensor]
     if not found:
         yield Key(name), tensor
         return
-    layer, rest = chunk.decoder.layers[int(found[1])].layer_number - 1, found[2]
+    number, inside, rest = int(found[1]), found[2], found[3]
     rest = FUSED_NORMS.get(rest, rest)
+    if name.startswith("mtp."):
+        prefix, layer = "mtp.layers.{layer}." + inside, number
+    else:
+        prefix, layer = "decoder.layers.{layer}.", chunk.decoder.layers[number].layer_number - 1
     if not (expert := EXPERTS.fullmatch(rest)):
-        yield Key("decoder.layers.{layer}." + rest, layer), tensor
+        yield Key(prefix + rest, layer), tensor
         return
     here = local_experts(chunk.config.num_moe_experts)
-    named = Key("decoder.layers.{layer}." + expert[1], layer)
+    named = Key(prefix + expert[1], layer)
     if expert[2]:
         yield named._replace(expert=here[int(expert[2])]), tensor
     else:
@@ -80,7 +91,8 @@ def expected(chunks: Sequence[Any], entries: dict[Key, Entry], architecture: Arc
 
     def here(key: Key) -> bool:
         if key.layer is not None:
-            return key.layer in layers and (key.expert is None or key.expert in experts)
+            of = range(architecture.predicting) if key.name.startswith("mtp.") else layers
+            return key.layer in of and (key.expert is None or key.expert in experts)
         if key == OUTPUT and architecture.tied:
             return last and not first  # a stage without the embedding holds a copy
         return first if key.name.startswith("embedding.") else last

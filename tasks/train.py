@@ -120,12 +120,17 @@ def run_schedule(
             position_ids=batch.position_ids,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
+            loss_weights=batch.loss_weights,
         )
         return output, partial(scaled_loss, batch)
 
     def scaled_loss(batch: Batch, log_probs: Tensor):
-        value, metrics = loss(batch, log_probs)
-        return value * scale, metrics
+        if not model.architecture.predicting:
+            value, metrics = loss(batch, log_probs)
+            return value * scale, metrics
+        value, metrics = loss(batch, log_probs[0])
+        further = -log_probs[1:].sum() / len(log_probs[1:]) / max(batch.loss_tokens, 1.0)
+        return (value + model.prediction_scale * further) * scale, metrics | {"mtp_loss": further.detach()}
 
     rows, length = batches[0].tokens.shape
     outputs = get_forward_backward_func()(

@@ -6,7 +6,7 @@ from typing import Any
 from ..rows import Architecture, Family, Row
 from .decoder import DYNAMIC, ENDS, with_defaults
 from .deepseek_v2 import describe_latent, latent_attention
-from .grouped import feed_forward, predicting_layers, sigmoid_routing
+from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
 # transformers' DeepseekV3Config
 DEFAULTS = {
@@ -51,11 +51,16 @@ def rows(config: dict[str, Any]) -> list[Row]:
     return ENDS + latent_attention(config, Q_LORA_RANK) + feed_forward(settings, bias=True)
 
 
+def further_rows(config: dict[str, Any], depths: int) -> list[Row]:
+    return predicting_rows(config, with_defaults(config, DEFAULTS), rows(config), depths)
+
+
 FAMILY = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     models="DeepSeek-V3, V3.1 and R1; Moonlight; Kimi-K2",
     describe=describe,
     rows=rows,
+    predicting_rows=further_rows,
     limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
 )

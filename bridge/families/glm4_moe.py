@@ -5,7 +5,7 @@ from typing import Any
 
 from ..rows import Architecture, Family, Row
 from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
-from .grouped import feed_forward, predicting_layers, sigmoid_routing
+from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
 # transformers' Glm4MoeConfig
 DEFAULTS = {
@@ -55,11 +55,16 @@ def rows(config: dict[str, Any]) -> list[Row]:
     return ENDS + ATTENTION + biases + norms + feed_forward(settings, bias=True)
 
 
+def further_rows(config: dict[str, Any], depths: int) -> list[Row]:
+    return predicting_rows(config, with_defaults(config, DEFAULTS), rows(config), depths)
+
+
 FAMILY = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     describe=describe,
     rows=rows,
+    predicting_rows=further_rows,
     limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
 )

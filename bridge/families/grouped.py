@@ -4,6 +4,7 @@ DeepSeek-V3's way of choosing (https://arxiv.org/abs/2412.19437, section 2.1.2) 
 scores, and a bias on them that has a part in the choice alone.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from ..rows import GATE_UP, REPLICATED, ROW, Routing, Row
@@ -26,9 +27,31 @@ def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def predicting_layers(config: dict[str, Any], settings: dict[str, Any]) -> str:
     """A pattern of the names of what predicts further tokens: layers after those of the model."""
     first = settings["num_hidden_layers"]
-    count = next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config), 1) or 0
-    numbers = "|".join(str(first + number) for number in range(count))
-    return rf"model\.layers\.(?:{numbers})\." if count else ""
+    numbers = "|".join(str(first + depth) for depth in range(_depths(config)))
+    return rf"model\.layers\.(?:{numbers})\." if numbers else ""
+
+
+def _depths(config: dict[str, Any]) -> int:
+    return next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config), 1) or 0
+
+
+def predicting_rows(config: dict[str, Any], settings: dict[str, Any], rows: list[Row], depths: int) -> list[Row]:
+    """The first `depths` of these layers: what `rows` have in the model's last layer, and their own.
+
+    Their copies of the embedding and of the output matrix are not read, and go along as they are.
+    """
+    if depths > (there := _depths(config)):
+        raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {there}")
+    last, found = settings["num_hidden_layers"] - 1, []
+    for depth in range(depths):
+        hf, mcore = f"model.layers.{last + 1 + depth}.", "mtp.layers.{layer}."
+        for row in rows:
+            if LAYER in row.mcore and (row.layers is None or last in row.layers):
+                inside = row.mcore.replace(LAYER, mcore + "mtp_model_layer.")
+                found.append(replace(row, hf=row.hf.replace(HF_LAYER, hf), mcore=inside, layers=(depth,)))
+        own = (("eh_proj",) * 2, ("enorm",) * 2, ("hnorm",) * 2, ("shared_head.norm", "final_layernorm"))
+        found += [Row(f"{hf}{a}.weight", f"{mcore}{b}.weight", REPLICATED, (depth,)) for a, b in own]
+    return found
 
 
 def moe_layers(settings: dict[str, Any]) -> range:

@@ -91,6 +91,17 @@ def places_of(start: int, length: int, total: int, cp_size: int) -> Tensor:
     return torch.cat(places)
 
 
+def following(bounds: list[int], cp_rank: int, cp_size: int, device: torch.device) -> Tensor:
+    """[local sequence]: where the next position of the same document lies once the ranks' tokens are laid one rank
+    after another; -1 behind a document's last. `bounds` as in `make_segments`."""
+    found = []
+    for start, end in pairwise(bounds):
+        places = places_of(start, end - start, bounds[-1], cp_size) if cp_size > 1 else torch.arange(start, end)
+        after = torch.cat((places[1:], torch.tensor([-1])))
+        found += [after[first:last] for first, last in _held(end - start, cp_rank, cp_size)]
+    return to_device(torch.cat(found), device)
+
+
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     return to_device(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
 
@@ -109,6 +120,7 @@ class Documents(PackedSeqParams):
     segments: dict[Reach, Segments] = field(default_factory=dict)  # for each reach that the model's layers have
     turns: tuple[Turns, ...] = ()  # for each of Architecture.ropes
     positions: Tensor | None = None  # [sequence, batch], within documents
+    following: Tensor | None = None  # where `following` says, for mtp.py
     runs: Any = None  # the Runs of delta_rule.py
 
 

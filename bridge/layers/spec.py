@@ -52,6 +52,11 @@ def block_spec(
     )
 
 
+def predicting_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
+    """A layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
+    return _layer(config, config.num_moe_experts is not None, transformer_engine), _norm(transformer_engine)
+
+
 def _norm(transformer_engine: bool):
     if not transformer_engine:
         return Norm

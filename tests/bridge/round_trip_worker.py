@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megaswift.bridge import parallel, runtime, save, writer
 from megaswift.bridge.build import build_model
 from megaswift.bridge.load import load_weights
-from megaswift.bridge.options import KernelOptions, MoEOptions, ParallelOptions, RecomputeOptions
+from megaswift.bridge.options import BuildOptions
 from megaswift.bridge.safetensors_io import SafetensorsFolder
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +30,7 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 @dataclass
-class Options(ParallelOptions, RecomputeOptions, MoEOptions, KernelOptions):
+class Options(BuildOptions):
     pass
 
 

@@ -1,0 +1,83 @@
+"""Multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2).
+
+Depth k makes, of what depth k - 1 knows at a position (depth 0: the model's last hidden state, behind its norm) and of
+the embedding of the token k places on, the hidden state that predicts the token after that. Embedding and output layer
+are the model's own. Names are those of megatron-core's MultiTokenPredictionBlock.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from .mla import ReplicatedLinear
+from .segments import Documents
+
+
+class PredictingLayer(MegatronModule):
+    """One depth."""
+
+    def __init__(self, config: TransformerConfig, depth: int, layer: ModuleSpec, norm: Any):
+        super().__init__(config=config)
+        self.enorm, self.hnorm, self.final_layernorm = (
+            norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) for _ in range(3)
+        )
+        self.eh_proj = ReplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
+        self.mtp_model_layer: Any = build_module(
+            layer,
+            config=config,
+            layer_number=config.num_layers + depth,
+            is_mtp_layer=True,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        if hasattr(self.mtp_model_layer.mlp, "set_layer_number"):
+            # megatron-core adds the model's layers: balancing losses are logged with those of the last one.
+            self.mtp_model_layer.mlp.set_layer_number(0)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, documents: Documents) -> Tensor:
+        """Both [sequence (/ TP under sequence parallelism), batch, hidden_size] -> the same."""
+
+        def run(hidden: Tensor, embedding: Tensor) -> Tensor:
+            joined = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
+            made, _ = self.mtp_model_layer(hidden_states=joined, attention_mask=None, packed_seq_params=documents)
+            return self.final_layernorm(made)
+
+        if self.training and self.config.recompute_granularity == "full":
+            return tensor_parallel.checkpoint(run, False, hidden, embedding)  # pyright: ignore[reportReturnType]
+        return run(hidden, embedding)
+
+
+class Prediction(MegatronModule):
+    """All depths: `mtp` of a GPTModel."""
+
+    def __init__(self, config: TransformerConfig, depths: int, layer: ModuleSpec, norm: Any):
+        super().__init__(config=config)
+        self.layers = torch.nn.ModuleList(PredictingLayer(config, depth + 1, layer, norm) for depth in range(depths))
+
+    def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
+        """The hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
+        found = []
+        for layer in self.layers:
+            tokens = next_ones(tokens, documents)
+            hidden = layer(hidden, embedding(input_ids=tokens, position_ids=None), documents)
+            found.append(hidden)
+        return found
+
+
+def next_ones(values: Tensor, documents: Documents) -> Tensor:
+    """What the next position of the same document has, [batch, local sequence]; 0 behind its last."""
+    assert documents.following is not None
+    group = parallel_state.get_context_parallel_group()
+    whole = values
+    if group.size() > 1:
+        parts = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(parts, values.contiguous(), group=group)
+        whole = torch.cat(parts, dim=1)
+    there = documents.following >= 0
+    return whole[:, documents.following.clamp(min=0)] * there.to(whole.dtype)
