@@ -123,6 +123,7 @@ def _mcore_model(options: ModelOptions, mcore: str) -> dict[str, Any]:
     return config
 
 
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # in config.json of some family
 POSITIVE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -285,6 +286,7 @@ def check_divisible(options: BuildOptions, layout: Layout, model: dict[str, Any]
 
     Fewer KV heads than TP are repeated: no error.
     """
+    model = model.get("text_config") or model
     tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
     _divides("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
     _divides("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
@@ -293,8 +295,12 @@ def check_divisible(options: BuildOptions, layout: Layout, model: dict[str, Any]
             f"--tensor_model_parallel_size {tensor}: the model's {kv_heads} key and value heads can be neither split "
             f"nor repeated over {tensor} processes. Give a divisor or a multiple of {kv_heads}."
         )
-    experts = model.get("num_experts") or model.get("num_local_experts")
-    if experts:
+    if (key_heads := model.get("linear_num_key_heads")) and key_heads % (tensor * layout.context):
+        raise UsageError(
+            f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
+            f"{key_heads} key heads of the model's gated delta nets. Give a product that divides {key_heads}."
+        )
+    if experts := next((model[key] for key in EXPERTS if model.get(key)), None):
         _experts(options, layout, experts, model.get("moe_intermediate_size"))
     elif layout.expert > 1:
         raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Leave it out.")

@@ -100,7 +100,8 @@ def _bytes_of(folder: Path, config: dict[str, Any], dtype: str | None) -> int:
     """Bytes of the weights in `dtype`: what is on the disk, where they are in the type that config.json names."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob("*/*.distcp")]
     stored = sum(file.stat().st_size for file in files)
-    own = config.get("dtype") or config.get("torch_dtype") or "float32"
+    given = (config.get("text_config") or {}) | config
+    own = given.get("dtype") or given.get("torch_dtype") or "float32"
     own_bytes = 1 if "quantization_config" in config else ITEM_BYTES.get(own, 4)
     return stored * ITEM_BYTES.get(dtype or own, 4) // own_bytes
 
