@@ -104,7 +104,9 @@ def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bo
     planes = position_ids.t().unsqueeze(-1).float() * frequencies  # [sequence, batch, dim / 2]
     angles = planes.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((planes, planes), dim=-1)
     angles = angles.unsqueeze(2)
-    cos, sin = angles.cos() * rope.factor, angles.sin() * rope.factor
+    cos, sin = angles.cos(), angles.sin()
+    if rope.factor != 1.0:
+        cos, sin = cos * rope.factor, sin * rope.factor
     # Positions are the same in every row where rows are padded, and packed tokens are one row.
     of_one_row = angles[:, :1].contiguous() if rope.factor == 1.0 else None
     return Turns(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved)

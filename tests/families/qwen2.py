@@ -14,5 +14,5 @@ def config(**changes):
 WINDOWS = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2, "rope_parameters": YARN}
 TINY = {
     "": Tiny(config, layouts=(*DENSE, "PP2 VPP2", "PP2 uneven", "TP2 SP PP2 VPP2")),
-    "windows": Tiny(partial(config, **WINDOWS), layouts=("CP2",)),
+    "windows": Tiny(partial(config, **WINDOWS), layouts=("CP2", "PP2 VPP2")),
 }
