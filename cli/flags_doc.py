@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..tasks.options import InferOptions, PtOptions, SftOptions
+from ..tasks.options import ExportOptions, InferOptions, MegatronExportOptions, PtOptions, SftOptions
 from .flags import Flag, flags_of, show
 from .names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 
@@ -44,7 +44,7 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
 
 def page() -> str:
     """The whole page, Markdown."""
-    return "\n".join([HEAD, *_training(), *_infer(), *_departures(), *_older(), *_refused(), *_needless()]) + "\n"
+    return "\n".join([HEAD, *_training(), *_infer(), *_export(), *_departures(), *_older(), *_refused(), *_needless()]) + "\n"
 
 
 def _training() -> Iterator[str]:
@@ -57,6 +57,13 @@ def _training() -> Iterator[str]:
 def _infer() -> Iterator[str]:
     yield "## swift infer\n"
     yield from _groups(flags_of(InferOptions).values())
+
+
+def _export() -> Iterator[str]:
+    names = ", ".join(f"`--{name}`" for name in flags_of(MegatronExportOptions) if name not in flags_of(ExportOptions))
+    yield "## swift export, megatron export\n"
+    yield f"`megatron export` also has {names}, as above.\n"
+    yield from _groups(flags_of(ExportOptions).values())
 
 
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:

@@ -81,7 +81,7 @@ NEEDLESS = {
     "cross_entropy_fusion_impl": "the loss has one implementation",
     "log_timers_to_tensorboard": "timers are not logged",
     "log_params_norm": "it is not logged",
-    "ckpt_format": "--save_safetensors says it: Hugging Face folders, or megatron-core's torch_dist",
+    "ckpt_format": "--save_safetensors chooses: Hugging Face folders, or torch_dist",
     "wandb_save_dir": "it is in the run's folder",
     "tensorboard_queue_size": "every log line is written",
     "lazy_tokenize": "tokens are cached, so that they are made once",

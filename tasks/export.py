@@ -40,7 +40,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     with _whole_or_absent(destination) as temporary:
         began = started = time.perf_counter()
         model = on_every_rank(lambda: build_model(hf_config, layout, dtype))
-        read = load_weights if options.to_mcore else load_distributed
+        read = load_distributed if options.to_hf else load_weights
         on_every_rank(lambda: read(model.chunks, hf_config, source))
         _say(f"read in {time.perf_counter() - started:.1f} s")
         started = time.perf_counter()

@@ -119,7 +119,7 @@ def test_flags_that_nothing_here_needs() -> None:
     assert read("--load_safetensors", "true", "--cross_entropy_loss_fusion")[2] == []
     (always, needless) = read("--cross_entropy_loss_fusion", "false", "--ckpt_format", "torch_dist")[2]
     assert always.startswith("--cross_entropy_loss_fusion false is not followed: the loss is computed in pieces")
-    assert needless == "--ckpt_format torch_dist is not needed: checkpoints are Hugging Face folders."
+    assert needless == "--ckpt_format torch_dist is not needed: --save_safetensors chooses: Hugging Face folders, or torch_dist."
 
 
 def test_older_values() -> None:
@@ -149,12 +149,11 @@ def test_later_features_switched_off_are_accepted() -> None:
         ("--optimizer_cpu_offload true", "offload"),
         ("--optimizer_offload_fraction 0.5", "offload"),
         ("--finetune false", "resuming"),
-        ("--mcore_model x", "resuming"),
-        ("--load x", "resuming"),
+        ("--no_load_rng false", "resuming"),
         ("--no_load_optim false", "resuming"),
         ("--freeze_llm true", "multimodal"),
         ("--mtp_num_layers 1", "multi-token prediction"),
-        ("--save_safetensors false", "megatron-core's own format"),
+        ("--async_save true", "saving while training goes on"),
     ],
 )
 def test_later_features_are_refused_by_name(words: str, feature: str) -> None:
