@@ -1,17 +1,22 @@
 """Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .carried import carried_names
 from .families import family_of
 from .proof import accounted
 from .quantized import Weights, open_weights
-from .rows import Architecture, Entry, Key, table, window
+from .rows import Architecture, Entry, Key, Span, table, window
+from .safetensors_io import BLOCK
 from .tensors import architecture_of, expected, held, split_of
+
+READERS = 4
 
 
 @torch.no_grad()
@@ -29,19 +34,57 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     _check_names(source, entries, architecture, family.name)
     tensors = held(chunks)
     _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
-    for key, tensor in tensors.items():
-        entry = entries[key]
-        ranks, rank = split_of(key, entry)
-        spans = entry.spans(tensor.shape, ranks, architecture)
-        _check_shapes(source, {name: entry.stored(shape) for name, shape in entry.shapes(tensor.shape, spans).items()})
-        size = tensor.shape[entry.dim]
-        for at, span in window(spans, rank * size, (rank + 1) * size):
-            target = tensor.narrow(entry.dim, at, span.length)
-            if span.part is None:
-                target.zero_()  # padding of the vocabulary
-                continue
-            found = source.read(entry.hf[span.part], entry.hf_dim, span.start, span.stop, entry.place, span.step)
-            target.copy_(found.t() if entry.transposed else found)
+    # Several threads: a disk of many channels, or a network's, wants several requests at a time.
+    with ThreadPoolExecutor(READERS) as pool:
+        reading = []
+        for key, tensor in tensors.items():
+            entry = entries[key]
+            ranks, rank = split_of(key, entry)
+            spans = entry.spans(tensor.shape, ranks, architecture)
+            shapes = entry.shapes(tensor.shape, spans)
+            _check_shapes(source, {name: entry.stored(shape) for name, shape in shapes.items()})
+            size = tensor.shape[entry.dim]
+            for at, span in window(spans, rank * size, (rank + 1) * size):
+                target = tensor.narrow(entry.dim, at, span.length)
+                if span.part is None:
+                    target.zero_()  # padding of the vocabulary
+                    continue
+                name = entry.hf[span.part]
+                target = target.t() if entry.transposed else target
+                reading += [
+                    pool.submit(_fill, part, source, name, dim, start, stop, entry.place, step)
+                    for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
+                ]
+        try:
+            for one in reading:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _blocks(
+    target: Tensor, dim: int, span: Span, shape: tuple[int, ...]
+) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """What is read into parts of `target`, of at most BLOCK bytes where that can be: (part, dim, start, stop, step).
+
+    `span` lies along `dim` of a Hugging Face tensor of `shape`. What is all of that dimension is all of the first one.
+    """
+    if (span.start, span.stop, span.step) == (0, shape[dim], 1):
+        dim, span = 0, Span(span.part, 0, shape[0])
+    rows = target.shape[0]
+    if dim == 0:
+        rows = max(1, BLOCK // max(1, target[:1].nbytes))
+    for at, part in zip(range(0, target.shape[0], rows), target.split(rows), strict=True):
+        first = span.start + at * span.step
+        yield part, dim, first, span.stop if dim else first + (len(part) - 1) * span.step + 1, span.step
+
+
+@torch.no_grad()
+def _fill(
+    target: Tensor, source: Weights, name: str, dim: int, start: int, stop: int, place: int | None, step: int
+) -> None:
+    target.copy_(source.read(name, dim, start, stop, place, step))
 
 
 def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:

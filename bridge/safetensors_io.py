@@ -1,13 +1,12 @@
 """Safetensors folders: read slices of tensors, write shards as a stream, put an index over them.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header of dtype, shape and
-offsets for each tensor, then the bytes. Reading maps only the bytes of the slice that is asked for, so memory stays
-with the tensor at hand; writing takes tensors one after another, so no shard is ever whole in memory.
+offsets for each tensor, then the bytes. Reading takes only the bytes of the slice that is asked for, so memory stays
+with the slice at hand; writing takes tensors one after another, so no shard is ever whole in memory.
 """
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
 BLOCK = 16 * 2**20  # bytes that are read or written at a time
+SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
 
 class Stored(NamedTuple):
@@ -90,20 +90,26 @@ class SafetensorsFolder:
             self.tensors[name] = headers[shard][name]
 
     def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
-        """Every `step`-th of positions start..stop of tensor `name` along `dim`, as a view of the file: to be copied
-        from at once.
+        """Every `step`-th of positions start..stop of tensor `name` along `dim`: only those bytes are read.
 
         With `place`, of the tensor's `place`-th part along its first dimension, whose dimensions `dim` then counts.
+        Raises ValueError where the file ends too early.
         """
         file, offset, dtype, shape = self.tensors[name]
         if place is not None:
             shape = shape[1:]
             offset += place * math.prod(shape) * dtype.itemsize
-        if dim == 0 and shape:  # a run of bytes: map no others
-            row = math.prod(shape[1:]) * dtype.itemsize
-            offset, shape, start, stop = offset + start * row, (stop - start, *shape[1:]), 0, stop - start
-        tensor = _mapped(file, offset, dtype, math.prod(shape)).view(shape)
-        return every(tensor.narrow(dim, start, stop - start), dim, step) if shape else tensor
+        if not shape:
+            return _read(file, dtype, (), [offset])
+        inner = math.prod(shape[dim + 1 :]) * dtype.itemsize  # bytes of one position
+        stride = shape[dim] * inner
+        outer = math.prod(shape[:dim])
+        runs: Sequence[int] = [offset + start * inner]
+        if (start, stop) != (0, shape[dim]) and outer > 1:
+            if (stop - start) * inner < SHORTEST:  # a disk would read the rest anyway
+                return every(self.read(name, dim, 0, shape[dim], place).narrow(dim, start, stop - start), dim, step)
+            runs = range(offset + start * inner, offset + outer * stride, stride)
+        return every(_read(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
 
 
 def every(tensor: Tensor, dim: int, step: int) -> Tensor:
@@ -111,16 +117,26 @@ def every(tensor: Tensor, dim: int, step: int) -> Tensor:
     return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
 
-def _mapped(file: Path, offset: int, dtype: torch.dtype, count: int) -> Tensor:
-    """`count` values of a file from byte `offset` on."""
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    page = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with file.open("rb") as stream:
-        # A private mapping, for torch wants memory that it may write to; it goes with the last tensor on it.
-        length = offset - page + count * dtype.itemsize
-        memory = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - page)
+def _read(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
+    """A tensor whose bytes lie in a file in runs of equal length, which start at these offsets."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if not tensor.numel():
+        return tensor
+    memory = tensor.flatten().view(torch.uint8).numpy().data
+    length = len(memory) // len(runs)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        for number, offset in enumerate(runs):
+            end = (number + 1) * length
+            at = end - length
+            while at < end:
+                count = os.preadv(descriptor, [memory[at:end]], offset + at - end + length)
+                if not count:
+                    raise ValueError(f"{file} has become shorter while it was read. Download it again")
+                at += count
+    finally:
+        os.close(descriptor)
+    return tensor
 
 
 def has_weights(folder: Path) -> bool:
