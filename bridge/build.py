@@ -259,7 +259,9 @@ def _build_chunk(
     ).to(runtime.device())
     if architecture.predicting:
         layer, norm = predicting_spec(config, transformer_engine=kernels.transformer_engine)
-        model.mtp = Prediction(config, architecture.predicting, layer, norm).to(runtime.device())
+        model.mtp = Prediction(  # pyright: ignore[reportAttributeAccessIssue]
+            config, architecture.predicting, layer, norm
+        ).to(runtime.device())
     if architecture.embedding_scale != 1.0 and model.pre_process:
         scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
         model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)

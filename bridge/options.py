@@ -137,12 +137,18 @@ class MoEOptions:
 
 
 @dataclass
-class PredictionOptions:
+class PredictionLayers:
     """Multi-token prediction"""
 
     mtp_num_layers: Annotated[
-        int | None, "Train so many of the checkpoint's layers that predict further tokens; left out: they stay as is."
+        int | None, "Build so many of the checkpoint's layers that predict further tokens; left out: they stay as is."
     ] = None
+
+
+@dataclass
+class PredictionOptions(PredictionLayers):
+    """Multi-token prediction: training"""
+
     mtp_loss_scaling_factor: Annotated[float, "Weight of their mean loss beside the model's own."] = 0.1
 
 

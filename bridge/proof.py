@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,16 @@ def _checksum(stored: Stored) -> str:
     return found.hexdigest()
 
 
-def prove_loading(source: str | Path, destination: str | Path, hf_config: dict[str, Any], seconds: float) -> None:
+def prove_loading(
+    source: str | Path, destination: str | Path, hf_config: dict[str, Any], seconds: float, predicting: int = 0
+) -> None:
     """Write the conversion.json of a checkpoint that became something else: its tensors as they were stored.
 
-    To be called by every rank: each computes the checksums of its share. `seconds` are what the conversion took.
+    To be called by every rank: each computes the checksums of its share. `seconds` are what the conversion took,
+    `predicting` how many layers of multi-token prediction the model was built with.
     """
     family = family_of(hf_config)
-    architecture = family.describe(hf_config)
+    architecture = replace(family.describe(hf_config), predicting=predicting)
     folder = SafetensorsFolder(source)
     of_table = sources(table(family, hf_config, architecture, open_weights(source, hf_config).tensors))
     names = sorted(folder.tensors)

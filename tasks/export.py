@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from ..bridge import hub
 from ..bridge.build import build_model
-from ..bridge.distributed import load_distributed, save_distributed
+from ..bridge.distributed import load_distributed, save_distributed, stored_depths
 from ..bridge.load import load_weights
 from ..bridge.parallel import barrier, initialize
 from ..bridge.proof import prove_loading
@@ -37,6 +37,8 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     destination = export_folder(options)
     on_first_rank(lambda: check_free(destination, source, exist_ok=options.exist_ok))
     _say(f"{Layout.of(layout, dist.get_world_size())}; {source} -> {destination} in {dtype}")
+    if options.to_hf:  # everything that the checkpoint has
+        layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source)) or None
     with _whole_or_absent(destination) as temporary:
         began = started = time.perf_counter()
         model = on_every_rank(lambda: build_model(hf_config, layout, dtype))
@@ -47,7 +49,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
         if options.to_mcore:
             save_distributed(model.chunks, hf_config, source, temporary, dtype=dtype, converted=True)
             seconds = time.perf_counter() - began
-            on_every_rank(lambda: prove_loading(source, temporary, hf_config, seconds))
+            on_every_rank(lambda: prove_loading(source, temporary, hf_config, seconds, model.architecture.predicting))
         else:
             most = shard_bytes(options.max_shard_size)
             save_weights(model.chunks, hf_config, source, temporary, dtype=dtype, max_shard_bytes=most)

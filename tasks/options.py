@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ..bridge.options import BuildOptions, LayoutOptions, McoreOptions, ModelOptions
+from ..bridge.options import BuildOptions, LayoutOptions, McoreOptions, ModelOptions, PredictionLayers
 from ..templates.options import PrepareOptions
 
 
@@ -155,7 +155,7 @@ class PtOptions(SftOptions):
 
 
 @dataclass
-class ExportOptions(ModelOptions, McoreOptions, ConversionOptions):
+class ExportOptions(ModelOptions, McoreOptions, PredictionLayers, ConversionOptions):
     """swift export"""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions
+from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
 from .options import BatchOptions, ExportOptions, SftOptions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Layout:
 
 def build_options(options: ExportOptions) -> BuildOptions:
     """How an export builds its model: as the flags of `megatron export` say, or in one process."""
-    names = [field.name for field in fields(LayoutOptions)]
+    names = [field.name for options_class in (LayoutOptions, PredictionLayers) for field in fields(options_class)]
     return BuildOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 

@@ -39,7 +39,8 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
             print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
     training = Training(model, chunks, optimizer, schedule, options.clip_grad)
-    fit(opened, training, sft_loss, ["loss"], train, val)
+    names = ["loss", "mtp_loss"] if model.architecture.predicting else ["loss"]
+    fit(opened, training, sft_loss, names, train, val)
     barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ tensor-parallel rank makes the whole latents (of its own tokens under sequence p
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from .attention import CoreAttention
@@ -34,7 +35,7 @@ class LatentAttentionSubmodules:
 class ReplicatedLinear(torch.nn.Module):
     """A matrix that every tensor-parallel rank holds whole: `weight` [outputs, inputs]."""
 
-    def __init__(self, config: MLATransformerConfig, inputs: int, outputs: int):
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
@@ -78,7 +79,7 @@ class LatentAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         self.heads = config.num_attention_heads // self.tp_group.size()
         self.query_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        selective = config.recompute_modules if config.recompute_granularity == "selective" else []
+        selective = (config.recompute_modules or []) if config.recompute_granularity == "selective" else []
         self.recompute_core, self.recompute_up = "core_attn" in selective, "mla_up_proj" in selective
 
         def column(inputs: int, outputs: int) -> Any:
@@ -155,9 +156,7 @@ class LatentAttention(MegatronModule):
         make = heads if up is None else lambda *sources: up.checkpoint(heads, *sources)
         query, key, value = make(query_source, latent, turning_key)
         if self.recompute_core and self.training:
-            context = tensor_parallel.checkpoint(
-                lambda *states: self._attend(*states, documents), False, query, key, value
-            )
+            context = tensor_parallel.checkpoint(partial(self._attend, documents=documents), False, query, key, value)
         else:
             context = self._attend(query, key, value, documents)
         if up is not None:

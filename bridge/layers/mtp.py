@@ -5,7 +5,7 @@ the embedding of the token k places on, the hidden state that predicts the token
 are the model's own. Names are those of megatron-core's MultiTokenPredictionBlock.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class Prediction(MegatronModule):
 def next_ones(values: Tensor, documents: Documents) -> Tensor:
     """What the next position of the same document has, [batch, local sequence]; 0 behind its last."""
     assert documents.following is not None
-    group = parallel_state.get_context_parallel_group()
+    group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
     whole = values
     if group.size() > 1:
         parts = [torch.empty_like(values) for _ in range(group.size())]

@@ -136,6 +136,34 @@ def test_one_process(made, one_process):  # noqa: F811
     compare(worker_prediction.compute(folder, options), expected)
 
 
+@pytest.mark.parametrize("depths", [None, DEPTHS])
+def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa: F811
+    """As parts of the model, or beside it: what comes back is what was there."""
+    import torch
+    from megaswift.bridge.build import build_model
+    from megaswift.bridge.distributed import load_distributed, save_distributed, stored_depths
+    from megaswift.bridge.hub import read_config
+
+    from tests.families import worker
+
+    source, (mcore, back) = made[0] / "fp32", (tmp_path / name for name in ("mcore", "back"))
+    config, options = read_config(source), worker.options_of({"mtp_num_layers": depths})
+    model = worker.open_model(source, options, torch.float32)
+    mcore.mkdir()
+    save_distributed(model.chunks, config, source, mcore, dtype=torch.float32, converted=True)
+    assert stored_depths(mcore) == (depths or 0)
+    model = build_model(config, options, torch.float32)
+    load_distributed(model.chunks, config, mcore)
+    saved = worker.save(model, mcore, back, torch.float32, 100_000)
+    before = worker.tensors_of(source)
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+    if depths:
+        without = build_model(config, one_process, torch.float32)
+        with pytest.raises(ValueError, match=f"give --mtp_num_layers {depths}"):
+            load_distributed(without.chunks, config, mcore)
+
+
 def test_two_processes(made):
     folder, expected = made
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
