@@ -46,7 +46,11 @@ class Flops:
         hidden, heads = sizes.hidden_size, sizes.num_attention_heads
         head_dim = sizes.kv_channels or hidden // heads
         groups = sizes.num_query_groups or heads
-        attention = hidden * (heads + 2 * groups) * head_dim + heads * head_dim * hidden
+        queries = 2 * heads if sizes.attention_output_gate else heads  # each with its gate
+        attention = hidden * (queries + 2 * groups) * head_dim + heads * head_dim * hidden
+        mixers = [layer.mixer for layer in sizes.architecture.layers]  # type: ignore[attr-defined]
+        deltas = mixers.count("gated_delta_net")
+        attending = sizes.num_layers - deltas
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
         dense = matrices * hidden * dense_ffn
@@ -60,8 +64,10 @@ class Flops:
             visited = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
             visited += sizes.moe_shared_expert_intermediate_size or 0
             sparse = hidden * sizes.num_moe_experts + matrices * hidden * visited
-        parameters = sizes.num_layers * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
-        return cls(parameters + hidden * vocab_size, 4 * heads * head_dim * sizes.num_layers)
+        parameters = attending * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
+        if deltas:
+            parameters += deltas * _delta_net(sizes)
+        return cls(parameters + hidden * vocab_size, 4 * heads * head_dim * attending)
 
     def training(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on documents of these lengths (tokens), each attending causally to itself."""
@@ -72,3 +78,12 @@ class Flops:
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""
         return 6 * self.matrix_parameters * tokens
+
+
+def _delta_net(sizes: "TransformerConfig") -> int:
+    """A gated delta net's weights, and its states, by which a token is multiplied too: its key reads one and writes to
+    it, its query reads."""
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)
+    weights = sizes.hidden_size * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
+    return weights + 3 * values * key_dim * value_dim

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from megaswift.bridge.rows import Layer
 from megaswift.tasks.flops import Flops, peak_flops
 
 SIZES = {
@@ -18,6 +19,8 @@ SIZES = {
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
+    "attention_output_gate": False,
+    "architecture": SimpleNamespace(layers=(Layer(),) * 3),
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -91,6 +94,37 @@ def test_six_n_d_counts_the_parameters_of_matrix_products():
     model = hugging_face(SIZES, 53)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     assert Flops.of(SimpleNamespace(**SIZES), 53).six_n_d(10) == 6 * matrices * 10
+
+
+def test_gated_delta_nets_have_states_and_no_pairs():
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    delta = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
+    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers)}
+    found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
+    model = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=53,
+            num_hidden_layers=3,
+            hidden_size=24,
+            intermediate_size=40,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=10,
+            layer_types=kinds,
+            **delta,
+        )
+    )
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    assert found.matrix_parameters == matrices + 2 * 6 * 3 * 8 * 12
+    assert found.pair == Flops.of(SimpleNamespace(**SIZES), 53).pair // 3
 
 
 @pytest.mark.parametrize(
