@@ -1,11 +1,14 @@
 """Norms in plain PyTorch, for layer specs without Transformer Engine, and those that it has not."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Norm:
@@ -52,7 +55,7 @@ class WideNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         mean = wide.square().mean(dim=(-2, -1), keepdim=True)
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         ranks = group.size()
         # The sum's gradient is summed too: the mean is in every rank's output.
         mean = copy_to_tensor_model_parallel_region(

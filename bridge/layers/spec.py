@@ -136,6 +136,7 @@ def _head_norms(config: TransformerConfig, norm) -> tuple[Any, Any]:
         return IdentityOp, IdentityOp
     if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]
         return norm, norm
+    assert config.num_query_groups is not None
     return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)
 
 
