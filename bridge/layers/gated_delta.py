@@ -111,30 +111,31 @@ class GatedDeltaNet(MegatronModule):
         assert runs is not None
         projected, _ = self.in_proj(hidden_states)
         length, rows, _ = projected.shape
-        mixed, gate, beta, rate = projected.view(length, rows, self.groups, -1).split(self.sections, dim=-1)
+        mixed, gate, beta, step = projected.view(length, rows, self.groups, -1).split(self.sections, dim=-1)
         if self.cp_group.size() > 1:
-            mixed, beta, rate = self._to_heads(torch.cat((mixed, beta, rate), dim=-1), runs).split(
+            mixed, beta, step = self._to_heads(torch.cat((mixed, beta, step), dim=-1), runs).split(
                 (self.mixed, self.heads, self.heads), dim=-1
             )
-        output = self._mix(mixed, beta, rate, runs)  # [sequence, rows, groups / CP, heads, value dim]
+        output = self._mix(mixed, beta, step, runs)  # [sequence, rows, groups / CP, heads, value dim]
         if self.cp_group.size() > 1:
             output = self._to_positions(output, runs)
         output, bias = self.out_proj(self._gated_norm(output, gate.reshape(output.shape)).view(length, rows, -1))
         return output, bias
 
-    def _mix(self, mixed: Tensor, beta: Tensor, rate: Tensor, runs: Runs) -> Tensor:
-        """mixed [sequence, rows, groups, channels], beta and rate [sequence, rows, groups, heads], of whole documents
+    def _mix(self, mixed: Tensor, beta: Tensor, step: Tensor, runs: Runs) -> Tensor:
+        """mixed [sequence, rows, groups, channels], beta and step [sequence, rows, groups, heads], of whole documents
         -> [sequence, rows, groups, heads, value dim]"""
         sequence, rows, groups, _ = mixed.shape
-        weight, slowness, bias = (
+        weight, log_rate, bias = (
             x.unflatten(0, (self.groups, -1)).narrow(0, self.cp_group.rank() * groups, groups)
-            for x in (self.conv1d.weight, self.A_log, self.dt_bias)
+            for x in (self.conv1d(), self.A_log, self.dt_bias)
         )
         beta = beta.sigmoid()
-        decay = -slowness.float().exp() * F.softplus(rate.float() + bias.float())
+        decay = -log_rate.float().exp() * F.softplus(step.float() + bias.float())
         weight = weight.flatten(0, 1)
-        fused = _fla() if mixed.is_cuda else None
-        if fused is not None:
+        # fla's kernels are for half precision, and add up in no fixed order.
+        fits = mixed.is_cuda and mixed.dtype != torch.float32 and not self.config.deterministic_mode
+        if fits and (fused := _fla()) is not None:
             output = self._fused(fused, mixed, weight, decay, beta, runs)
         else:
             # What is between is recomputed in the backward pass: it is many times the size of what goes in.
@@ -186,7 +187,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         # Ranks norm different heads by the same weight: its gradient is their sum.
-        weight = copy_to_tensor_model_parallel_region(self.norm.weight, group=self.tp_group)
+        weight = copy_to_tensor_model_parallel_region(self.norm(), group=self.tp_group)
         normed = F.rms_norm(x.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
         return (normed * F.silu(gate.float())).to(x.dtype)
 
@@ -204,11 +205,14 @@ class GatedDeltaNet(MegatronModule):
 
 
 class _Weight(torch.nn.Module):
-    """A parameter named `weight`."""
+    """A parameter named `weight`, got by a call: an overlapped gathering of parameters waits in a module's hooks."""
 
     def __init__(self, config: TransformerConfig, *shape: int, fp32: bool = False, split: bool = False):
         super().__init__()
         self.weight = _parameter(config, *shape, fp32=fp32, split=split)
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 def _parameter(config: TransformerConfig, *shape: int, fp32: bool = False, split: bool = False) -> torch.nn.Parameter:
