@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 # In fp32 Transformer Engine's product for the router is in TF32; in fp64 it is not.
 LOCAL = {"transformer_impl": "local", "moe_router_dtype": "fp64"}
 ENGINE = {"transformer_impl": "transformer_engine"}
-ROUNDED = 0.1  # of a mean difference in bf16, over the log-probabilities' standard deviation
+ROUNDED = 0.15  # of a mean difference in bf16, over the log-probabilities' standard deviation; most are at 0.03
 CASES = [
     (name, layout)
     for layout in families.LAYOUTS[2]
@@ -56,6 +56,7 @@ def test_bf16(name, kernels, folder_of, one_gpu):  # noqa: F811
     gradient = whole["gradient as a whole"]
     print(f"\n{name}: {model.kernels}: packed {packed:.1e} padded {padded:.1e} gradient {gradient:.1e}")
     assert max(packed, padded) < ROUNDED
+    assert max(packed, padded) < 1.5 * min(packed, padded)
 
 
 @pytest.fixture(scope="module")
