@@ -83,7 +83,10 @@ def mcore_folder(folder: str | Path) -> Path:
         hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
     elif any(inside.glob("*.safetensors")):
         hint = ". It is a Hugging Face checkpoint: give it as --model"
-    elif found := sorted(folder.glob("*/metadata.json"), key=lambda file: file.stat().st_mtime):
+    elif found := sorted(
+        (file for name in (f"*/{LATEST}", f"*/*/{LATEST}", "*/metadata.json") for file in folder.glob(name)),
+        key=lambda file: file.stat().st_mtime,
+    ):
         hint = f". Is it {found[-1].parent} that you mean?"
     raise ValueError(f"--mcore_model {folder}: no megatron-core distributed checkpoint there{hint}")
 

@@ -71,7 +71,8 @@ def gpus_needed(options: ExportOptions, config: dict[str, Any] | None, gpus: int
     config = config or read_config(folder)
     weights = _bytes_of(folder, config, options.torch_dtype)
     for stages in range(1, gpus + 1):
-        if weights / stages + BESIDE <= USABLE * memory and (first := _first_stage(config, stages)) is not None:
+        first, share = _stages(config, stages)
+        if first is not None and weights * share + BESIDE <= USABLE * memory:
             break
     else:
         raise UsageError(
@@ -106,10 +107,9 @@ def _bytes_of(folder: Path, config: dict[str, Any], dtype: str | None) -> int:
     return stored * ITEM_BYTES.get(dtype or own, 4) // own_bytes
 
 
-def _first_stage(config: dict[str, Any], stages: int) -> int | None:
-    """Layers of the first of so many pipeline stages, 0 where all have as many; None where there are too few."""
+def _stages(config: dict[str, Any], stages: int) -> tuple[int | None, float]:
+    """Layers of the first of so many pipeline stages (0: as all; None: too few are left), and the largest's share."""
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 1
-    if layers % stages == 0:
-        return 0
-    first = layers - (stages - 1) * math.ceil(layers / stages)
-    return first if first > 0 else None
+    most = math.ceil(layers / stages)
+    first = layers - (stages - 1) * most
+    return (0 if layers % stages == 0 else first if first > 0 else None), most / layers

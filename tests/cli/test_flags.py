@@ -152,7 +152,6 @@ def test_later_features_switched_off_are_accepted() -> None:
         ("--no_load_rng false", "resuming"),
         ("--no_load_optim false", "resuming"),
         ("--freeze_llm true", "multimodal"),
-        ("--mtp_num_layers 1", "multi-token prediction"),
         ("--async_save true", "saving while training goes on"),
     ],
 )
@@ -230,8 +229,6 @@ def test_saved_arguments_can_be_given_back(tmp_path: Path) -> None:
     ("program", "words", "message"),
     [
         ("megatron", ["rlhf", "--rlhf_type", "grpo"], "megatron rlhf: this version does not have it."),
-        ("megatron", ["export"], "megatron export: this version does not have it."),
-        ("swift", ["export", "--to_mcore", "true"], "swift export: this version does not have it."),
         ("swift", ["rollout"], "swift rollout: this version does not have it."),
         ("megatron", ["stf"], "megatron stf: no such command. The nearest is sft."),
         ("swift", ["--model", "m"], "swift --model: no such command."),

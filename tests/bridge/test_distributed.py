@@ -1,0 +1,50 @@
+"""megatron-core checkpoints of every family, from layout to layout, and with a plain megatron-core at the other end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import families
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(folder: Path, processes: int) -> dict:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run = subprocess.run(
+        [*command, "-m", "tests.bridge.distributed_worker", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return json.loads((folder / f"results-{processes}.json").read_text())
+
+
+@pytest.mark.slow
+def test_every_family_from_any_layout_to_any_other(tmp_path: Path) -> None:
+    from tests.families.reference import make
+
+    jobs = {}
+    for name, tiny in families.tinies().items():
+        if " " not in name or name in ("deepseek_v2 Lite", "llama biases", "qwen3_5_moe_text within"):
+            make(tmp_path / name, tiny)
+            jobs[name] = [layout for layout in tiny.layouts if layout not in ("CP2", "TP2 SP")] + ["TP2"]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    two, one = launch(tmp_path, 2), launch(tmp_path, 1)
+    for results in (two, one):
+        assert not any(results["problems"]), results["problems"]
+    cases = {*two["cases"], *one["cases"]}
+    for name in jobs:
+        layouts = [layout for layout in jobs[name] if layout in families.LAYOUTS[2]]
+        assert {f"{name}@2 {layout} -> " for layout in layouts} <= cases
+        assert {f"{name}@2 {layouts[0]} -> {layout}" for layout in layouts} <= cases
+    assert "qwen3_moe@2 TP2 SP EP2 -> " in cases
+    assert "qwen3_moe@2 TP2 SP ETP2 -> plain " in cases
+    assert "qwen3@2 PP2 -> plain " in cases
