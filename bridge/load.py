@@ -13,7 +13,7 @@ from .families import family_of
 from .proof import accounted
 from .quantized import Weights, open_weights
 from .rows import Architecture, Entry, Key, Span, table, window
-from .safetensors_io import BLOCK
+from .safetensors_io import BLOCK, INDEX, unlisted
 from .tensors import architecture_of, expected, held, split_of
 
 READERS = 4
@@ -100,9 +100,11 @@ def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
 def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:
     wanted = {name for entry in entries.values() for name in entry.hf}
     if missing := wanted - source.tensors.keys():
+        cure = "Do weights and config.json belong together?"
+        if others := unlisted(source.folder):
+            cure = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
         raise ValueError(
-            f"{source.folder} lacks {_some(missing)}, which a {family} model of this config.json has. "
-            "Do weights and config.json belong together?"
+            f"{source.folder} lacks {_some(missing)}, which a {family} model of this config.json has. {cure}"
         )
     extra = source.tensors.keys() - wanted
     if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):

@@ -7,7 +7,7 @@ of two conversions, from a checkpoint and back to one, are equal tensor by tenso
 import json
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,22 @@ def accounted(extra: Iterable[str], architecture: Architecture) -> dict[str, str
     return reasons
 
 
-def left_out(source: str | Path, written: Iterable[str], architecture: Architecture) -> dict[str, str]:
-    """The reasons for those tensors of the checkpoint `source` (if it has any) that are not among what was written."""
-    return accounted(set(names_of(source)) - set(written), architecture)
+def left_out(source: str | Path, written: Collection[str], architecture: Architecture) -> dict[str, str]:
+    """The reasons for those tensors of the checkpoint `source` (if it has any) that are not among what was written.
+
+    Raises RuntimeError where there is none.
+    """
+    extra = set(names_of(source)) - set(written)
+    reasons = {name: "quantised: its values were written unquantised" for name in extra if bare(name, written) != name}
+    reasons |= accounted(extra, architecture)
+    if unused := sorted(extra - reasons.keys()):
+        raise RuntimeError(f"{source} has {len(unused)} tensors that were not used: {', '.join(unused[:5])}")
+    return reasons
+
+
+def bare(name: str, unquantised: Collection[str]) -> str:
+    """The name of the tensor that `name`, if it is one of the parts of a quantised one, is a part of."""
+    return next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in unquantised), name)
 
 
 def _checksum(stored: Stored) -> str:
@@ -104,9 +117,8 @@ def prove_loading(
     tensors = {}
     for name, stored in folder.tensors.items():
         if name not in reasons:
-            bare = next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in of_table), name)
-            form = Form(stored.dtype, stored.shape)
-            tensors[name] = of_table.get(bare, WHAT) | described(form, stored.file.name, checksums[name])
+            about = of_table.get(bare(name, of_table), WHAT)
+            tensors[name] = about | described(Form(stored.dtype, stored.shape), stored.file.name, checksums[name])
     write_proof(
         Path(destination),
         "Hugging Face to megatron-core",
@@ -139,7 +151,7 @@ def write_proof(
         "seconds": round(cost["seconds"], 3),
         "gb_per_second": round(cost["bytes"] / cost["seconds"] / 1e9, 3),
         "peak_memory_bytes": cost["peak_memory"],
-        "unused": [],  # a tensor that is left over, or lacking, stops the conversion
+        "unused": [],  # else load_weights, or left_out, has stopped the conversion
         "missing": [],
         "accounted": dict(reasons),
         "tensors": dict(sorted(tensors.items())),

@@ -37,7 +37,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
-BLOCK = 16 * 2**20  # bytes that are read or written at a time
+BLOCK = 8 * 2**20  # bytes that are read or written at a time
 SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
 
@@ -58,7 +58,7 @@ class SafetensorsFolder:
     """The tensors of a model folder by name: `tensors`, and `read` for slices of them.
 
     Raises ValueError, naming the file, where the folder has no safetensors, an index names a shard or a tensor that is
-    not there, or a file is cut short or is not safetensors.
+    not there, two files without an index have a tensor of one name, or a file is cut short or is not safetensors.
     """
 
     def __init__(self, folder: str | Path):
@@ -67,20 +67,37 @@ class SafetensorsFolder:
         index = self.folder / INDEX
         if index.is_file():
             self._read_index(index)
-        else:
-            files = sorted(self.folder.glob("*.safetensors"))
-            if not files:
-                raise ValueError(f"{self.folder} has no weights: no {INDEX} and no file that ends in .safetensors")
-            for file in [self.folder / "model.safetensors"] if self.folder / "model.safetensors" in files else files:
-                self.tensors |= read_header(file)
+            return
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{self.folder} has no weights: no {INDEX} and no file that ends in .safetensors{self._hint()}"
+            )
+        for file in [self.folder / "model.safetensors"] if self.folder / "model.safetensors" in files else files:
+            tensors = read_header(file)
+            for name in sorted(tensors.keys() & self.tensors.keys()):
+                raise ValueError(
+                    f"{self.tensors[name].file} and {file.name} both have a tensor {name}, and no {INDEX} tells which "
+                    "counts: remove the file that is not of this model"
+                )
+            self.tensors |= tensors
+
+    def _hint(self) -> str:
+        if not any(self.folder.glob("*.bin")):
+            return ""
+        return (
+            ". Its .bin files are not read: convert them, by transformers' from_pretrained and then save_pretrained, "
+            "or take the model's checkpoint in safetensors"
+        )
 
     def _read_index(self, index: Path) -> None:
         try:
             placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            shards = sorted(set(placed.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
         headers = {}
-        for shard in sorted(set(placed.values())):
+        for shard in shards:
             if not (self.folder / shard).is_file():
                 raise ValueError(f"{self.folder / shard} is missing: {INDEX} names it. Download the model again")
             headers[shard] = read_header(self.folder / shard)
@@ -144,6 +161,15 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
+def unlisted(folder: Path) -> list[str]:
+    """The safetensors files of a folder that its index does not name; none where it has no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return sorted(file.name for file in folder.glob("*.safetensors") if file.name not in named)
+
+
 def names_of(folder: str | Path) -> Collection[str]:
     """The names of a model folder's tensors: those before its conversion, where it has no safetensors."""
     folder = Path(folder)
@@ -168,6 +194,10 @@ def read_header(file: Path) -> dict[str, Stored]:
                 for name, about in header.items()
             }
             end = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
+            for name, stored in tensors.items():
+                start, stop = header[name]["data_offsets"]
+                if stop - start != stored.bytes:
+                    raise ValueError(f"{name} has {stop - start} bytes, and {stored.bytes} by its shape")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error!r})") from None
     if end > size:

@@ -284,11 +284,21 @@ def _renamed(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _carry(source: Path, destination: Path) -> None:
-    for file in sorted(source.iterdir()):
-        wanted = file.suffix in CARRIED or file.name.startswith(("LICENSE", "NOTICE"))
-        if file.name in LEFT or file.name.endswith(".index.json") or not wanted:
+    """Small files, and folders that have nothing else, as additional_chat_templates."""
+    for entry in sorted(source.iterdir()):
+        files = sorted(entry.iterdir()) if entry.is_dir() and not entry.name.startswith(".") else [entry]
+        if not all(_goes_along(file) for file in files):
             continue
-        if file.is_file() and file.stat().st_size <= LARGEST_CARRIED:
-            with file.open("rb") as read, (destination / file.name).open("wb") as stream:
+        for file in files:
+            target = destination / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            with file.open("rb") as read, target.open("wb") as stream:
                 shutil.copyfileobj(read, stream)
                 sync(stream)
+
+
+def _goes_along(file: Path) -> bool:
+    if file.name in LEFT or file.name.endswith(".index.json"):
+        return False
+    wanted = file.suffix in CARRIED or file.name.startswith(("LICENSE", "NOTICE"))
+    return wanted and file.is_file() and file.stat().st_size <= LARGEST_CARRIED

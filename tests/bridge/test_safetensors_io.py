@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from megaswift.bridge.safetensors_io import INDEX, Form, SafetensorsFolder, finish_shards, write_shard
+from megaswift.bridge.safetensors_io import INDEX, Form, SafetensorsFolder, finish_shards, unlisted, write_shard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -112,3 +112,51 @@ def test_index_and_shards_that_differ(folder):
     (folder / INDEX).write_text("[]")
     with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
         SafetensorsFolder(folder)
+
+
+def test_weights_of_another_format(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"Its .bin files are not read: convert them, by transformers' from_pretrained"
+    ):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_tensor_in_two_files(folder):
+    """The index tells which of them counts; without one, nobody does."""
+    save_file({"a": torch.zeros(6, 5)}, folder / "another.safetensors")
+    assert torch.equal(SafetensorsFolder(folder).read("a", 0, 0, 6), TENSORS["a"])
+    assert unlisted(folder) == ["another.safetensors", "consolidated.safetensors"]
+    (folder / INDEX).unlink()
+    with pytest.raises(ValueError, match=r"another.safetensors and model-00001-of.* both have a tensor a"):
+        SafetensorsFolder(folder)
+
+
+def test_header_that_contradicts_itself(tmp_path):
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 40]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(40))
+    with pytest.raises(ValueError, match=r"its header cannot be read .*x has 40 bytes, and 48 by its shape"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_links_are_followed(folder, tmp_path_factory):
+    """A hub's cache is a folder of links to files that are called otherwise."""
+    elsewhere = tmp_path_factory.mktemp("cache") / "snapshot"
+    elsewhere.mkdir()
+    for file in folder.iterdir():
+        (elsewhere / file.name).symlink_to(file)
+    linked = tmp_path_factory.mktemp("links") / "model"
+    linked.symlink_to(elsewhere)
+    assert torch.equal(SafetensorsFolder(linked).read("a", 1, 2, 4), TENSORS["a"][:, 2:4])
+
+
+def test_short_and_long_slices_of_rows(tmp_path):
+    """Rows of 10,000 bytes: slices of them are read alone, or with all that lies between them."""
+    tensor = torch.arange(7 * 5000, dtype=torch.int16).view(7, 5000)
+    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    for start, stop in ((0, 3000), (2000, 5000), (10, 20), (0, 5000)):
+        assert torch.equal(source.read("x", 1, start, stop), tensor[:, start:stop])
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"has become shorter while it was read"):
+        source.read("x", 1, 2000, 5000)
