@@ -137,7 +137,6 @@ LATER: dict[str, Later] = {
              freeze_aligner=("true", "false"), vit_lr=NEVER, aligner_lr=NEVER, vit_gradient_checkpointing=NEVER,
              vit_gradient_checkpointing_kwargs=NEVER, vit_attn_impl=NEVER, max_pixels=NEVER,
              language_model_only="false"),
-    **_later("multi-token prediction", "Leave it out.", mtp_num_layers=("0",), mtp_loss_scaling_factor=NEVER),
     **_later("optimizer states in other types than fp32", "Leave it out.", use_precision_aware_optimizer="false",
              main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
     **_later("FSDP", "Leave it out: --use_distributed_optimizer shares the optimizer's state.",

@@ -7,6 +7,7 @@ are embedding look-ups, norms, activations, and what recomputation repeats. A ba
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,7 +39,9 @@ class Flops:
     """The cost of a model: `flops.training([document lengths])` gives the FLOPs of a forward and backward pass."""
 
     matrix_parameters: int  # weights that a token is multiplied by, the output layer's among them
-    pair: int  # forward FLOPs of one (query, key) pair, over all layers and heads
+    pair: int  # forward FLOPs of one (query, key) pair, over all heads of all layers that attend to everything
+    # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
+    limited: tuple[tuple[int | None, int | None, int], ...] = ()
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int) -> "Flops":
@@ -48,6 +51,9 @@ class Flops:
         groups = sizes.num_query_groups or heads
         queries = 2 * heads if sizes.attention_output_gate else heads  # each with its gate
         attention = hidden * (queries + 2 * groups) * head_dim + heads * head_dim * hidden
+        pair = 4 * heads * head_dim
+        if sizes.multi_latent_attention:
+            attention, pair = _latent_attention(sizes)
         mixers = [layer.mixer for layer in sizes.architecture.layers]  # type: ignore[attr-defined]
         deltas = mixers.count("gated_delta_net")
         attending = sizes.num_layers - deltas
@@ -67,17 +73,47 @@ class Flops:
         parameters = attending * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
         if deltas:
             parameters += deltas * _delta_net(sizes)
-        return cls(parameters + hidden * vocab_size, 4 * heads * head_dim * attending)
+        depths = sizes.architecture.predicting  # type: ignore[attr-defined]
+        parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
+        layers = sizes.architecture.layers  # type: ignore[attr-defined]
+        reaches = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
+        limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
+        everything = attending + depths - reaches.total()
+        return cls(parameters + (1 + depths) * hidden * vocab_size, pair * everything, limited)
 
     def training(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on documents of these lengths (tokens), each attending causally to itself."""
         lengths = list(lengths)
-        pairs = sum(length * (length + 1) // 2 for length in lengths)
-        return 3 * (2 * self.matrix_parameters * sum(lengths) + self.pair * pairs)
+        attention = sum(
+            cost * pairs(length, window, chunk)
+            for window, chunk, cost in ((None, None, self.pair), *self.limited)
+            for length in lengths
+        )
+        return 3 * (2 * self.matrix_parameters * sum(lengths) + attention)
 
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""
         return 6 * self.matrix_parameters * tokens
+
+
+def pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """Of a query and a key that it may see, in a document of `length` tokens."""
+    if chunk is not None and chunk < length:
+        return length // chunk * pairs(chunk, window) + pairs(length % chunk, window)
+    near = length if window is None else min(window, length)
+    return near * (near + 1) // 2 + (length - near) * near
+
+
+def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
+    """Weights of multi-latent attention, and forward FLOPs of a pair: values are narrower than keys."""
+    hidden, heads, rank = sizes.hidden_size, sizes.num_attention_heads, sizes.q_lora_rank
+    latent, own, shared, value = (
+        getattr(sizes, name) for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    )
+    query = heads * (own + shared)
+    queries = hidden * query if rank is None else (hidden + query) * rank
+    keys = hidden * (latent + shared) + latent * heads * (own + value)
+    return queries + keys + heads * value * hidden, 2 * (query + heads * value)
 
 
 def _delta_net(sizes: "TransformerConfig") -> int:

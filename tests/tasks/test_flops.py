@@ -20,7 +20,8 @@ SIZES = {
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
     "attention_output_gate": False,
-    "architecture": SimpleNamespace(layers=(Layer(),) * 3),
+    "multi_latent_attention": False,
+    "architecture": SimpleNamespace(layers=(Layer(),) * 3, predicting=0),
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -75,10 +76,50 @@ def test_agrees_with_pytorchs_counter(sizes):
     assert flops.training([length]) - causal_attention + full_attention == expected
 
 
+@pytest.mark.parametrize("rank", [None, 7])
+def test_multi_latent_attention_agrees_with_pytorchs_counter(rank):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    latent = {"q_lora_rank": rank, "kv_lora_rank": 9, "v_head_dim": 5}
+    sizes = SIZES | latent | {"multi_latent_attention": True, "qk_head_dim": 11, "qk_pos_emb_head_dim": 4}
+    config = DeepseekV3Config(
+        **latent,
+        vocab_size=31,
+        num_hidden_layers=3,
+        hidden_size=24,
+        intermediate_size=40,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        qk_nope_head_dim=11,
+        qk_rope_head_dim=4,
+        first_k_dense_replace=3,
+        attn_implementation="eager",
+    )
+    flops = Flops.of(SimpleNamespace(**sizes), 31)  # type: ignore[arg-type]
+    rotary = 2 * (4 // 2) * 13  # and the pairs above the diagonal: as in the test above
+    ours = 3 * (2 * flops.matrix_parameters * 13 + flops.pair * 13 * 13)
+    assert ours == counted(DeepseekV3ForCausalLM(config), 13) - rotary
+
+
 def test_documents_attend_only_to_themselves():
     flops = Flops.of(SimpleNamespace(**SIZES), 53)
     one, two = flops.training([8]), flops.training([4, 4])
     assert one - two == 3 * flops.pair * (8 * 9 // 2 - 2 * (4 * 5 // 2))
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 5), (30, 30)])
+def test_windows_and_chunks(window, chunk):
+    layers = (Layer(), Layer(window=window, chunk=chunk), Layer(window=window, chunk=chunk))
+    sizes = SIZES | {"architecture": SimpleNamespace(**vars(SIZES["architecture"]) | {"layers": layers})}
+    full, near = Flops.of(SimpleNamespace(**SIZES), 53), Flops.of(SimpleNamespace(**sizes), 53)
+    lengths = [17, 4, 12]
+    unseen = sum(
+        (window is not None and query - key >= window) or (chunk is not None and query // chunk != key // chunk)
+        for length in lengths
+        for query in range(length)
+        for key in range(query + 1)
+    )
+    assert full.training(lengths) - near.training(lengths) == 3 * unseen * full.pair * 2 // 3
 
 
 def test_layer_patterns_and_shared_experts():
@@ -107,7 +148,7 @@ def test_gated_delta_nets_have_states_and_no_pairs():
     }
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
-    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers)}
+    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, predicting=0)}
     found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
