@@ -106,10 +106,9 @@ def pairs(length: int, window: int | None = None, chunk: int | None = None) -> i
 
 def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
     """Weights of multi-latent attention, and forward FLOPs of a pair: values are narrower than keys."""
-    hidden, heads, rank = sizes.hidden_size, sizes.num_attention_heads, sizes.q_lora_rank
-    latent, own, shared, value = (
-        getattr(sizes, name) for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    )
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    names = "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+    rank, latent, own, shared, value = (getattr(sizes, name) for name in names)
     query = heads * (own + shared)
     queries = hidden * query if rank is None else (hidden + query) * rank
     keys = hidden * (latent + shared) + latent * heads * (own + value)
