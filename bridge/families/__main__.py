@@ -32,6 +32,13 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - the key heads of gated delta nets divide by TP x CP;
 - experts under TP train with sequence parallelism only (megatron-core's rule).
 
+## What goes along
+
+Some checkpoints hold parts that no family builds, or that were not asked for: layers of multi-token prediction
+(DeepSeek-V3, GLM-4.5, ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a text model that is
+trained. Their tensors are copied from the source into what is saved. Families with MTP in the table above can train
+these layers: `--mtp_num_layers`.
+
 ## Weights that come in quantised
 
 | config.json's `quantization_config` | |
@@ -55,7 +62,7 @@ And of every family:
 - weights quantised in other ways (bitsandbytes, GPTQ, AWQ): they were made for inference, and are not what was trained;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`): what they compute is not known here;
-- vision and audio towers: checkpoints that hold one are refused, unless the table above names their architecture.
+- vision and audio towers: no checkpoint's is trained, and only those of the architectures above go along.
 """
 
 
@@ -87,7 +94,7 @@ def _line(family: Family) -> str:
         "multipliers": {about.embedding_scale, about.residual_scale, about.logits_scale} != {1.0},
         "experts": experts,
         "a shared expert": settings.get("moe_shared_expert_intermediate_size"),
-        "MTP": any(row.mcore.startswith("mtp.") for row in family.rows(config | {"num_nextn_predict_layers": 1})),
+        "MTP": family.predicting_rows,
     }
     columns = (
         family.name,
