@@ -170,7 +170,7 @@ def main(folder: Path) -> None:
         for name, layouts in jobs.items():
             if layout in layouts or not layout:
                 problems |= round_trips(folder, name, options, layout)
-                if name in PLAIN:
+                if name in PLAIN and "VPP" not in layout and "uneven" not in layout:
                     problems |= with_plain(folder, name, options, layout)
         parallel_state.destroy_model_parallel()
     everyone: list[Any] = [None] * world
