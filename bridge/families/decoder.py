@@ -226,3 +226,16 @@ def experts(layers: tuple[int, ...] | None = None) -> list[Row]:
         Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, layers),
         Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, layers),
     ]
+
+
+def shared_experts(name: str, layers: tuple[int, ...], *, gate: bool = False) -> list[Row]:
+    """The experts that every token has, as one gated MLP that is called `name` in the checkpoint.
+
+    `gate`: each token's share of it is a sigmoid.
+    """
+    hf, mcore = HF_LAYER + f"mlp.{name}", LAYER + "mlp.shared_experts."
+    rows = [
+        Row(hf + ".{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, layers),
+        Row(hf + ".down_proj.weight", mcore + "linear_fc2.weight", ROW, layers),
+    ]
+    return [*rows, Row(hf + "_gate.weight", mcore + "gate_weight", REPLICATED, layers)] if gate else rows

@@ -4,8 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import REPLICATED, Architecture, Family, Routing, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, HF_LAYER, LAYER, describe_decoder, experts, mlp, with_defaults
-from .softmax import shared_experts
+from .decoder import (
+    ATTENTION,
+    DYNAMIC,
+    ENDS,
+    HF_LAYER,
+    LAYER,
+    describe_decoder,
+    experts,
+    mlp,
+    shared_experts,
+    with_defaults,
+)
 
 # transformers' Ernie4_5_MoeConfig
 DEFAULTS = {

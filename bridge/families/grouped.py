@@ -7,8 +7,8 @@ scores, and a bias on them that has a part in the choice alone.
 from dataclasses import replace
 from typing import Any
 
-from ..rows import GATE_UP, REPLICATED, ROW, Routing, Row
-from .decoder import HF_LAYER, LAYER, experts, mlp
+from ..rows import REPLICATED, Routing, Row
+from .decoder import HF_LAYER, LAYER, experts, mlp, shared_experts
 
 
 def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -107,12 +107,8 @@ def feed_forward(settings: dict[str, Any], *, bias: bool) -> list[Row]:
     """The dense layers' MLP and the others' experts; `bias`: with a bias on the experts' scores."""
     moe = tuple(moe_layers(settings))
     rows = mlp(tuple(range(settings["num_hidden_layers"] - len(moe)))) + experts(moe)
-    hf, mcore = HF_LAYER + "mlp.shared_experts.", LAYER + "mlp.shared_experts."
     if settings["n_shared_experts"]:
-        rows += [
-            Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, moe),
-            Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, moe),
-        ]
+        rows += shared_experts("shared_experts", moe)
     if bias:
         scores = LAYER + "mlp.router.expert_bias"
         rows.append(Row(HF_LAYER + "mlp.gate.e_score_correction_bias", scores, REPLICATED, moe, fp32=True))

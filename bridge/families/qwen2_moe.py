@@ -3,22 +3,21 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Layer, Row
+from ..rows import Architecture, Family, Layer, Row
 from .decoder import (
     ATTENTION,
     DYNAMIC,
     ENDS,
-    HF_LAYER,
-    LAYER,
     QKV_BIAS,
     describe_decoder,
     experts,
     mlp,
+    shared_experts,
     windowed,
     with_defaults,
 )
 from .qwen3_moe import moe_layers
-from .softmax import shared_experts, softmax_routing
+from .softmax import softmax_routing
 
 # transformers' Qwen2MoeConfig
 DEFAULTS = {
@@ -76,8 +75,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
     moe = moe_layers(settings)
     dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
     biases = QKV_BIAS if settings["qkv_bias"] else []
-    gate = Row(HF_LAYER + "mlp.shared_expert_gate.weight", LAYER + "mlp.shared_experts.gate_weight", REPLICATED, moe)
-    return ENDS + ATTENTION + biases + mlp(dense) + experts(moe) + shared_experts("shared_expert", moe) + [gate]
+    return ENDS + ATTENTION + biases + mlp(dense) + experts(moe) + shared_experts("shared_expert", moe, gate=True)
 
 
 FAMILY = Family(

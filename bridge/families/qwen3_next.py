@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Row
-from .decoder import DYNAMIC, HF_LAYER, LAYER, experts, mlp, with_defaults
+from ..rows import Architecture, Family, Row
+from .decoder import DYNAMIC, experts, mlp, shared_experts, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED_GROUPS, describe_hybrid, hybrid
 from .qwen3_moe import moe_layers
-from .softmax import shared_experts, softmax_routing
+from .softmax import softmax_routing
 
 # transformers' Qwen3NextConfig
 DEFAULTS = {
@@ -56,8 +56,7 @@ def describe_moe(config: dict[str, Any], settings: dict[str, Any], moe: tuple[in
 
 def gated_experts(moe: tuple[int, ...]) -> list[Row]:
     """Experts, and a shared one behind a gate of its own."""
-    gate = Row(HF_LAYER + "mlp.shared_expert_gate.weight", LAYER + "mlp.shared_experts.gate_weight", REPLICATED, moe)
-    return [*experts(moe), *shared_experts("shared_expert", moe), gate]
+    return [*experts(moe), *shared_experts("shared_expert", moe, gate=True)]
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

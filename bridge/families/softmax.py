@@ -29,12 +29,3 @@ def block_sparse_moe(*, fp32: bool = False) -> list[Row]:
         Row(hf + "experts.{expert}.{part}.weight", mcore + "experts.linear_fc1.weight", _MIXTRAL),
         Row(hf + "experts.{expert}.w2.weight", mcore + "experts.linear_fc2.weight", ROW),
     ]
-
-
-def shared_experts(name: str, layers: tuple[int, ...]) -> list[Row]:
-    """The experts that every token has, as one gated MLP that is called `name` in the checkpoint."""
-    hf, mcore = HF_LAYER + f"mlp.{name}.", LAYER + "mlp.shared_experts."
-    return [
-        Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, layers),
-        Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, layers),
-    ]
