@@ -30,8 +30,6 @@ def seen_as_text(config: dict[str, Any]) -> dict[str, Any]:
         if text.get(key):
             # Of text all three positions of multimodal rotary embeddings are the same.
             text[key] = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
-            if text[key].get("type") == "mrope":
-                text[key]["type"] = "default"
     return text
 
 

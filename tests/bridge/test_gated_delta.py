@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megaswift.bridge.families import qwen3_5_text
 from megaswift.bridge.layers.delta_rule import CHUNK, causal_conv, delta_rule, make_runs
 from megaswift.bridge.layers.gated_delta import GatedDeltaNet
 
@@ -103,6 +104,28 @@ def test_positions_of_context_parallel_ranks_are_put_in_place():
     runs = make_runs(bounds, 1, ranks, KERNEL, CPU)
     assert laid[runs.natural].tolist() == list(range(24))
     assert torch.arange(24)[runs.ranked].tolist() == laid.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate False; this family is known with True only"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'; this family is known with 'swish' only"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; this family is known with 'silu' only"),
+        (
+            {"layer_types": ["sliding_attention"] * 32},
+            "known with linear_attention or full_attention for each of the 32",
+        ),
+        ({"layer_types": ["full_attention"] * 31}, "full_attention for each of the 32 layers"),
+        ({"linear_num_key_heads": 12}, "linear_num_value_heads 32 and linear_num_key_heads 12: the second must divide"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
+    ],
+)
+def test_what_the_layers_do_not_compute_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        qwen3_5_text.describe(changes)
+    with pytest.raises(ValueError, match=message):
+        qwen3_5_text.describe({"text_config": changes, "vision_config": {}})
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():

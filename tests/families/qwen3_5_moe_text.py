@@ -1,10 +1,9 @@
-"""Qwen3.5-MoE: experts one by one, as transformers writes them, or stacked, as the hub has them."""
+"""Qwen3.5-MoE: alone, experts one by one; within a model that sees, stacked as on the hub."""
 
-from functools import partial
 from typing import Any
 
 from tests.families import MOE, SHARED, Tensors, Tiny
-from tests.families.qwen3_5_text import DECAYS, FP32, MROPE, nested, unseen, within
+from tests.families.qwen3_5_text import DECAYS, FP32, MROPE, VISION, carried, unseen
 from tests.families.qwen3_next import DELTA, FAULTS, MEANS, SHARED_EXPERT, STDS
 
 
@@ -21,28 +20,43 @@ def config(**changes):
     return Qwen3_5MoeTextConfig(**shared | DELTA | moe | changes)
 
 
+def seeing():
+    from transformers import Qwen3_5MoeConfig
+
+    return Qwen3_5MoeConfig(text_config=config(rope_parameters=MROPE).to_dict(), vision_config=VISION)
+
+
+def _model(config):
+    from transformers import Qwen3_5MoeForConditionalGeneration
+
+    config.text_config._attn_implementation = "eager"
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
 def _stacked(tensors: Tensors) -> Tensors:
     import torch
 
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    found = {name: tensor for name, tensor in unseen(tensors).items() if ".experts." not in name}
     for layer in range(4):
+        place = f"model.language_model.layers.{layer}.mlp.experts."
         for parts, name in ((("gate", "up"), "gate_up_proj"), (("down",), "down_proj")):
-            one = f"model.layers.{layer}.mlp.experts.%d.%s_proj.weight"
-            experts = [torch.cat([tensors[one % (expert, part)] for part in parts]) for expert in range(8)]
-            found[f"model.layers.{layer}.mlp.experts.{name}"] = torch.stack(experts)
-    return within(found)
+            experts = [
+                torch.cat([tensors[f"{place}{expert}.{part}_proj.weight"] for part in parts]) for expert in range(8)
+            ]
+            found[place + name] = torch.stack(experts)
+    return found
 
 
 TINY = {
     "": Tiny(config, MOE, means=MEANS, stds=STDS, fp32=FP32, faults=FAULTS | DECAYS | SHARED_EXPERT),
     "within": Tiny(
-        partial(config, layer_types=None, rope_parameters=MROPE),
+        seeing,
         ("EP2", "TP2 SP ETP2"),
         means=MEANS,
         stds=STDS,
         fp32=FP32,
         files=_stacked,
-        extra=unseen,
-        raw=nested,
+        extra=carried,
+        model=_model,
     ),
 }
