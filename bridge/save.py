@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
+from . import runtime
 from .carried import WHAT, Carried
 from .families import family_of
 from .proof import described, left_out, peak_memory, sources, write_proof
@@ -87,6 +88,8 @@ def save_weights(
             if number % replicas.size() == replicas.rank():
                 name = f"part-{at}-{number:05}.safetensors"
                 files[number // replicas.size() % group.size()].append((name, contents))
+        if jobs and group.size() > 1:  # NCCL wants all ranks of a group in the first exchange, not just two of them
+            dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
         for rank, begun, job in _in_turn(files):
             if begun and rank == group.rank():
                 name, contents = begun
