@@ -77,7 +77,9 @@ class Fp8Folder:
         found = self.stored.read(name, dim, start, stop, place)
         size, other = self.block[dim], 1 - dim
         first = start // size  # the slice's first block
-        scales = self.stored.read(name + SCALES, dim, first, -(-stop // size), place).float()
+        scales = self.stored.read(name + SCALES, dim, first, -(-stop // size), place)
+        # Exponents of two alone (ue8m0) come under either name.
+        scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         scales = scales.repeat_interleave(size, dim).narrow(dim, start - first * size, stop - start)
         scales = scales.repeat_interleave(self.block[other], other).narrow(other, 0, found.shape[other])
         return every(found.float() * scales, dim, step)

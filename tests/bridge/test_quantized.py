@@ -63,6 +63,14 @@ def test_as_transformers_unquantises(tmp_path):
     assert torch.equal(open_weights(tmp_path, FP8).read("w.weight", 0, 0, 8), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
+def test_scales_that_are_powers_of_two(tmp_path, dtype):
+    weight, scales = torch.randn(8, 12).to(torch.float8_e4m3fn), torch.tensor([[0.25, 2.0], [1.0, 2.0**-9]])
+    stored = scales.to(torch.float8_e8m0fnu).view(dtype)
+    save_file({"w.weight": weight, "w.weight_scale_inv": stored}, tmp_path / "model.safetensors")
+    assert torch.equal(open_weights(tmp_path, FP8).read("w.weight", 0, 2, 8), whole(weight, scales)[2:])
+
+
 def test_unquantised(folder):
     assert "a.weight_scale_inv" in open_weights(folder[0], {}).tensors
 
