@@ -10,8 +10,7 @@ from .decoder import (
     ENDS,
     HF_LAYER,
     LAYER,
-    OUTPUT_BIAS,
-    QKV_BIAS,
+    attention_biases,
     describe_decoder,
     windowed,
     with_defaults,
@@ -35,6 +34,7 @@ DEFAULTS = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "swiglu_limit": 7.0,
+    "attention_bias": True,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -59,15 +59,13 @@ def describe(config: dict[str, Any]) -> Architecture:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     settings = with_defaults(config, DEFAULTS)
-    if not config.get("attention_bias", True):
-        raise ValueError("config.json has attention_bias false: every released GPT-OSS has biases in its attention")
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = config | {"rope_scaling": _YARN}
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(settings["num_hidden_layers"])]
     architecture = describe_decoder(
         config,
         settings,
-        add_qkv_bias=True,
+        add_qkv_bias=settings["attention_bias"],
         num_moe_experts=settings["num_local_experts"],
         moe_router_topk=settings["num_experts_per_tok"],
         moe_router_score_function="softmax",
@@ -80,7 +78,7 @@ def describe(config: dict[str, Any]) -> Architecture:
     return replace(
         architecture,
         layers=windowed(config | {"sliding_window": settings["sliding_window"]}, len(kinds), default=kinds),
-        output_bias=True,
+        output_bias=settings["attention_bias"],
         sinks=True,
         expert_bias=True,
         routing=Routing(logit_bias=True),
@@ -92,8 +90,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
     return [
         *ENDS,
         *ATTENTION,
-        *QKV_BIAS,
-        *OUTPUT_BIAS,
+        *attention_biases(with_defaults(config, DEFAULTS)),
         Row(HF_LAYER + "self_attn.sinks", LAYER + "self_attention.core_attention.softmax_offset", COLUMN),
         Row(HF_LAYER + "mlp.router.weight", LAYER + "mlp.router.weight", REPLICATED),
         Row(HF_LAYER + "mlp.router.bias", LAYER + "mlp.router.bias", REPLICATED),
@@ -110,5 +107,5 @@ FAMILY = Family(
     models="gpt-oss-20b, gpt-oss-120b",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "attention_bias false"),
+    limits=(DYNAMIC,),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, describe_decoder, experts, with_defaults
+from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, attention_biases, describe_decoder, experts, with_defaults
 from .softmax import softmax_routing
 
 # transformers' OlmoeConfig
@@ -28,20 +28,25 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    for key in ("attention_bias", "clip_qkv"):
-        if config.get(key):
-            raise ValueError(f"config.json has {key} {config[key]!r}: OLMoE is known without it only")
+    if config.get("clip_qkv"):
+        raise ValueError(f"config.json has clip_qkv {config['clip_qkv']}: OLMoE is known without it only")
+    biases = bool(config.get("attention_bias"))
     routing, rule = softmax_routing(
         settings["num_experts"], settings["num_experts_per_tok"], normalize=settings["norm_topk_prob"]
     )
     architecture = describe_decoder(
-        config, settings, qk_layernorm=True, moe_ffn_hidden_size=settings["intermediate_size"], **routing
+        config,
+        settings,
+        add_qkv_bias=biases,
+        qk_layernorm=True,
+        moe_ffn_hidden_size=settings["intermediate_size"],
+        **routing,
     )
-    return replace(architecture, routing=rule, qk_norm="all")
+    return replace(architecture, routing=rule, output_bias=biases, qk_norm="all")
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
-    return ENDS + ATTENTION + QK_NORMS + experts()
+    return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + experts()
 
 
 FAMILY = Family(
@@ -50,5 +55,5 @@ FAMILY = Family(
     models="OLMoE-1B-7B",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "attention_bias", "clip_qkv"),
+    limits=(DYNAMIC, "clip_qkv"),
 )

@@ -116,6 +116,12 @@ def test_which_layers_have_experts(step, dense):
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'; this family is known with 'per_layer'"),
+        ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size or sliding_window"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias true"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
     ],
 )

@@ -54,7 +54,11 @@ STDS = {r"experts\.gate_up_proj$": 0.6, r"experts\.gate_up_proj_bias": 3.0}
 TINY = {
     "": Tiny(config, (*MOE, "TP2 SP EP2 ETP2"), stds=STDS, faults=FAULTS),
     "older config": Tiny(
-        partial(config, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]),
+        partial(
+            config,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            attention_bias=False,
+        ),
         (),
         raw={
             "rope_parameters": None,

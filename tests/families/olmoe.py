@@ -18,5 +18,5 @@ FAULTS = {"q_norm and k_norm swapped": None, "norm of the queries out of place":
 
 TINY = {
     "": Tiny(config, MOE, faults=FAULTS),
-    "normalised": Tiny(partial(config, norm_topk_prob=True), ("EP2",), faults=FAULTS),
+    "normalised": Tiny(partial(config, norm_topk_prob=True, attention_bias=True), ("EP2",), faults=FAULTS),
 }
