@@ -9,7 +9,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.plan import Layout
 
-from .conftest import write_model
+from .conftest import DENSE, write_model
 
 
 def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[object, list[str]]:
@@ -98,6 +98,26 @@ def test_options_that_cannot_be_together(dense: Path, words: str, world: int, me
 def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, message: str) -> None:
     with pytest.raises(UsageError) as error:
         check(mixture, words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            f"{TP} 4 {CP} 2 {SP} --max_length 1024",
+            8,
+            f"{TP} 4 x {CP} 2: does not divide the 4 key heads of the model's gated delta nets. Give a product that "
+            "divides 4.",
+        ),
+        (f"{EP} 2 --global_batch_size 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+    ],
+)
+def test_sizes_of_a_text_model_within_another(tmp_path: Path, words: str, world: int, message: str) -> None:
+    text = DENSE | {"model_type": "qwen3_5_text", "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    seeing = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    with pytest.raises(UsageError) as error:
+        check(write_model(tmp_path / "seeing", seeing), words, world=world)
     assert message in str(error.value)
 
 
