@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def round_trips(folder: Path, name: str, options: BuildOptions, layout: str) -> 
 
 def plain_model(ours: Any, config: dict[str, Any]) -> GPTModel:
     """megatron-core's own model for the same config, with its own layers, and a vocabulary padded as it pleases."""
-    transformer = ours.config
+    transformer = copy(ours.config)
+    transformer.sequence_parallel = False  # which its local norms refuse
     if transformer.num_moe_experts:
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, normalization="RMSNorm")
     else:
