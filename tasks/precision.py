@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..bridge import hub, runtime
 from ..bridge.build import Model, build_model
@@ -169,7 +170,7 @@ def _run_ours(
     with ExitStack() as hooks:
         for chunk in model.chunks:
             chunk.eval()
-            for layer in chunk.decoder.layers:
+            for layer in cast(Any, chunk.decoder.layers):
                 hooks.enter_context(_kept(layer, found["hidden"], layer.layer_number - 1, some))
         run_schedule(model, model.chunks, [batch], keep, forward_only=True)  # pyright: ignore[reportArgumentType]
     first_copy = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -188,7 +189,7 @@ class _LogitsModel(Model):
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, labels: Tensor, **_: Any
     ) -> Tensor:
         """hidden_states [length (/ TP under sequence parallelism), rows, hidden_size]"""
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         weight = output_layer.weight if output_weight is None else output_weight
@@ -217,11 +218,11 @@ def _run_theirs(
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if quantization := hf_config.get("quantization_config"):
-        from transformers import FineGrainedFP8Config, Mxfp4Config
+        from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
         config = Mxfp4Config if quantization.get("quant_method") == "mxfp4" else FineGrainedFP8Config
         options["quantization_config"] = config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
     device = runtime.device()
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
@@ -242,7 +243,7 @@ def _run_theirs(
     return [runs[computed] for computed in dtypes]
 
 
-def _layers_of(model: nn.Module) -> list[nn.Module]:
+def _layers_of(model: Any) -> list[nn.Module]:
     """The decoder layers of a transformers model."""
     number = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
