@@ -86,19 +86,26 @@ def selected(items, world: int) -> list[tuple[str, str]]:
     return [(name, layout) for layout in families.LAYOUTS[world] for name in TINIES if (name, layout) in chosen]
 
 
-def launch(world: int, cases: list[tuple[str, str]], folder_of, kernels=None) -> dict[tuple[str, str], dict]:
+def launch(
+    world: int, cases: list[tuple[str, str]], folder_of, kernels=None, rounded=False
+) -> dict[tuple[str, str], dict]:
     """tests.families.worker under torchrun; started again behind a case that fails, for those that are left.
 
-    On CPUs, or on GPUs with the flags `kernels`.
+    On CPUs, or on GPUs with the flags `kernels`; `rounded`: in bf16, by worker.check_rounded.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if kernels is None else {}
     done: dict[tuple[str, str], dict] = {}
     while remaining := [case for case in cases if case not in done]:
-        place = folder_of(remaining[0][0]).parent / f"world-{world}-{len(done)}"
+        place = folder_of(remaining[0][0]).parent / f"world-{world}-{len(done)}-{rounded}"
         place.mkdir()
         keys = {f"{name}: {layout}": (name, layout) for name, layout in remaining}
         jobs = [
-            {"name": key, "folder": str(folder_of(name)), "layout": families.LAYOUTS[world][layout] | (kernels or {})}
+            {
+                "name": key,
+                "folder": str(folder_of(name)),
+                "layout": families.LAYOUTS[world][layout] | (kernels or {}),
+                "rounded": rounded,
+            }
             for key, (name, layout) in keys.items()
         ]
         (place / "jobs.json").write_text(json.dumps(jobs))

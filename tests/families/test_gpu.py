@@ -48,27 +48,36 @@ def test_fp32(name, folder_of, one_gpu):  # noqa: F811
 @pytest.mark.parametrize("kernels", [LOCAL, ENGINE], ids=["local", "Transformer Engine"])
 @pytest.mark.parametrize("name", TINIES)
 def test_bf16(name, kernels, folder_of, one_gpu):  # noqa: F811
-    folder, options = folder_of(name), one_gpu.options_of(kernels)
-    expected = torch.load(folder / "reference.pt")["log_probs"]
-    model = one_gpu.open_model(folder / "fp32", options, torch.bfloat16)
-    packed, padded = (one_gpu.distance(model, options, expected, packed=way, of=torch.mean) for way in (True, False))
-    whole = one_gpu.distances_of_gradients(model, options, folder, torch.load(folder / "reference.pt")["gradients"])
-    gradient = whole["gradient as a whole"]
-    print(f"\n{name}: {model.kernels}: packed {packed:.1e} padded {padded:.1e} gradient {gradient:.1e}")
-    assert max(packed, padded) < ROUNDED
-    assert max(packed, padded) < 1.5 * min(packed, padded)
+    check_rounded(one_gpu.check_rounded(folder_of(name), one_gpu.options_of(kernels)), name)
+
+
+def check_rounded(result: dict, name: str) -> None:
+    print(f"\n{name}: {result}")
+    assert "error" not in result, result.get("error")
+    assert max(result["packed"], result["padded"]) < ROUNDED
+    assert max(result["packed"], result["padded"]) < 1.5 * min(result["packed"], result["padded"])
 
 
 @pytest.fixture(scope="module")
 def two_gpus(folder_of):  # noqa: F811
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    return launch(2, CASES, folder_of, LOCAL)
+    return launch(2, CASES, folder_of, LOCAL), launch(2, CASES, folder_of, ENGINE, rounded=True)
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}: {layout}" for name, layout in CASES])
-def test_two_gpus(name, layout, two_gpus):
-    result = two_gpus[name, layout]
+two = pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}: {layout}" for name, layout in CASES])
+
+
+@two
+def test_two_gpus_fp32(name, layout, two_gpus):
+    result = two_gpus[0][name, layout]
+    print(f"\n{name}: {layout}: {result}")
     assert "error" not in result, result.get("error")
     assert max(result["packed"], result["padded"], result["gradients"], result["gradient as a whole"]) < BOUND
     assert not result["fp32"]
+    assert not result["bf16"]
+
+
+@two
+def test_two_gpus_bf16(name, layout, two_gpus):
+    check_rounded(two_gpus[1][name, layout], f"{name}: {layout}")
