@@ -9,6 +9,7 @@ from megaswift.bridge.families import FAMILIES, family_of
 from megaswift.bridge.families.__main__ import PAGE, page
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.rows import Rope
+from megaswift.bridge.safetensors_io import INDEX
 from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -176,6 +177,18 @@ def test_weights_of_another_model(tmp_path):
         load_weights([], config | {"num_hidden_layers": 3}, folder)
     save_file({"lm_head.weight": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks \d+ tensors"):
+        load_weights([], config, folder)
+
+
+def test_a_shard_that_the_index_lacks(tmp_path):
+    folder = tmp_path / "model"
+    tiny.model("qwen3").save_pretrained(folder, max_shard_size="200kB")
+    index = json.loads((folder / INDEX).read_text())
+    last = max(index["weight_map"].values())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+    (folder / INDEX).write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"lacks \d+ tensors? .*index.json does not name {last}, which is there"):
         load_weights([], config, folder)
 
 
