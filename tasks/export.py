@@ -36,7 +36,9 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     dtype = dtype_of(options, hf_config)
     destination = export_folder(options)
     on_first_rank(lambda: check_free(destination, source, exist_ok=options.exist_ok))
-    _say(f"{Layout.of(layout, dist.get_world_size())}; {source} -> {destination} in {dtype}")
+    world = dist.get_world_size()
+    processes = str(Layout.of(layout, world)) if world > 1 else "one process"
+    _say(f"{processes}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
     if options.to_hf:  # everything that the checkpoint has
         layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source)) or None
     with _whole_or_absent(destination) as temporary:
