@@ -126,11 +126,10 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
     architecture = family.describe(hf_config)
     if options.mtp_num_layers:
         architecture = _with_prediction(architecture, family, hf_config, options)
-    experts = "num_moe_experts" in architecture.transformer
-    if experts and dtype == torch.float16:
+    if "num_moe_experts" in architecture.transformer and dtype == torch.float16:
         # megatron-core scales the loss for dense weights and for experts apart: the two can part.
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
-    kernels = choose_kernels(options, dtype, experts=experts, sinks=architecture.sinks)
+    kernels = choose_kernels(options, architecture, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from .options import BuildOptions, KernelOptions, ParallelOptions
+from .rows import Architecture
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class Kernels:
         return f"{text}; experts: {self.dispatcher} dispatcher, {permutation} permutation"
 
 
-def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool, sinks: bool) -> Kernels:
-    """The nearest to the options that this machine has, for arithmetic in `dtype`.
+def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
+    """The nearest to the options that this machine has, for a model of `architecture` in `dtype`.
 
-    `experts`, `sinks`: whether the model has a mixture of experts, and attention sinks. Raises ValueError where Transformer Engine is asked for by name and cannot be used.
+    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
     """
     on_gpu = torch.cuda.is_available()
     installed = on_gpu and find_spec("transformer_engine_torch") is not None
@@ -56,16 +57,26 @@ def choose_kernels(options: BuildOptions, dtype: torch.dtype, *, experts: bool, 
         missing = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
         raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
     engine = options.transformer_impl != "local" and installed
-    if dtype == torch.float32 or not on_gpu:
-        attention = "sdpa"  # flash kernels are for half precision
-    elif engine and options.attention_backend != "local" and not sinks:  # it has no sinks for packed documents
+    # Flash kernels are for half precision, and heads in multiples of eight.
+    if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
+        attention = "sdpa"
+    elif engine and options.attention_backend != "local" and not architecture.sinks:
+        # It has no sinks for packed documents.
         attention = "transformer_engine"
     else:
         attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
-    if not experts:
+    if "num_moe_experts" not in architecture.transformer:
         return Kernels(engine, attention)
     dispatcher = options.moe_token_dispatcher_type
     spread = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (spread and find_spec("deep_ep")):
         dispatcher = "alltoall"
     return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed)
+
+
+def _head_sizes(architecture: Architecture) -> tuple[int, ...]:
+    """Of keys and of values."""
+    about = architecture.transformer
+    if about.get("multi_latent_attention"):
+        return about["qk_head_dim"] + about["qk_pos_emb_head_dim"], about["v_head_dim"]
+    return (about["kv_channels"],)

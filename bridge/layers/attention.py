@@ -123,9 +123,7 @@ class CoreAttention(MegatronModule):
                 ).index_select(0, segments.key_index)
                 for x in (key, value)
             )
-        # The variable-length kernel takes one row, whose heads are in multiples of eight.
-        one_row = query.shape[1] == 1 and query.shape[3] % 8 == 0 and value.shape[3] % 8 == 0
-        if self.kernel != "sdpa" and one_row and not (self.training and self.dropout):
+        if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
             output = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments)
         elif self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads: they drop out differently.
