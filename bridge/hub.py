@@ -9,8 +9,10 @@ from .options import ModelOptions
 
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
 
-# Weights in other formats, and what is no part of a model.
-_IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "original/*", "figures/*"]
+# Weights in other formats (consolidated: Mistral's own, beside the same in transformers'), and what is no part of a
+# model.
+_IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "consolidated*.safetensors"]
+_IGNORED += ["original/*", "figures/*"]
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
 
 

@@ -37,7 +37,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
 
 FAMILY = Family(
     name="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM",),
+    architectures=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),  # the second in the first files
     models="ERNIE 4.5 0.3B (the PT files)",
     describe=describe,
     rows=rows,

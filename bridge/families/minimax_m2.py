@@ -35,6 +35,8 @@ def describe(config: dict[str, Any]) -> Architecture:
     for key, known in _KNOWN.items():
         if config.get(key) not in (None, known):
             raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known!r} only")
+    if not all(config.get("attn_type_list") or ()):
+        raise ValueError("config.json has attn_type_list with layers of linear attention: MiniMax-M2 has none")
     if config.get("shared_intermediate_size") or config.get("sliding_window"):
         raise ValueError("config.json has shared_intermediate_size or sliding_window: MiniMax-M2 has neither")
     turning = config["rotary_dim"] / settings["head_dim"] if config.get("rotary_dim") else 1.0

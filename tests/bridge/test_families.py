@@ -123,6 +123,8 @@ def test_which_layers_have_experts(step, dense):
         ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size or sliding_window"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias true"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid'; this family is known with 'softmax'"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
     ],
 )

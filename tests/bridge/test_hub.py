@@ -2,6 +2,7 @@
 
 import sys
 import types
+from fnmatch import fnmatch
 
 import pytest
 from megaswift.bridge.hub import load_tokenizer, model_folder, read_config
@@ -32,7 +33,10 @@ def test_hugging_face(asked, tmp_path):
     options = ModelOptions(model="Qwen/Qwen3-0.6B", use_hf=True, model_revision="main", hub_token="secret")
     assert model_folder(options) == tmp_path
     assert (asked["name"], asked["revision"], asked["token"]) == ("Qwen/Qwen3-0.6B", "main", "secret")
-    assert "*.safetensors" not in asked["ignore_patterns"]
+    ignored = asked["ignore_patterns"]
+    assert "*.safetensors" not in ignored
+    for file, taken in (("model-00001-of-00003.safetensors", True), ("consolidated.safetensors", False)):
+        assert any(fnmatch(file, pattern) for pattern in ignored) != taken
     model_folder(options, weights=False)
     assert "*.safetensors" in asked["ignore_patterns"]
 

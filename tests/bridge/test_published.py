@@ -177,7 +177,7 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     text.pop("auto_map", None)
     theirs = CONFIG_MAPPING[family.name].from_dict(text)
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)](theirs)
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)](theirs)
     state = model.state_dict()
     if about.tied:
         del state["lm_head.weight"]
@@ -192,3 +192,66 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
         ours = rotation(rope, torch.device("cpu"))
         torch.testing.assert_close(ours.frequencies, getattr(module, prefix + "inv_freq"), rtol=1e-6, atol=0)
         assert ours.factor == pytest.approx(getattr(module, prefix + "attention_scaling"))
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("Qwen2.5-7B-Instruct", [None] * 28),
+        ("Qwen1.5-MoE-A2.7B", [None] * 24),
+        ("Mistral-7B-v0.1", [4096] * 32),
+        ("Mistral-7B-v0.3", [None] * 32),
+        ("Phi-3-mini-4k-instruct", [2047] * 32),
+        ("phi-4", [None] * 40),
+        ("gpt-oss-20b", [128, None] * 12),
+        ("gemma-3-270m", ([512] * 5 + [None]) * 3),
+        ("gemma-3-1b-it", ([512] * 5 + [None]) * 4 + [512] * 2),
+        ("gemma-3-27b-it", ([1024] * 5 + [None]) * 10 + [1024] * 2),
+        ("dots.llm1.inst", [None] * 62),
+    ],
+)
+def test_windows(name, windows):
+    about, _ = text_model(name)
+    assert [layer.window for layer in about.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "experts", "chosen"),
+    [
+        ("Qwen3-30B-A3B-Instruct-2507", [1] * 48, 128, 8),
+        ("Qwen3.5-35B-A3B", [1] * 40, 256, 8),
+        ("DeepSeek-V2", [0] + [1] * 59, 160, 6),
+        ("DeepSeek-V3", [0] * 3 + [1] * 58, 256, 8),
+        ("Kimi-K2-Instruct", [0] + [1] * 60, 384, 8),
+        ("GLM-4.5", [0] * 3 + [1] * 89, 160, 8),
+        ("GLM-4.5-Air", [0] + [1] * 45, 128, 8),
+        ("dots.llm1.inst", [0] + [1] * 61, 128, 6),
+        ("ERNIE-4.5-21B-A3B-PT", [0] + [1] * 27, 64, 6),
+        ("ERNIE-4.5-300B-A47B-PT", [0] * 3 + [1] * 51, 64, 8),
+        ("Llama-4-Scout-17B-16E", [1] * 48, 16, 1),
+        ("Llama-4-Maverick-17B-128E", [0, 1] * 24, 128, 1),
+    ],
+)
+def test_experts(name, places, experts, chosen):
+    of = text_model(name)[0].transformer
+    assert (of["moe_layer_freq"], of["num_moe_experts"], of["moe_router_topk"]) == (places, experts, chosen)
+
+
+def test_what_only_published_configs_say():
+    def of(name: str) -> Architecture:
+        return text_model(name)[0]
+
+    # 192 dimensions, times the square of YaRN's 0.1 * log(40) + 1.
+    assert of("DeepSeek-V3").transformer["softmax_scale"] == pytest.approx(0.1352337788608801)
+    assert of("Moonlight-16B-A3B").transformer["softmax_scale"] == 192**-0.5
+    assert of("DeepSeek-V3").transformer["moe_router_num_groups"] == 8
+    assert "moe_router_num_groups" not in of("Kimi-K2-Instruct").transformer
+    assert of("MiniMax-M2").ropes[0].dim == of("GLM-4.5").ropes[0].dim == of("Qwen3-Next-80B-A3B-Instruct").ropes[0].dim
+    assert of("Llama-4-Maverick-17B-128E").qk_norm == "head"  # and none: transformer's qk_layernorm is off
+    for name in ("Llama-4-Scout-17B-16E", "Llama-4-Scout-17B-16E-Instruct"):
+        assert (of(name).qk_norm, of(name).query_growth) == ("l2", (0.1, 8192))
+        assert [layer.rope for layer in of(name).layers] == [0, 0, 0, None] * 12
+        assert [layer.chunk for layer in of(name).layers] == [8192, 8192, 8192, None] * 12
+    assert [layer.mixer for layer in of("Qwen3.5-27B").layers].count("gated_delta_net") == 48
+    assert of("gemma-3-27b-it").transformer["softmax_scale"] == 168**-0.5
+    assert of("Phi-4-mini-instruct").ropes[0].dim == 96
