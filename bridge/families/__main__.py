@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from . import FAMILIES, Family
-from .decoder import DYNAMIC
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -72,8 +71,7 @@ WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_e
 
 def page() -> str:
     """The page's text."""
-    limits = {family.name: [limit for limit in family.limits if limit != DYNAMIC] for family in FAMILIES}
-    refused = [f"- **{name}**: {'; '.join(of_family)}\n" for name, of_family in limits.items() if of_family]
+    refused = [f"- **{family.name}**: {'; '.join(family.limits)}\n" for family in FAMILIES if family.limits]
     return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT + "".join(refused) + EVERYWHERE
 
 

@@ -202,9 +202,6 @@ QK_NORMS = [
 ]
 
 
-DYNAMIC = "rope scaling that changes with the length (dynamic)"  # for Family.limits
-
-
 def attention_biases(config: dict[str, Any]) -> list[Row]:
     """Of all four projections, or of none."""
     return QKV_BIAS + OUTPUT_BIAS if config.get("attention_bias") else []

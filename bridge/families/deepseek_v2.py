@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Routing, Row
-from .decoder import DYNAMIC, ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
+from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
 from .grouped import feed_forward, groups, moe_settings, refuse_sparse_steps
 
 # transformers' DeepseekV2Config
@@ -140,6 +140,5 @@ FAMILY = Family(
         "attention_bias and mlp_bias",
         "norm_topk_prob true (transformers' class ignores it)",
         "topk_method other than greedy and group_limited_greedy",
-        DYNAMIC,
     ),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import DYNAMIC, ENDS, with_defaults
+from .decoder import ENDS, with_defaults
 from .deepseek_v2 import describe_latent, latent_attention
 from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
@@ -62,5 +62,5 @@ FAMILY = Family(
     describe=describe,
     rows=rows,
     predicting_rows=further_rows,
-    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
+    limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc"),
 )

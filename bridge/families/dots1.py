@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, attention_biases, describe_decoder, windowed, with_defaults
+from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, describe_decoder, windowed, with_defaults
 from .grouped import feed_forward, sigmoid_routing
 
 # transformers' Dots1Config
@@ -58,5 +58,5 @@ FAMILY = Family(
     models="dots.llm1",
     describe=describe,
     rows=rows,
-    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
+    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc"),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, MLP_BIASES, OUTPUT_BIAS, QKV_BIAS, describe_decoder, mlp, with_defaults
+from .decoder import ATTENTION, ENDS, MLP_BIASES, OUTPUT_BIAS, QKV_BIAS, describe_decoder, mlp, with_defaults
 
 # transformers' Ernie4_5Config
 DEFAULTS = {
@@ -41,5 +41,4 @@ FAMILY = Family(
     models="ERNIE 4.5 0.3B (the PT files)",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

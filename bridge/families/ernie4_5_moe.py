@@ -6,7 +6,6 @@ from typing import Any
 from ..rows import REPLICATED, Architecture, Family, Routing, Row
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     HF_LAYER,
     LAYER,
@@ -102,8 +101,5 @@ FAMILY = Family(
     models="ERNIE 4.5 21B-A3B, 300B-A47B (text)",
     describe=describe,
     rows=rows,
-    limits=(
-        DYNAMIC,
-        "use_bias",
-    ),
+    limits=("use_bias",),
 )

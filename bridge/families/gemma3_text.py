@@ -11,7 +11,6 @@ from typing import Any
 
 from ..rows import REPLICATED, Architecture, Family, Row
 from .decoder import (
-    DYNAMIC,
     ENDS,
     HF_LAYER,
     LAYER,
@@ -110,7 +109,6 @@ FAMILY = Family(
     limits=(
         "soft caps on scores and logits",
         "use_bidirectional_attention",
-        DYNAMIC,
         "images: the vision tower is carried along unchanged",
     ),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
 
 # transformers' Glm4Config
 DEFAULTS = {
@@ -47,5 +47,4 @@ FAMILY = Family(
     models="GLM-4-0414, GLM-Z1",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
+from .decoder import ATTENTION, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
 from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
 # transformers' Glm4MoeConfig
@@ -66,5 +66,5 @@ FAMILY = Family(
     describe=describe,
     rows=rows,
     predicting_rows=further_rows,
-    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc", DYNAMIC),
+    limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc"),
 )

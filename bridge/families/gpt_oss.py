@@ -6,7 +6,6 @@ from typing import Any
 from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Kind, Routing, Row, Span
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     HF_LAYER,
     LAYER,
@@ -107,5 +106,4 @@ FAMILY = Family(
     models="gpt-oss-20b, gpt-oss-120b",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, MLP_BIASES, attention_biases, describe_decoder, mlp, with_defaults
+from .decoder import ATTENTION, ENDS, MLP_BIASES, attention_biases, describe_decoder, mlp, with_defaults
 
 # transformers' GraniteConfig
 DEFAULTS = {
@@ -52,5 +52,4 @@ FAMILY = Family(
     models="Granite 3.0 to 3.3 (dense)",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, MLP_BIASES, attention_biases, describe_decoder, mlp, with_defaults
+from .decoder import ATTENTION, ENDS, MLP_BIASES, attention_biases, describe_decoder, mlp, with_defaults
 
 # transformers' LlamaConfig
 DEFAULTS = {
@@ -38,5 +38,4 @@ FAMILY = Family(
     models="Llama 2, 3, 3.1, 3.2 (text), 3.3, and models of its shape such as SmolLM2",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -11,7 +11,6 @@ from typing import Any
 from ..rows import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     HF_LAYER,
     LAYER,
@@ -139,5 +138,5 @@ FAMILY = Family(
     models="Llama 4 Scout and Maverick, text",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "images: the vision tower is carried along unchanged"),
+    limits=("images: the vision tower is carried along unchanged",),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import REPLICATED, Architecture, Family, Routing, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, HF_LAYER, LAYER, QK_NORMS, describe_decoder, with_defaults
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, describe_decoder, with_defaults
 from .mixtral import refuse_jitter
 from .softmax import block_sparse_moe
 
@@ -76,5 +76,5 @@ FAMILY = Family(
     models="MiniMax-M2, M2.1",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "router_jitter_noise"),
+    limits=("router_jitter_noise",),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Layer, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, describe_decoder, mlp, with_defaults
+from .decoder import ATTENTION, ENDS, describe_decoder, mlp, with_defaults
 
 # transformers' MistralConfig
 DEFAULTS = {
@@ -44,5 +44,5 @@ FAMILY = Family(
     models="Mistral 7B, Nemo, Small (up to 3.0), Large",
     describe=describe,
     rows=rows,
-    limits=("layer_types that differ (transformers' class ignores them)", DYNAMIC),
+    limits=("layer_types that differ (transformers' class ignores them)",),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, describe_decoder, with_defaults
+from .decoder import ATTENTION, ENDS, describe_decoder, with_defaults
 from .softmax import block_sparse_moe, softmax_routing
 
 # transformers' MixtralConfig
@@ -56,8 +56,5 @@ FAMILY = Family(
     models="Mixtral 8x7B, 8x22B",
     describe=describe,
     rows=rows,
-    limits=(
-        DYNAMIC,
-        "router_jitter_noise",
-    ),
+    limits=("router_jitter_noise",),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, QK_NORMS, attention_biases, describe_decoder, experts, with_defaults
+from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, describe_decoder, experts, with_defaults
 from .softmax import softmax_routing
 
 # transformers' OlmoeConfig
@@ -55,5 +55,5 @@ FAMILY = Family(
     models="OLMoE-1B-7B",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "clip_qkv"),
+    limits=("clip_qkv",),
 )

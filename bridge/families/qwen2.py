@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, DYNAMIC, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_windows, with_defaults
+from .decoder import ATTENTION, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_windows, with_defaults
 
 # transformers' Qwen2Config
 DEFAULTS = {
@@ -38,5 +38,4 @@ FAMILY = Family(
     models="Qwen2, Qwen2.5 and their Math and Coder models, QwQ",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

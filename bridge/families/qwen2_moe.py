@@ -6,7 +6,6 @@ from typing import Any
 from ..rows import Architecture, Family, Layer, Row
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     QKV_BIAS,
     describe_decoder,
@@ -84,5 +83,4 @@ FAMILY = Family(
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -6,7 +6,6 @@ from typing import Any
 from ..rows import Architecture, Family, Row
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     QK_NORMS,
     attention_biases,
@@ -50,5 +49,4 @@ FAMILY = Family(
     models="Qwen3 (dense)",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..rows import FUSED_GATE_UP, ROW, Architecture, Family, Row
-from .decoder import DYNAMIC, HF_LAYER, LAYER, with_defaults
+from .decoder import HF_LAYER, LAYER, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED, hybrid
 from .qwen3_5_text import seen_as_text
@@ -56,5 +56,5 @@ FAMILY = Family(
     models="Qwen3.5 (MoE), text",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "images and videos: the vision tower is carried along unchanged"),
+    limits=("images and videos: the vision tower is carried along unchanged",),
 )

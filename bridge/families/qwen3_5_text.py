@@ -6,7 +6,7 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: their text mo
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import DYNAMIC, mlp, with_defaults
+from .decoder import mlp, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED, describe_hybrid, hybrid
 from .within import inner, spelled, text_config
@@ -49,5 +49,5 @@ FAMILY = Family(
     models="Qwen3.5 (dense), text",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC, "images and videos: the vision tower is carried along unchanged"),
+    limits=("images and videos: the vision tower is carried along unchanged",),
 )

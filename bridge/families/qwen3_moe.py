@@ -6,7 +6,6 @@ from typing import Any
 from ..rows import Architecture, Family, Layer, Row
 from .decoder import (
     ATTENTION,
-    DYNAMIC,
     ENDS,
     QK_NORMS,
     attention_biases,
@@ -83,5 +82,4 @@ FAMILY = Family(
     models="Qwen3 (MoE: 30B-A3B, 235B-A22B, Coder)",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import DYNAMIC, experts, mlp, shared_experts, with_defaults
+from .decoder import experts, mlp, shared_experts, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED_GROUPS, describe_hybrid, hybrid
 from .qwen3_moe import moe_layers
@@ -72,5 +72,4 @@ FAMILY = Family(
     models="Qwen3-Next-80B-A3B",
     describe=describe,
     rows=rows,
-    limits=(DYNAMIC,),
 )
