@@ -44,7 +44,10 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
 
 def page() -> str:
     """The whole page, Markdown."""
-    return "\n".join([HEAD, *_training(), *_infer(), *_export(), *_departures(), *_older(), *_refused(), *_needless()]) + "\n"
+    return (
+        "\n".join([HEAD, *_training(), *_infer(), *_export(), *_departures(), *_older(), *_refused(), *_needless()])
+        + "\n"
+    )
 
 
 def _training() -> Iterator[str]:

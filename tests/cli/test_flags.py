@@ -119,7 +119,10 @@ def test_flags_that_nothing_here_needs() -> None:
     assert read("--load_safetensors", "true", "--cross_entropy_loss_fusion")[2] == []
     (always, needless) = read("--cross_entropy_loss_fusion", "false", "--ckpt_format", "torch_dist")[2]
     assert always.startswith("--cross_entropy_loss_fusion false is not followed: the loss is computed in pieces")
-    assert needless == "--ckpt_format torch_dist is not needed: --save_safetensors chooses: Hugging Face folders, or torch_dist."
+    assert (
+        needless
+        == "--ckpt_format torch_dist is not needed: --save_safetensors chooses: Hugging Face folders, or torch_dist."
+    )
 
 
 def test_older_values() -> None:
