@@ -30,8 +30,11 @@ def config(**changes):
 ONE_GROUP = {"rope_parameters": ROPE, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
 # Three groups of four experts a token: megatron-core's own rule would judge a group by its best expert alone.
 ODD = {"rope_interleave": False, "topk_group": 3, "norm_topk_prob": False}
+# The published sizes of heads, for the kernels of GPUs: values narrower than keys.
+HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64}
 TINY = {
     "": Tiny(config, layouts=(*MOE, "TP2 SP PP2"), fp32=BIASES, extra=predicting),
     "Moonlight": Tiny(partial(config, **ONE_GROUP), layouts=("TP2 SP EP2",), fp32=BIASES),
     "odd groups": Tiny(partial(config, **ODD), layouts=(), fp32=BIASES),
+    "wide heads": Tiny(partial(config, **HEADS), layouts=("CP2",), fp32=BIASES),
 }
