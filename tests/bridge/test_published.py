@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -81,7 +82,9 @@ def tensors(entries: dict[Key, Entry], about: Architecture) -> dict[str, tuple[i
     return found
 
 
+@cache
 def text_model(name: str, predicting: int = 0) -> tuple[Architecture, dict[str, tuple[int, ...]]]:
+    """With so many layers of multi-token prediction, and the shapes of all its tensors."""
     config = MODELS[name].config
     family = family_of(config)
     about = replace(family.describe(config), predicting=predicting)
