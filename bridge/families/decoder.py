@@ -6,10 +6,10 @@ default of the family's config class in transformers.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from ..rows import GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
+from ..rows import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -18,6 +18,19 @@ HF_LAYER = "model.layers.{layer}."
 def with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The keys of `defaults`, with the values of `config` where it has them (null counts as missing)."""
     return {key: default if config.get(key) is None else config[key] for key, default in defaults.items()}
+
+
+def check_known(config: dict[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError where `config` has a key of `known` with another value than these (or null)."""
+    for key, values in known.items():
+        if config.get(key) not in (None, *values):
+            which = " or ".join(map(repr, values))
+            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {which} only")
+
+
+def dense_layers(settings: dict[str, Any], moe: Container[int]) -> tuple[int, ...]:
+    """The layers that are not among `moe`."""
+    return tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
 
 
 def rope(
@@ -181,15 +194,21 @@ PROJECTIONS = [
     Row(HF_LAYER + "self_attn.o_proj.weight", LAYER + "self_attention.linear_proj.weight", ROW),
 ]
 
-ATTENTION = [
+NORMS = [
     Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
-    *PROJECTIONS,
     Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
 ]
+
+ATTENTION = NORMS + PROJECTIONS
 
 QKV_BIAS = [Row(HF_LAYER + "self_attn.{part}_proj.bias", LAYER + "self_attention.linear_qkv.bias", QKV)]
 
 OUTPUT_BIAS = [Row(HF_LAYER + "self_attn.o_proj.bias", LAYER + "self_attention.linear_proj.bias", REPLICATED)]
+
+FUSED_MLP = [
+    Row(HF_LAYER + "mlp.gate_up_proj.weight", LAYER + "mlp.linear_fc1.weight", FUSED_GATE_UP),
+    Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW),
+]
 
 MLP_BIASES = [
     Row(HF_LAYER + "mlp.{part}_proj.bias", LAYER + "mlp.linear_fc1.bias", GATE_UP),

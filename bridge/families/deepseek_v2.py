@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Routing, Row
-from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
-from .grouped import feed_forward, groups, moe_settings, refuse_sparse_steps
+from .decoder import ENDS, HF_LAYER, LAYER, NORMS, check_known, describe_decoder, with_defaults
+from .grouped import feed_forward, groups, moe_settings
 
 # transformers' DeepseekV2Config
 DEFAULTS = {
@@ -34,30 +34,27 @@ DEFAULTS = {
     "topk_method": "greedy",
     "routed_scaling_factor": 1.0,
 }
+# What transformers' class computes, where a config.json may say otherwise.
+KNOWN = {
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "moe_layer_freq": (1,),
+    "norm_topk_prob": (False,),
+    "mlp_bias": (False,),
+}
 Q_LORA_RANK = 1536  # where config.json does not name q_lora_rank; null means a plain projection
 
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    for key in ("mlp_bias", "norm_topk_prob"):
-        if config.get(key):
-            raise ValueError(f"config.json has {key} true, which transformers' DeepSeek-V2 does not have")
-    if config.get("scoring_func") not in (None, "softmax"):
-        raise ValueError(
-            f"config.json has scoring_func {config['scoring_func']!r}; DeepSeek-V2 is known with 'softmax'"
-        )
+    check_known(config, KNOWN)
     if settings["num_experts_per_tok"] is None:
         raise ValueError("config.json has no num_experts_per_tok: how many experts a token visits")
-    refuse_sparse_steps(config)
     routing, rule = moe_settings(settings), None
     if settings["topk_method"] == "group_limited_greedy":
         routing |= groups(settings)
         if "moe_router_num_groups" in routing:
             rule = Routing(group_members=1, normalize=False)
-    elif settings["topk_method"] != "greedy":
-        raise ValueError(
-            f"config.json has topk_method {settings['topk_method']!r}; known are 'greedy' and 'group_limited_greedy'"
-        )
     routing |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
     architecture = describe_latent(config, settings | {"rope_interleaved": True}, Q_LORA_RANK, **routing)
     return replace(architecture, routing=rule)
@@ -68,8 +65,7 @@ def describe_latent(
 ) -> Architecture:
     """A decoder with multi-latent attention. `q_lora_rank`: where config.json does not name it."""
     heads = settings["num_attention_heads"]
-    if config.get("attention_bias"):
-        raise ValueError("config.json has attention_bias true: multi-latent attention is known without biases only")
+    check_known(config, {"attention_bias": (False,)})
     if settings["num_key_value_heads"] not in (None, heads):
         raise ValueError(
             f"config.json has num_key_value_heads {settings['num_key_value_heads']} and num_attention_heads {heads}: "
@@ -115,13 +111,12 @@ def latent_attention(config: dict[str, Any], q_lora_rank: int) -> list[Row]:
             Row(hf + "q_b_proj.weight", mcore + "linear_q_up_proj.weight", COLUMN),
         ]
     return [
-        Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
+        *NORMS,
         *queries,
         Row(hf + "kv_a_proj_with_mqa.weight", mcore + "linear_kv_down_proj.weight", REPLICATED),
         Row(hf + "kv_a_layernorm.weight", mcore + "kv_layernorm.weight", REPLICATED),
         Row(hf + "kv_b_proj.weight", mcore + "linear_kv_up_proj.weight", COLUMN),
         Row(hf + "o_proj.weight", mcore + "linear_proj.weight", ROW),
-        Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
     ]
 
 

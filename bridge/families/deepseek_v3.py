@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1: V2's multi-latent attention, experts chosen by groups from sigmoid scores with a bias."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..rows import Architecture, Family, Row
@@ -51,16 +52,12 @@ def rows(config: dict[str, Any]) -> list[Row]:
     return ENDS + latent_attention(config, Q_LORA_RANK) + feed_forward(settings, bias=True)
 
 
-def further_rows(config: dict[str, Any], depths: int) -> list[Row]:
-    return predicting_rows(config, with_defaults(config, DEFAULTS), rows(config), depths)
-
-
 FAMILY = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     models="DeepSeek-V3, V3.1 and R1; Moonlight; Kimi-K2",
     describe=describe,
     rows=rows,
-    predicting_rows=further_rows,
+    predicting_rows=partial(predicting_rows, rows, DEFAULTS["num_hidden_layers"]),
     limits=("attention_bias", "scoring_func other than sigmoid", "topk_method other than noaux_tc"),
 )

@@ -9,6 +9,7 @@ from .decoder import (
     ENDS,
     HF_LAYER,
     LAYER,
+    check_known,
     describe_decoder,
     experts,
     mlp,
@@ -40,7 +41,7 @@ DEFAULTS = {
     "moe_norm_min": 1e-12,
 }
 # What Baidu's own configs say, and the one value that transformers' class knows.
-_KNOWN = {"moe_gate_act": "softmax", "moe_use_aux_free": True}
+KNOWN = {"moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
 
 
 def describe(config: dict[str, Any]) -> Architecture:
@@ -49,9 +50,7 @@ def describe(config: dict[str, Any]) -> Architecture:
         raise ValueError(
             "config.json has use_bias true: megatron-core's shared experts have no biases. No released ERNIE 4.5 has it"
         )
-    for key, known in _KNOWN.items():
-        if config.get(key) not in (None, known):
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known!r} only")
+    check_known(config, KNOWN)
     moe = _moe_layers(settings)
     shared = settings["moe_num_shared_experts"] * settings["moe_intermediate_size"]
     architecture = describe_decoder(

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
+from ..rows import REPLICATED, Architecture, Family, Row
+from .decoder import ATTENTION, ENDS, FUSED_MLP, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
 
 # transformers' Glm4Config
 DEFAULTS = {
@@ -36,8 +36,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
         *(QKV_BIAS if with_defaults(config, DEFAULTS)["attention_bias"] else []),
         Row(HF_LAYER + "post_self_attn_layernorm.weight", LAYER + "self_attn_bda.norm.weight", REPLICATED),
         Row(HF_LAYER + "post_mlp_layernorm.weight", LAYER + "mlp_bda.norm.weight", REPLICATED),
-        Row(HF_LAYER + "mlp.gate_up_proj.weight", LAYER + "mlp.linear_fc1.weight", FUSED_GATE_UP),
-        Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW),
+        *FUSED_MLP,
     ]
 
 

@@ -1,6 +1,7 @@
 """GLM-4.5 and 4.6: grouped queries of which half of each head turns, and DeepSeek-V3's experts."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..rows import Architecture, Family, Row
@@ -55,16 +56,12 @@ def rows(config: dict[str, Any]) -> list[Row]:
     return ENDS + ATTENTION + biases + norms + feed_forward(settings, bias=True)
 
 
-def further_rows(config: dict[str, Any], depths: int) -> list[Row]:
-    return predicting_rows(config, with_defaults(config, DEFAULTS), rows(config), depths)
-
-
 FAMILY = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     describe=describe,
     rows=rows,
-    predicting_rows=further_rows,
+    predicting_rows=partial(predicting_rows, rows, DEFAULTS["num_hidden_layers"]),
     limits=("scoring_func other than sigmoid", "topk_method other than noaux_tc"),
 )

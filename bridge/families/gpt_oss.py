@@ -35,7 +35,7 @@ DEFAULTS = {
     "swiglu_limit": 7.0,
     "attention_bias": True,
 }
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -59,7 +59,7 @@ def describe(config: dict[str, Any]) -> Architecture:
 
     settings = with_defaults(config, DEFAULTS)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
-        config = config | {"rope_scaling": _YARN}
+        config = config | {"rope_scaling": YARN}
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(settings["num_hidden_layers"])]
     architecture = describe_decoder(
         config,

@@ -4,11 +4,12 @@ DeepSeek-V3's way of choosing (https://arxiv.org/abs/2412.19437, section 2.1.2) 
 scores, and a bias on them that has a part in the choice alone.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ..rows import REPLICATED, Routing, Row
-from .decoder import HF_LAYER, LAYER, experts, mlp, shared_experts
+from .decoder import HF_LAYER, LAYER, check_known, dense_layers, experts, mlp, shared_experts
 
 
 def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -35,17 +36,21 @@ def _depths(config: dict[str, Any]) -> int:
     return next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config), 1) or 0
 
 
-def predicting_rows(config: dict[str, Any], settings: dict[str, Any], rows: list[Row], depths: int) -> list[Row]:
-    """The first `depths` of these layers: what `rows` have in the model's last layer, and their own.
+def predicting_rows(
+    rows: Callable[[dict[str, Any]], list[Row]], layers: int, config: dict[str, Any], depths: int
+) -> list[Row]:
+    """The first `depths` of these layers: what a family's `rows` have in the model's last layer, and their own.
+
+    `layers`: how many the model has where config.json does not say it.
 
     Their copies of the embedding and of the output matrix are not read, and go along as they are.
     """
     if depths > (there := _depths(config)):
         raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {there}")
-    last, found = settings["num_hidden_layers"] - 1, []
+    last, found = (config.get("num_hidden_layers") or layers) - 1, []
     for depth in range(depths):
         hf, mcore = f"model.layers.{last + 1 + depth}.", "mtp.layers.{layer}."
-        for row in rows:
+        for row in rows(config):
             if LAYER in row.mcore and (row.layers is None or last in row.layers):
                 inside = row.mcore.replace(LAYER, mcore + "mtp_model_layer.")
                 found.append(replace(row, hf=row.hf.replace(HF_LAYER, hf), mcore=inside, layers=(depth,)))
@@ -75,15 +80,15 @@ def groups(settings: dict[str, Any]) -> dict[str, Any]:
     return {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
 
 
+KNOWN = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+
+
 def sigmoid_routing(config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], Routing | None]:
     """DeepSeek-V3's routing: megatron-core's settings, and the rule where these do not say it.
 
     Raises ValueError for another way of scoring or choosing.
     """
-    for key, known in (("scoring_func", ("sigmoid", "noaux_tc")), ("topk_method", ("noaux_tc",))):
-        if config.get(key) not in (None, *known):
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known[0]!r} only")
-    refuse_sparse_steps(config)
+    check_known(config, KNOWN)
     given = {
         **moe_settings(settings),
         **groups(settings),
@@ -98,15 +103,10 @@ def sigmoid_routing(config: dict[str, Any], settings: dict[str, Any]) -> tuple[d
     return given, Routing(group_members=2, normalize=bool(settings["norm_topk_prob"]))
 
 
-def refuse_sparse_steps(config: dict[str, Any]) -> None:
-    if config.get("moe_layer_freq") not in (None, 1):
-        raise ValueError(f"config.json has moe_layer_freq {config['moe_layer_freq']}; this family is known with 1 only")
-
-
 def feed_forward(settings: dict[str, Any], *, bias: bool) -> list[Row]:
     """The dense layers' MLP and the others' experts; `bias`: with a bias on the experts' scores."""
     moe = tuple(moe_layers(settings))
-    rows = mlp(tuple(range(settings["num_hidden_layers"] - len(moe)))) + experts(moe)
+    rows = mlp(dense_layers(settings, moe)) + experts(moe)
     if settings["n_shared_experts"]:
         rows += shared_experts("shared_experts", moe)
     if bias:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import COLUMN, QKV, REPLICATED, ROW, Architecture, Kind, Layer, Row, Span
-from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, attention_biases, describe_decoder
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, attention_biases, check_known, describe_decoder
 
 # Those of transformers' Qwen3NextConfig that Qwen3.5's configs share.
 DEFAULTS = {
@@ -24,7 +24,7 @@ DEFAULTS = {
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
 }
-# What the layers compute, where a config.json may say otherwise; the first is the default.
+# What the layers compute, where a config.json may say otherwise.
 KNOWN = {
     "hidden_act": ("silu", "swish"),
     "attn_output_gate": (True,),
@@ -35,9 +35,7 @@ KNOWN = {
 
 def describe_hybrid(config: dict[str, Any], settings: dict[str, Any], **transformer: Any) -> Architecture:
     """As `describe_decoder`. Raises ValueError for a setting that the layers do not know."""
-    for key, known in KNOWN.items():
-        if config.get(key) not in (None, *known):
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known[0]!r} only")
+    check_known(config, KNOWN)
     key_heads, value_heads = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
     if value_heads % key_heads:
         raise ValueError(

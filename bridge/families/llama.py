@@ -23,9 +23,10 @@ DEFAULTS = {
 
 
 def describe(config: dict[str, Any]) -> Architecture:
-    attention, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    architecture = describe_decoder(config, with_defaults(config, DEFAULTS), add_qkv_bias=attention)
-    return replace(architecture, output_bias=attention, mlp_bias=mlp_bias)
+    settings = with_defaults(config, DEFAULTS)
+    bias = bool(config.get("attention_bias"))
+    architecture = describe_decoder(config, settings, add_qkv_bias=bias)
+    return replace(architecture, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")))
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

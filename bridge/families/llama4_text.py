@@ -15,6 +15,7 @@ from .decoder import (
     HF_LAYER,
     LAYER,
     attention_biases,
+    dense_layers,
     describe_decoder,
     with_defaults,
 )
@@ -109,7 +110,7 @@ def rows(config: dict[str, Any]) -> list[Row]:
 def _alone(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
     moe = moe_layers(settings)
-    dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
+    dense = dense_layers(settings, moe)
     hf, mcore = HF_LAYER + "feed_forward.", LAYER + "mlp."
     return [
         *ENDS,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import REPLICATED, Architecture, Family, Routing, Row
-from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, describe_decoder, with_defaults
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, check_known, describe_decoder, with_defaults
 from .mixtral import refuse_jitter
 from .softmax import block_sparse_moe
 
@@ -26,15 +26,18 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
 }
 # What MiniMax's own configs say, and the one value that the checkpoints have.
-_KNOWN = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+KNOWN = {
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_layer",),
+}
 
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
     refuse_jitter(config)
-    for key, known in _KNOWN.items():
-        if config.get(key) not in (None, known):
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {known!r} only")
+    check_known(config, KNOWN)
     if not all(config.get("attn_type_list") or ()):
         raise ValueError("config.json has attn_type_list with layers of linear attention: MiniMax-M2 has none")
     if config.get("shared_intermediate_size") or config.get("sliding_window"):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, describe_decoder, experts, with_defaults
+from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, check_known, describe_decoder, experts, with_defaults
 from .softmax import softmax_routing
 
 # transformers' OlmoeConfig
@@ -28,21 +28,20 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    if config.get("clip_qkv"):
-        raise ValueError(f"config.json has clip_qkv {config['clip_qkv']}: OLMoE is known without it only")
-    biases = bool(config.get("attention_bias"))
+    check_known(config, {"clip_qkv": (False,)})
+    bias = bool(config.get("attention_bias"))
     routing, rule = softmax_routing(
         settings["num_experts"], settings["num_experts_per_tok"], normalize=settings["norm_topk_prob"]
     )
     architecture = describe_decoder(
         config,
         settings,
-        add_qkv_bias=biases,
+        add_qkv_bias=bias,
         qk_layernorm=True,
         moe_ffn_hidden_size=settings["intermediate_size"],
         **routing,
     )
-    return replace(architecture, routing=rule, output_bias=biases, qk_norm="all")
+    return replace(architecture, routing=rule, output_bias=bias, qk_norm="all")
 
 
 def rows(config: dict[str, Any]) -> list[Row]:

@@ -7,8 +7,8 @@ length. transformers does the same for a document by itself; in a padded batch i
 from dataclasses import replace
 from typing import Any
 
-from ..rows import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, Kind, Layer, Row, Span
-from .decoder import ENDS, HF_LAYER, LAYER, describe_decoder, with_defaults
+from ..rows import ROW, Architecture, Family, Kind, Layer, Row, Span
+from .decoder import ENDS, FUSED_MLP, HF_LAYER, LAYER, NORMS, check_known, describe_decoder, with_defaults
 
 # transformers' Phi3Config
 DEFAULTS = {
@@ -30,9 +30,7 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise ValueError(f"config.json has {key} true, which transformers' Phi-3 does not have")
+    check_known(config, {"attention_bias": (False,), "mlp_bias": (False,)})
     config = config | {"original_max_position_embeddings": settings["original_max_position_embeddings"]}
     for key in ("rope_parameters", "rope_scaling"):
         given = dict(config.get(key) or {})
@@ -64,12 +62,10 @@ FUSED_QKV = Kind(0, _query_key_value)
 def rows(config: dict[str, Any]) -> list[Row]:
     return [
         *ENDS,
-        Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
+        *NORMS,
         Row(HF_LAYER + "self_attn.qkv_proj.weight", LAYER + "self_attention.linear_qkv.weight", FUSED_QKV),
         Row(HF_LAYER + "self_attn.o_proj.weight", LAYER + "self_attention.linear_proj.weight", ROW),
-        Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
-        Row(HF_LAYER + "mlp.gate_up_proj.weight", LAYER + "mlp.linear_fc1.weight", FUSED_GATE_UP),
-        Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW),
+        *FUSED_MLP,
     ]
 
 

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Layer, Row
+from ..rows import Architecture, Family, Layer, Routing, Row
 from .decoder import (
     ATTENTION,
     ENDS,
     QKV_BIAS,
+    dense_layers,
     describe_decoder,
     experts,
     mlp,
@@ -44,21 +45,22 @@ DEFAULTS = {
 
 def describe(config: dict[str, Any]) -> Architecture:
     settings = with_defaults(config, DEFAULTS)
-    moe = moe_layers(settings)
+    moe, rule = gated_moe(settings, moe_layers(settings))
+    architecture = describe_decoder(config, settings, add_qkv_bias=settings["qkv_bias"], **moe)
+    return replace(architecture, routing=rule, layers=_layers(config, settings["num_hidden_layers"]))
+
+
+def gated_moe(settings: dict[str, Any], moe: tuple[int, ...]) -> tuple[dict[str, Any], Routing | None]:
+    """Of layers `moe` with experts and a shared one: megatron-core's settings, and the rule as `softmax_routing`."""
     routing, rule = softmax_routing(
         settings["num_experts"], settings["num_experts_per_tok"], normalize=settings["norm_topk_prob"]
     )
-    architecture = describe_decoder(
-        config,
-        settings,
-        add_qkv_bias=settings["qkv_bias"],
-        moe_ffn_hidden_size=settings["moe_intermediate_size"],
-        moe_shared_expert_intermediate_size=settings["shared_expert_intermediate_size"],
-        moe_shared_expert_gate=True,
-        moe_layer_freq=[int(layer in moe) for layer in range(settings["num_hidden_layers"])],
-        **routing,
-    )
-    return replace(architecture, routing=rule, layers=_layers(config, settings["num_hidden_layers"]))
+    return routing | {
+        "moe_ffn_hidden_size": settings["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": settings["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+        "moe_layer_freq": [int(layer in moe) for layer in range(settings["num_hidden_layers"])],
+    }, rule
 
 
 def _layers(config: dict[str, Any], layers: int) -> tuple[Layer, ...]:
@@ -69,12 +71,16 @@ def _layers(config: dict[str, Any], layers: int) -> tuple[Layer, ...]:
     return windowed(config, layers, default=["sliding_attention" if yes else "full_attention" for yes in sliding])
 
 
+def gated_experts(moe: tuple[int, ...]) -> list[Row]:
+    """Experts, and a shared one behind a gate of its own."""
+    return experts(moe) + shared_experts("shared_expert", moe, gate=True)
+
+
 def rows(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
     moe = moe_layers(settings)
-    dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
     biases = QKV_BIAS if settings["qkv_bias"] else []
-    return ENDS + ATTENTION + biases + mlp(dense) + experts(moe) + shared_experts("shared_expert", moe, gate=True)
+    return ENDS + ATTENTION + biases + mlp(dense_layers(settings, moe)) + gated_experts(moe)
 
 
 FAMILY = Family(

@@ -3,11 +3,12 @@
 from typing import Any
 
 from ..rows import FUSED_GATE_UP, ROW, Architecture, Family, Row
-from .decoder import HF_LAYER, LAYER, with_defaults
+from .decoder import HF_LAYER, LAYER, check_known, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED, hybrid
+from .qwen2_moe import gated_experts
 from .qwen3_5_text import seen_as_text
-from .qwen3_next import describe_moe, gated_experts
+from .qwen3_next import describe_moe
 from .within import inner, spelled
 
 # transformers' Qwen3_5MoeTextConfig
@@ -23,16 +24,12 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
-# Beside them what Qwen3-Next has settings for.
-FIXED = {"norm_topk_prob": True}
 
 
 def describe(config: dict[str, Any]) -> Architecture:
     text = seen_as_text(config)
-    for key, value in FIXED.items():
-        if text.get(key, value) != value:
-            raise ValueError(f"config.json has {key} {text[key]!r}; this family is known with {value!r} only")
-    settings = with_defaults(text, DEFAULTS) | FIXED
+    check_known(text, {"norm_topk_prob": (True,)})
+    settings = with_defaults(text, DEFAULTS) | {"norm_topk_prob": True}
     settings["intermediate_size"] = settings["moe_intermediate_size"]  # no layer is dense
     return describe_moe(text, settings, tuple(range(settings["num_hidden_layers"])))
 

@@ -9,6 +9,7 @@ from .decoder import (
     ENDS,
     QK_NORMS,
     attention_biases,
+    dense_layers,
     describe_decoder,
     experts,
     mlp,
@@ -72,8 +73,7 @@ def moe_layers(settings: dict[str, Any]) -> tuple[int, ...]:
 def rows(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
     moe = moe_layers(settings)
-    dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
-    return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + mlp(dense) + experts(moe)
+    return ENDS + ATTENTION + attention_biases(config) + QK_NORMS + mlp(dense_layers(settings, moe)) + experts(moe)
 
 
 FAMILY = Family(

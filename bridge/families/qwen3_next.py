@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..rows import Architecture, Family, Row
-from .decoder import experts, mlp, shared_experts, with_defaults
+from .decoder import dense_layers, mlp, with_defaults
 from .hybrid import DEFAULTS as HYBRID
 from .hybrid import PROJECTED_GROUPS, describe_hybrid, hybrid
+from .qwen2_moe import gated_experts, gated_moe
 from .qwen3_moe import moe_layers
-from .softmax import softmax_routing
 
 # transformers' Qwen3NextConfig
 DEFAULTS = {
@@ -39,31 +39,15 @@ def describe_moe(config: dict[str, Any], settings: dict[str, Any], moe: tuple[in
     """A hybrid whose layers `moe` have experts."""
     if not moe:
         return describe_hybrid(config, settings)
-    routing, rule = softmax_routing(
-        settings["num_experts"], settings["num_experts_per_tok"], normalize=settings["norm_topk_prob"]
-    )
-    architecture = describe_hybrid(
-        config,
-        settings,
-        moe_ffn_hidden_size=settings["moe_intermediate_size"],
-        moe_shared_expert_intermediate_size=settings["shared_expert_intermediate_size"],
-        moe_shared_expert_gate=True,
-        moe_layer_freq=[int(layer in moe) for layer in range(settings["num_hidden_layers"])],
-        **routing,
-    )
-    return replace(architecture, routing=rule)
-
-
-def gated_experts(moe: tuple[int, ...]) -> list[Row]:
-    """Experts, and a shared one behind a gate of its own."""
-    return [*experts(moe), *shared_experts("shared_expert", moe, gate=True)]
+    transformer, rule = gated_moe(settings, moe)
+    return replace(describe_hybrid(config, settings, **transformer), routing=rule)
 
 
 def rows(config: dict[str, Any]) -> list[Row]:
     settings = with_defaults(config, DEFAULTS)
     moe = moe_layers(settings) if settings["num_experts"] else ()
-    dense = tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
-    return hybrid(config, settings, PROJECTED_GROUPS, fp32=False) + mlp(dense) + gated_experts(moe)
+    mixers = hybrid(config, settings, PROJECTED_GROUPS, fp32=False)
+    return mixers + mlp(dense_layers(settings, moe)) + gated_experts(moe)
 
 
 FAMILY = Family(

@@ -113,7 +113,7 @@ def test_which_layers_have_experts(step, dense):
             "rope_parameters for each type of layer",
         ),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'; Phi-3"),
-        ("phi3", {"attention_bias": True}, "attention_bias true, which transformers' Phi-3 does not have"),
+        ("phi3", {"attention_bias": True}, "attention_bias True; this family is known with False only"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
