@@ -10,7 +10,6 @@ import errno
 import json
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.bridge.models import MODELS
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-
-
-@dataclass
-class Options(BuildOptions):
-    pass
-
 
 def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
@@ -41,7 +32,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def build(source: Path, options: Options, dtype: torch.dtype):
+def build(source: Path, options: BuildOptions, dtype: torch.dtype):
     """A model whose every parameter comes from `source`: what loading leaves out stays NaN."""
     config = config_of(source)
     model = build_model(config, options, dtype)
@@ -53,7 +44,7 @@ def build(source: Path, options: Options, dtype: torch.dtype):
     return model
 
 
-def saved(folder: Path, options: Options) -> None:
+def saved(folder: Path, options: BuildOptions) -> None:
     """Each model as this layout saves it, in another dtype and in other shards than it came in."""
     for name in MODELS:
         chunks, destination = build(folder / name, options, torch.float32).chunks, folder / f"{name} saved"
@@ -64,7 +55,7 @@ def saved(folder: Path, options: Options) -> None:
         save.save_weights(*arguments, dtype=torch.bfloat16, max_shard_bytes=30_000)
 
 
-def message_on_wrong_shape(folder: Path, options: Options) -> str:
+def message_on_wrong_shape(folder: Path, options: BuildOptions) -> str:
     """What a user reads where a tensor has the transposed shape of the model's."""
     source, damaged = folder / "qwen2", folder / "damaged-shape"
     shutil.copytree(source, damaged, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -74,7 +65,7 @@ def message_on_wrong_shape(folder: Path, options: Options) -> str:
     return message(build, damaged, options, torch.float32)
 
 
-def message_on_full_disk(folder: Path, options: Options) -> str:
+def message_on_full_disk(folder: Path, options: BuildOptions) -> str:
     """What every rank raises where one of them cannot write: none is left waiting for another."""
     chunks = build(folder / "qwen2", options, torch.float32).chunks
     real = writer.write_shard
@@ -104,7 +95,7 @@ def message(function, *arguments, **keywords) -> str:
     return "no error"
 
 
-def share_read(folder: Path, options: Options) -> float:
+def share_read(folder: Path, options: BuildOptions) -> float:
     """The share of a model's bytes that this rank reads."""
     source, counted = folder / "qwen2", 0
     read, shortest = safetensors_io._read, safetensors_io.SHORTEST
@@ -123,7 +114,7 @@ def share_read(folder: Path, options: Options) -> float:
 
 def main(folder: Path) -> None:
     runtime.enable()
-    options = Options(**{TP: 2})  # type: ignore[arg-type]
+    options = BuildOptions(tensor_model_parallel_size=2)
     parallel.initialize(options, seed=1)
     results = {"share read": share_read(folder, options), "full disk": message_on_full_disk(folder, options)}
     saved(folder, options)

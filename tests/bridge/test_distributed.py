@@ -1,28 +1,16 @@
 """megatron-core checkpoints of every family, from layout to layout, and with a plain megatron-core at the other end."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import families
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import torchrun
 
 
 def launch(folder: Path, processes: int) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    run = subprocess.run(
-        [*command, "-m", "tests.bridge.distributed_worker", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    run = torchrun("tests.bridge.distributed_worker", folder, processes=processes, timeout=900)
     assert run.returncode == 0, run.stderr[-5000:]
     return json.loads((folder / f"results-{processes}.json").read_text())
 

@@ -146,7 +146,10 @@ def test_what_goes_to_fused_kernels_is_what_they_take(bounds, rows):
     ("changes", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate False; this family is known with True only"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'; this family is known with 'swish' or 'silu' only"),
+        (
+            {"output_gate_type": "sigmoid"},
+            "output_gate_type 'sigmoid'; this family is known with 'swish' or 'silu' only",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; this family is known with 'silu' or 'swish' only"),
         (
             {"layer_types": ["sliding_attention"] * 32},

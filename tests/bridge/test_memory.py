@@ -1,10 +1,7 @@
 """A conversion's memory and reading, in proportion: a checkpoint in fp32 to one in bf16."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import torchrun
+
 MIB = 2**20
 
 
@@ -42,15 +40,7 @@ def make(folder: Path, layers: int, hidden: int, vocabulary: int, dtype: torch.d
 
 
 def convert(folder: Path, processes: int) -> list[dict[str, int]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    run = subprocess.run(
-        [*command, "-m", "tests.bridge.memory_worker", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    run = torchrun("tests.bridge.memory_worker", folder, processes=processes, timeout=1200)
     assert run.returncode == 0, run.stderr[-5000:]
     shutil.rmtree(folder / "saved")
     return [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(processes)]

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,8 @@ from safetensors.torch import load_file
 from xxhash import xxh3_128
 
 from tests.bridge import models
+from tests.torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -26,15 +23,7 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name in models.MODELS:
         models.save(root, name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.bridge.round_trip_worker", str(root)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = torchrun("tests.bridge.round_trip_worker", root, processes=2)
     assert run.returncode == 0, run.stderr[-5000:]
     return root
 

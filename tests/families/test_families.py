@@ -4,16 +4,13 @@ pytest tests/families -k llama          one family (names begin with it: -k 'qwe
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from megaswift.bridge.families import FAMILIES
 
 from tests import families
-from tests.layouts.launch import ROOT
+from tests.torchrun import torchrun
 
 BOUND = 1e-4
 SEEN = 1e-2  # what a fault has to move the log-probabilities by
@@ -93,7 +90,6 @@ def launch(
 
     On CPUs, or on GPUs with the flags `kernels`; `rounded`: in bf16, by worker.check_rounded.
     """
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if kernels is None else {}
     done: dict[tuple[str, str], dict] = {}
     while remaining := [case for case in cases if case not in done]:
         place = folder_of(remaining[0][0]).parent / f"world-{world}-{len(done)}-{rounded}"
@@ -109,16 +105,8 @@ def launch(
             for key, (name, layout) in keys.items()
         ]
         (place / "jobs.json").write_text(json.dumps(jobs))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.families.worker"]
-        ended = subprocess.run(
-            [*command, str(place / "jobs.json"), str(place / "results.json")],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | hidden,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
+        files = place / "jobs.json", place / "results.json"
+        ended = torchrun("tests.families.worker", *files, processes=world, timeout=900, gpu=kernels is not None)
         for file in sorted(place.glob("results.*")):  # of a rank that failed first
             found = {keys[key]: value for key, value in json.loads(file.read_text()).items()}
             done |= {case: value for case, value in found.items() if "error" in value or case not in done}

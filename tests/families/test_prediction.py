@@ -4,9 +4,6 @@ The reference is plain torch around transformers' decoder layers, for each docum
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from tests import families
 from tests.families.deepseek_v3 import config as deepseek
 from tests.families.test_families import one_process  # noqa: F401
-from tests.layouts.launch import ROOT
+from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 DEPTHS, SCALE, BOUND = 2, 0.3, 1e-4
@@ -166,11 +163,8 @@ def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa:
 
 def test_two_processes(made):
     folder, expected = made
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.families.worker_prediction"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, str(folder)], cwd=ROOT, env=environment, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    done = torchrun("tests.families.worker_prediction", folder, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((folder / "results.json").read_text())
     assert len(results) == 3
     for result in results.values():

@@ -1,31 +1,18 @@
 """`--test_convert_precision`: that equal models pass in every layout, and that one wrong tensor does not."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests import tiny
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import torchrun
 
 
 @pytest.mark.slow
 def test_equal_models_pass_and_a_wrong_tensor_fails(tmp_path):
     for name in ("qwen3", "qwen3_moe"):
         tiny.save_tokenizer(tiny.save(tmp_path / name, name))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.tasks.precision_worker", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = torchrun("tests.tasks.precision_worker", tmp_path, processes=2)
     assert run.returncode == 0, run.stderr[-5000:]
     results = json.loads((tmp_path / "precision.json").read_text())
     fault = results.pop("fault")
