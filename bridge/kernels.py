@@ -53,10 +53,12 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     """
     on_gpu = torch.cuda.is_available()
     installed = on_gpu and find_spec("transformer_engine_torch") is not None
-    if options.transformer_impl == "transformer_engine" and not installed:
+    by_name = options.transformer_impl == "transformer_engine"
+    if by_name and not installed:
         missing = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
         raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
-    engine = options.transformer_impl != "local" and installed
+    # By itself not in fp32: its products are in TF32 then, with a thousandth of error.
+    engine = by_name or (options.transformer_impl == "auto" and installed and dtype != torch.float32)
     # Flash kernels are for half precision, and heads in multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"

@@ -1,6 +1,7 @@
 """Process groups: from a layout in the options to megatron-core's parallel state."""
 
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -24,6 +25,8 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Of megatron-core's own barriers: the device is the one set above.
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
         dist.init_process_group(
             options.ddp_backend or ("nccl" if on_gpu else "gloo"),
             timeout=timedelta(seconds=options.ddp_timeout),

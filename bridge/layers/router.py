@@ -1,6 +1,7 @@
 """The router of experts: megatron-core's, with the rules of choice that it does not have."""
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
@@ -38,11 +39,14 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """input [sequence, batch, hidden_size] -> logits [sequence, batch, experts]"""
-        if self.rule is None or not (self.rule.logit_bias or self.rule.fp32):
-            return super().gating(input)
-        # Transformer Engine's product takes a matrix and rows of one dtype, and no bias of another than its result's.
         wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", input.dtype)
-        logits = router_gating_linear(input.to(self.weight.dtype), self.weight, None, wide)
+        if self.weight.dtype == torch.float32:
+            # megatron-core would give it to Transformer Engine where that is installed, which takes it in TF32.
+            logits = F.linear(input.to(wide), self.weight.to(wide))
+        elif self.bias is not None:  # Transformer Engine's product takes no bias of another dtype than its result's
+            logits = router_gating_linear(input, self.weight, None, wide)
+        else:
+            return super().gating(input)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,7 @@ from tests import families
 from tests.families.test_families import BOUND, TINIES, folder_of, launch  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.gpu
-# In fp32 Transformer Engine's product for the router is in TF32; in fp64 it is not.
-LOCAL = {"transformer_impl": "local", "moe_router_dtype": "fp64"}
+LOCAL = {"transformer_impl": "local"}
 ENGINE = {"transformer_impl": "transformer_engine"}
 ROUNDED = 0.15  # of a mean difference in bf16, over the log-probabilities' standard deviation; most are at 0.03
 CASES = [
