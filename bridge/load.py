@@ -14,7 +14,7 @@ from .proof import accounted
 from .quantized import Weights, open_weights
 from .rows import Architecture, Entry, Key, Span, table, window
 from .safetensors_io import BLOCK, INDEX, unlisted
-from .tensors import architecture_of, expected, held, split_of
+from .tensors import architecture_of, expected, held, some, split_of
 
 READERS = 4
 
@@ -104,12 +104,12 @@ def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Archi
         if others := unlisted(source.folder):
             cure = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
         raise ValueError(
-            f"{source.folder} lacks {_some(missing)}, which a {family} model of this config.json has. {cure}"
+            f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {cure}"
         )
     extra = source.tensors.keys() - wanted
     if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):
         raise ValueError(
-            f"{source.folder} has {_some(extra)}, which a {family} model of this config.json has no place for. "
+            f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. "
             "Do weights and config.json belong together?"
         )
 
@@ -117,12 +117,6 @@ def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Archi
 def _check_model(found: Iterable[Key], wanted: set[Key], family: str) -> None:
     found = set(found)
     if extra := found - wanted:
-        raise RuntimeError(f"the {family} rows do not name {_some(map(str, extra))} of the model that was built")
+        raise RuntimeError(f"the {family} rows do not name {some(map(str, extra))} of the model that was built")
     if missing := wanted - found:
-        raise RuntimeError(f"the model that was built does not have {_some(map(str, missing))} of the {family} rows")
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
-    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"
+        raise RuntimeError(f"the model that was built does not have {some(map(str, missing))} of the {family} rows")

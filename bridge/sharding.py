@@ -22,7 +22,6 @@ from .rows import EMBEDDING, OUTPUT, VOCAB, Architecture, Entry, Key, table, win
 from .tensors import architecture_of, held_whole, split_group, split_of
 
 LAYERS = "decoder.layers.{layer}."
-MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
 LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
 # Where Transformer Engine fuses a norm into the matrix that follows it: the norm, that matrix, the norm's name in it.
 FUSED = (
