@@ -35,8 +35,7 @@ PLAIN = {
     },
 }
 MOE = {1: PLAIN[1], 2: {" TP2 SP": PLAIN[2][" TP2 SP"], " EP2": {"expert_model_parallel_size": 2}}}
-# In fp32 Transformer Engine's product for the router is in TF32; in fp64 it is not.
-KINDS = {"TE bf16": TE | BF16, "local bf16": LOCAL | BF16, "local fp32": LOCAL | {"moe_router_dtype": "fp64"}}
+KINDS = {"TE bf16": TE | BF16, "local bf16": LOCAL | BF16, "local fp32": LOCAL}
 
 
 def cases(world: int, family: str) -> dict[str, dict]:
