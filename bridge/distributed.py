@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing import save as save_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -33,11 +34,11 @@ from .carried import Carried
 from .families import family_of
 from .hub import LATEST, mcore_folder
 from .proof import peak_memory, prove_loading, sources, write_proof
-from .rows import Architecture, Family, table
+from .rows import EMBEDDING, Architecture, Family, table
 from .safetensors_io import names_of
 from .save import carry
 from .sharding import name_tensors, sharded_state
-from .tensors import architecture_of
+from .tensors import architecture_of, some
 
 MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
 
@@ -141,6 +142,7 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
         name: cast(list[ShardedTensor], one.build()) if isinstance(one, ShardedTensorFactory) else [one]
         for name, one in sharded_state(chunks, hf_config, naming).items()
     }
+    _check_vocabulary(folder, stored[naming.names[EMBEDDING]][0], architecture)
     for of_tensor in pieces.values():
         _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture)
     try:
@@ -148,7 +150,8 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
             TorchDistLoadShardedStrategy().load(pieces, folder)  # into the tensors themselves
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
-        raise ValueError(f"{folder} cannot be read ({cause}): copy it again, or make it anew") from None
+        reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        raise ValueError(f"{folder} cannot be read ({reason}): copy it again, or make it anew") from None
 
 
 class _Streaming(TorchDistSaveShardedStrategy):
@@ -208,7 +211,7 @@ def _depths(stored: Iterable[str]) -> int:
 
 def _check_names(folder: Path, stored: Iterable[str], wanted: set[str], family: Family) -> None:
     lacking, extra = wanted - set(stored), set(stored) - wanted
-    found = [f"lacks {_some(lacking)}, which"] * bool(lacking) + [f"has {_some(extra)}, which"] * bool(extra)
+    found = [f"lacks {some(lacking)}, which"] * bool(lacking) + [f"has {some(extra)}, which"] * bool(extra)
     if not lacking and all(name.startswith("mtp.") for name in extra) and extra:
         raise ValueError(
             f"{folder} has layers of multi-token prediction: give --mtp_num_layers {_depths(stored)}, so that they are "
@@ -235,10 +238,19 @@ def _check_shape(folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], a
         )
 
 
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
-    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"
+def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> None:
+    """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
+    if rows == architecture.vocab_size:
+        return
+    with _quiet():
+        said = load_common_state_dict(folder).get("args")
+    # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
+    if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
+        return
+    raise ValueError(
+        f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. Do the "
+        "folder and its config.json belong together?"
+    )
 
 
 def _first_failure(error: CheckpointException) -> OSError:

@@ -13,6 +13,8 @@ LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of 
 # model.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "consolidated*.safetensors"]
 _IGNORED += ["original/*", "figures/*"]
+_COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
 
 
@@ -72,16 +74,20 @@ def mcore_folder(folder: str | Path) -> Path:
         raise FileNotFoundError(f"--mcore_model {folder}: no such folder. Give that of a megatron-core checkpoint")
     tracker, inside = folder / LATEST, folder
     if tracker.is_file():
-        text = tracker.read_text().strip()
+        text = tracker.read_text(errors="replace").strip()
         if text != "release" and not text.isdigit():
             raise ValueError(f"{tracker} says {text!r}: the number of an iteration, or release, is needed")
         inside = folder / (text if text == "release" else f"iter_{int(text):07}")
         if not inside.is_dir():
             raise ValueError(f"{tracker} says {text}, and there is no {inside.name} beside it: copy the folder again")
-    if (inside / "metadata.json").is_file() and (inside / ".metadata").is_file():
+    lacking = [name for name in (".metadata", "metadata.json") if not (inside / name).is_file()]
+    if not lacking:
+        _check_format(inside / "metadata.json")
         return inside
     hint = ""
-    if any(inside.glob("mp_rank_00*")):
+    if any(inside.glob("*.distcp")):
+        hint = f": {inside.name} has *.distcp files, and no {' nor '.join(lacking)}. Copy the folder again"
+    elif any(inside.glob("mp_rank_00*")):
         hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
     elif any(inside.glob("*.safetensors")):
         hint = ". It is a Hugging Face checkpoint: give it as --model"
@@ -90,7 +96,18 @@ def mcore_folder(folder: str | Path) -> Path:
         key=lambda file: file.stat().st_mtime,
     ):
         hint = f". Is it {found[-1].parent} that you mean?"
+        if found[-1].name != LATEST and (folder / "config.json").is_file():
+            hint = f". {found[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
     raise ValueError(f"--mcore_model {folder}: no megatron-core distributed checkpoint there{hint}")
+
+
+def _check_format(path: Path) -> None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not tell the checkpoint's format ({error!r}): copy the folder again") from None
+    if stored != "torch_dist":
+        raise ValueError(f"{path} tells of the format {stored!r}: save it by Megatron-LM with --ckpt-format torch_dist")
 
 
 def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
@@ -111,9 +128,25 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
         hint = f". Is it {inside[-1].parent} that you mean?" if inside else ""
         raise FileNotFoundError(f"--model {folder}: no config.json there, so it is no Hugging Face checkpoint{hint}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
+    if fault := _fault(config):
+        raise ValueError(f"{path} {fault}: copy it again from the original checkpoint")
+    return config
+
+
+def _fault(config: Any) -> str | None:
+    """What makes of a config.json one that no model has, whatever its family."""
+    if not isinstance(config, dict):
+        return "is no JSON object"
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        return f"has text_config {text!r}, and it must be an object"
+    for name, value in ((name, part.get(name)) for part in (config, text or {}) for name in _COUNTS):
+        if value is not None and (not isinstance(value, int) or value <= 0):
+            return f"has {name} {value!r}, and it must be a whole number above 0"
+    return None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -121,9 +154,7 @@ def load_tokenizer(folder: Path) -> Any:
     if not any(
         file for pattern in _TOKENIZERS for file in folder.glob(pattern)
     ):  # transformers would make an empty one
-        raise FileNotFoundError(
-            f"--model {folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint"
-        )
+        raise FileNotFoundError(f"{folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint")
     from transformers import AutoTokenizer
 
     try:
@@ -131,6 +162,5 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # of any kind: broken JSON, a class that this transformers does not know
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"--model {folder}: its tokenizer cannot be read ({reason}): copy its files again from the original "
-            "checkpoint"
+            f"{folder}: its tokenizer cannot be read ({reason}): copy its files again from the original checkpoint"
         ) from error

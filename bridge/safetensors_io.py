@@ -175,7 +175,10 @@ def names_of(folder: str | Path) -> Collection[str]:
     folder = Path(folder)
     if not has_weights(folder):
         proof = folder / "conversion.json"
-        return json.loads(proof.read_text(encoding="utf-8"))["tensors"] if proof.is_file() else ()
+        try:
+            return json.loads(proof.read_text(encoding="utf-8"))["tensors"] if proof.is_file() else ()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{proof} cannot be read ({error!r}): copy it again, or remove it") from None
     return SafetensorsFolder(folder).tensors
 
 

@@ -20,11 +20,13 @@ from ..bridge.parallel import barrier, initialize
 from ..bridge.proof import prove_loading
 from ..bridge.save import save_weights
 from .args import save_args
-from .folders import begin, check_free, commit, explained
+from .folders import MANIFEST, begin, check_free, commit, damage, explained, listed
 from .options import ExportOptions
 from .plan import Layout, build_options, export_folder, shard_bytes
 from .precision import as_json, check_precision
 from .run import dtype_of, first_of_each_node, on_every_rank, on_first_rank
+
+WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of files end
 
 
 def run(options: ExportOptions, sources: dict[str, str]) -> None:
@@ -39,6 +41,9 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     world = dist.get_world_size()
     processes = str(Layout.of(layout, world)) if world > 1 else "one process"
     _say(f"{processes}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
+    on_every_rank(lambda: _check_weights(source))
+    if options.test_convert_precision:  # what it needs last is looked for first
+        on_first_rank(lambda: hub.load_tokenizer(source) and None)
     if options.to_hf:  # everything that the checkpoint has
         layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source)) or None
     with _whole_or_absent(destination) as temporary:
@@ -63,10 +68,24 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
             load = partial(_load, hf_config, mcore)
             facts["precision"] = as_json(check_precision(hf, hf_config, load, layout, dtype))
         on_first_rank(lambda: save_args(temporary / "args.json", options, sources, **facts))
+        on_first_rank(lambda: check_free(destination, source, exist_ok=options.exist_ok))  # another may have been first
     _say(f"exported: {destination}")
     barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _check_weights(source: Path) -> None:
+    """Raise ValueError where files of weights are not those that were written, by the folder's manifest if it has one.
+
+    Each rank reads its share of them.
+    """
+    names = sorted(name for name in listed(source) if name.endswith(WEIGHTS))
+    if faults := damage(source, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
+        raise ValueError(
+            f"{source} is not as it was written ({'; '.join(faults)}): copy it again, or take another. Where this is "
+            f"meant to be, remove its {MANIFEST}"
+        )
 
 
 def _load(hf_config: dict[str, Any], folder: Path, chunks: Sequence[Any]) -> None:

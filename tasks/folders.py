@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,23 +59,48 @@ def _new_version(output_dir: Path) -> Path:
 
 
 def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
-    """Raise ValueError where making the folder `destination` of `source` would harm what is there."""
+    """Raise ValueError where making the folder `destination` of `source` would harm what is there, or cannot be."""
     there, origin = destination.resolve(), source.resolve()
     if there == origin or origin in there.parents or there in origin.parents:
         raise ValueError(f"--output_dir {destination}: is, is in or has in it what is to be exported. Give another.")
-    if there.exists() and not there.is_dir():
+    try:
+        exists = there.exists()
+    except OSError as error:  # the name is too long, or what it lies in may not be looked into
+        raise ValueError(f"--output_dir {destination}: {error.strerror}. Give another.") from None
+    if exists and not there.is_dir():
         raise ValueError(f"--output_dir {destination}: is a file. Give a folder that is to be made.")
-    if not there.exists() or not any(there.iterdir()):
+    if there.is_mount():
+        raise ValueError(f"--output_dir {destination}: another disk begins there. Give a folder within it.")
+    if not exists or not any(there.iterdir()):
         return
     if not exist_ok:
         raise ValueError(
             f"--output_dir {destination}: is there already. Give another, or --exist_ok true to replace it."
         )
+    names = {_name(file, there) for file in there.rglob("*") if not file.is_dir()}
+    others = sorted(names - listed(there).keys() - {MANIFEST})
+    why = f"{', '.join(others[:3])} came otherwise" if others else ""
     if not (there / MANIFEST).is_file():
+        why = f"it has no {MANIFEST}"
+    elif not _of_export(there / "args.json"):
+        why = "by its args.json"
+    if why:
         raise ValueError(
             f"--output_dir {destination}: --exist_ok true replaces all of a folder, and this one is not known as an "
-            f"earlier export's (it has no {MANIFEST}). Give another, or remove it."
+            f"earlier export's alone ({why}). Give another, or remove it."
         )
+
+
+def _name(file: Path, folder: Path) -> str:
+    return file.relative_to(folder).as_posix()
+
+
+def _of_export(args: Path) -> bool:
+    """Whether a folder's args.json has the options of an export."""
+    try:
+        return "to_mcore" in json.loads(args.read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def begin(path: str | Path, *, needed_bytes: int = 0) -> Path:
@@ -135,7 +160,7 @@ def commit(temporary: Path, path: str | Path) -> Path:
     with explained(path):
         files = sorted(file for file in temporary.rglob("*") if file.is_file())
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing and fsync let go of the GIL
-            entries = dict(pool.map(lambda file: (file.relative_to(temporary).as_posix(), _seal(file)), files))
+            entries = dict(pool.map(lambda file: (_name(file, temporary), _seal(file)), files))
         (temporary / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
         _sync(temporary / MANIFEST)
         for folder in [entry for entry in temporary.rglob("*") if entry.is_dir()] + [temporary]:
@@ -163,17 +188,31 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def damage(path: str | Path, *, checksums: bool = False) -> list[str]:
+def listed(path: str | Path) -> dict[str, dict[str, int | str]]:
+    """Each file's size and sha256 by the manifest of a committed folder; none where it has no manifest.
+
+    Raises ValueError where that is not one.
+    """
+    manifest = Path(path) / MANIFEST
+    if not manifest.is_file():
+        return {}
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        return {name: {"size": entry["size"], "sha256": entry["sha256"]} for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{manifest} is not a manifest ({error!r}): copy the folder again") from None
+
+
+def damage(path: str | Path, *, checksums: bool = False, names: Collection[str] | None = None) -> list[str]:
     """What is wrong with a committed folder, a line a file: missing, of another size, or (`checksums`) of other bytes.
 
-    Empty for a folder that is whole, and for one that has no manifest.
+    Empty for a folder that is whole, and for one that has no manifest. `names`: the files to look at, else all.
     """
     path = Path(path)
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        return []
     found = []
-    for name, entry in json.loads(manifest.read_text())["files"].items():
+    for name, entry in listed(path).items():
+        if names is not None and name not in names:
+            continue
         file = path / name
         if not file.is_file():
             found.append(f"{name} is missing")

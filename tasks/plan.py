@@ -67,7 +67,7 @@ def build_options(options: ExportOptions) -> BuildOptions:
 def export_folder(options: ExportOptions) -> Path:
     """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's model's name."""
     if options.output_dir:
-        return Path(options.output_dir).expanduser().absolute()
+        return Path(options.output_dir).expanduser().resolve()  # a link stays, and leads to what is made
     source, ending = options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
     folder = Path(source).expanduser().absolute()
     return (

@@ -222,7 +222,11 @@ def _run_theirs(
 
         config = Mxfp4Config if quantization.get("quant_method") == "mxfp4" else FineGrainedFP8Config
         options["quantization_config"] = config(dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    except Exception as error:  # of any kind: transformers, and code that a checkpoint brings, raise what they like
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PrecisionError(f"--test_convert_precision: transformers cannot open the checkpoint ({reason})") from error
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
     device = runtime.device()
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:

@@ -66,6 +66,15 @@ def test_config_that_is_missing_or_broken(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"is not valid JSON .* copy it again"):
         read_config(tmp_path)
+    for text, fault in (
+        ("[]", "is no JSON object"),
+        ('{"text_config": [1]}', r"has text_config \[1\], and it must be an object"),
+        ('{"vocab_size": "x"}', "has vocab_size 'x', and it must be a whole number above 0"),
+        ('{"text_config": {"num_attention_heads": 0}}', "has num_attention_heads 0, and it must be a whole number"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json {fault}.*: copy it again"):
+            read_config(tmp_path)
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

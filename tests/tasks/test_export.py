@@ -176,7 +176,8 @@ def test_a_folder_that_contradicts_its_config_leaves_nothing(place: Path, mixtur
     for change, message in (
         ({"num_hidden_layers": 3, "mlp_only_layers": [1]}, "has 9 tensors (decoder.layers.3."),
         ({"moe_intermediate_size": 20}, "experts.linear_fc1.weight has shape [8, 80, 48], and by config.json it has"),
-        ({"vocab_size": 300}, "embedding.word_embeddings.weight has shape [262, 48], and by config.json it has [300"),
+        ({"vocab_size": 300}, "has a vocabulary of 261, and by config.json it has 300"),
+        ({"vocab_size": 200}, "has a vocabulary of 261, and by config.json it has 200"),
     ):
         (other / "config.json").write_text(json.dumps(config | change))
         printed = run(place, "swift export --mcore_model other --to_hf true --output_dir wrong", fails=True)
@@ -184,7 +185,14 @@ def test_a_folder_that_contradicts_its_config_leaves_nothing(place: Path, mixtur
         assert "Do the folder and its config.json belong together?" in printed
         assert not visible(place, "wrong")
     (other / "config.json").write_text(json.dumps(config))
-    for file in (other / "iter_0000001").glob("*.distcp"):
+    files = sorted((other / "iter_0000001").glob("*.distcp"))
+    changed = bytearray(files[0].read_bytes())
+    changed[len(changed) // 3] ^= 1
+    files[0].write_bytes(changed)
+    printed = run(place, "swift export --mcore_model other --to_hf true --output_dir wrong", fails=True)
+    assert f"other is not as it was written (iter_0000001/{files[0].name} has other bytes than were written)" in printed
+    (other / "manifest.json").unlink()
+    for file in files:
         file.write_bytes(file.read_bytes()[:1000])
     printed = run(place, "swift export --mcore_model other --to_hf true --output_dir wrong", fails=True)
     assert "cannot be read" in printed and "Traceback" not in printed  # noqa: PT018
