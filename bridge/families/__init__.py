@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..rows import Architecture, Family
+from ..rows import Family
 from . import (
     deepseek_v2,
     deepseek_v3,
@@ -29,8 +29,6 @@ from . import (
     qwen3_moe,
     qwen3_next,
 )
-
-__all__ = ["FAMILIES", "Architecture", "Family", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,

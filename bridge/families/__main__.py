@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from . import FAMILIES, Family
+from ..rows import Family
+from . import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

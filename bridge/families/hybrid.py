@@ -55,7 +55,7 @@ def describe_hybrid(config: dict[str, Any], settings: dict[str, Any], **transfor
     )
     delta = delta_layers(config, settings)
     layers = (Layer("gated_delta_net", rope=None) if layer in delta else Layer() for layer in _all(settings))
-    # Layers that predict further tokens, and the vision tower of models that see.
+    # Layers that predict further tokens, and the tower of vision-language models.
     carried = r"mtp\.|model\.visual\."
     return replace(architecture, output_bias=bias, layers=tuple(layers), carried=carried)
 

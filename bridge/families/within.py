@@ -1,4 +1,4 @@
-"""Text models that lie within models that also see: their part of config.json, and the names of their tensors."""
+"""The text models of vision-language checkpoints: their part of config.json, and the names of their tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace

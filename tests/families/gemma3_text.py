@@ -25,7 +25,7 @@ def config(**changes):
 
 
 def whole(tensors: Tensors) -> Tensors:
-    """The names on the hub, within a model that sees."""
+    """The names on the hub, within a vision-language model."""
     return {"language_model." + name: tensor for name, tensor in tensors.items()}
 
 
@@ -43,7 +43,7 @@ def unseen(config, noise) -> Tensors:
 
 
 def nested(text):
-    """config.json of a model that sees."""
+    """config.json of a vision-language model."""
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",

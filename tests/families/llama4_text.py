@@ -47,7 +47,7 @@ def unseen(config, noise) -> Tensors:
 
 
 def nested(text):
-    """config.json of a model that sees, as the hub has it."""
+    """config.json of a vision-language model, as the hub has it."""
     return {
         "architectures": ["Llama4ForConditionalGeneration"],
         "model_type": "llama4",

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: alone, experts one by one; within a model that sees, stacked as on the hub."""
+"""Qwen3.5-MoE: alone, experts one by one; within a vision-language model, stacked as on the hub."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: alone, or within a model that sees, as on the hub."""
+"""Qwen3.5, dense: alone, or within a vision-language model, as on the hub."""
 
 from functools import partial
 
