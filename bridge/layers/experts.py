@@ -8,6 +8,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -128,3 +129,16 @@ class GroupedExperts(MegatronModule):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
         raise RuntimeError("distributed checkpoints of grouped experts are not supported in this version")
+
+
+class SharedExperts(SharedExpertMLP):
+    """megatron-core's, whose parameters may be gathered while the model runs."""
+
+    def wait_current_stream(self) -> None:
+        # Under --moe_shared_expert_overlap the dispatcher begins here, and never calls this module. Hooks wait for an
+        # overlapped gathering: this module's, which has the gate, and on this stream those of the matrices, too, since
+        # whoever uses what was gathered with them on this stream finds it awaited already.
+        for module in self.modules():
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+        super().wait_current_stream()

@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from ..rows import Architecture
 from .attention import CoreAttention
-from .experts import GroupedExperts
+from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .norm import Norm, WideNorm
@@ -113,7 +112,7 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
     elif mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     if moe:
-        shared = partial(_shared_experts, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        shared = partial(SharedExperts, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
         mlp = partial(MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared))
     else:
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
@@ -163,7 +162,3 @@ def _accumulating(config: TransformerConfig, linear: type):
         return linear(*args, config=fused, **kwargs)
 
     return build
-
-
-def _shared_experts(*, config, pg_collection, gate, submodules, name=None):
-    return SharedExpertMLP(config=config, submodules=submodules, gate=gate, pg_collection=pg_collection, name=name)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from megaswift.bridge.layers.experts import GroupedExperts
+from megaswift.bridge.layers.experts import GroupedExperts, SharedExperts
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 COUNTS = [5, 0, 11]  # rows of each expert
 HIDDEN, WIDTH = 16, 24
@@ -118,3 +119,15 @@ def test_one_rank_adds_the_bias_of_a_sum_and_all_have_its_gradient():
         torch.testing.assert_close(other - with_bias, probs[:, None].expand_as(other) * adds, atol=1e-4, rtol=0)
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(*gradients)
+
+
+def test_the_parameters_of_shared_experts_are_waited_for_where_the_dispatcher_begins_with_them(monkeypatch):
+    """It does so without calling the module, whose hooks wait for parameters that are still being gathered."""
+    module, order = SharedExperts.__new__(SharedExperts), []
+    torch.nn.Module.__init__(module)
+    module.linear_fc1 = torch.nn.Linear(2, 2)
+    for part in module.modules():
+        part.register_forward_pre_hook(lambda part, _: order.append(type(part).__name__))
+    monkeypatch.setattr(SharedExpertMLP, "wait_current_stream", lambda _: order.append("other stream"))
+    module.wait_current_stream()
+    assert order == ["SharedExperts", "Linear", "other stream"]
