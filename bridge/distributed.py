@@ -5,6 +5,7 @@ tokenizer and other small files of the model.
 """
 
 import errno
+import shutil
 import time
 import warnings
 from argparse import Namespace
@@ -84,7 +85,7 @@ def save_distributed(
         with _quiet():
             save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
     except CheckpointException as error:
-        raise _first_failure(error) from None
+        raise _first_failure(error, destination) from None
     names = sources(entries)
     along = Carried(source, hf_config, architecture, names, dtype)
 
@@ -253,8 +254,11 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
     )
 
 
-def _first_failure(error: CheckpointException) -> OSError:
+def _first_failure(error: CheckpointException, destination: Path) -> OSError:
     """What went wrong in the first rank that had to tell of it."""
     rank, (cause, _) = min(error.failures.items())
     number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+    # torch's writer of zip files tells only that less was written than it wanted.
+    if number == errno.EIO and shutil.disk_usage(destination).free < 2**20:
+        number = errno.ENOSPC
     return OSError(number, f"the checkpoint could not be written: rank {rank}: {cause}")

@@ -260,11 +260,19 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.filename and not _is_of(Path(error.filename), path):  # a source's, which cannot be read
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = "Free some space there, keep fewer checkpoints (--save_total_limit)," if full else "Make it writable,"
         problem = "The disk is full" if full else "The folder cannot be written"
         reason = error.strerror or str(error)
         raise FolderError(error.errno, f"{problem}: {path}: {reason}. {cure} or give another --output_dir.") from error
+
+
+def _is_of(file: Path, path: Path) -> bool:
+    """Whether a file lies below `path`, above it, or in what is hidden beside it."""
+    beside = any(part.startswith(f".{path.name}") for part in file.parts)
+    return beside or path in (file, *file.parents) or file in path.parents
 
 
 def _gib(size: int) -> str:

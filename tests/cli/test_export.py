@@ -139,12 +139,12 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     manifest = there / "manifest.json"
     manifest.touch()
     assert "manifest.json is not a manifest" in said(there, "--exist_ok")
-    manifest.write_text('{"files": {}}')
-    assert "(notes.txt came otherwise)" in said(there, "--exist_ok")
-    manifest.write_text('{"files": {"notes.txt": {"size": 0, "sha256": ""}, "args.json": {"size": 0, "sha256": ""}}}')
+    manifest.write_text('{"files": {"args.json": {"size": 0, "sha256": ""}}}')
     for options in ('{"save_steps": {}}', '{"to_mcore": {}}'):  # a run's checkpoint, then an export
         assert "export's alone (by its args.json)" in said(there, "--exist_ok")
         (there / "args.json").write_text(f'{{"options": {options}}}')
+    assert "export's alone (notes.txt came otherwise)" in said(there, "--exist_ok")
+    (there / "notes.txt").unlink()
     assert main("swift", ["export", "--to_mcore", "--model", str(dense), "--output_dir", str(there), "--exist_ok"]) == 0
     link = tmp_path / "link"
     link.symlink_to(there)

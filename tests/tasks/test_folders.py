@@ -124,3 +124,12 @@ def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
     assert caught.value.errno == errno.ENOSPC
     assert folders.checkpoints(tmp_path) == []
     shutil.rmtree(temporary)
+
+
+def test_a_source_that_cannot_be_read_is_not_the_folders_fault(tmp_path):
+    with pytest.raises(PermissionError, match="weights"), folders.explained(tmp_path / "out"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "weights"))
+    for name in ("out", "out/file", ".out.partial-host-1/file"):
+        wanted = pytest.raises(folders.FolderError, match=r"cannot be written: .*out: Permission denied")
+        with wanted, folders.explained(tmp_path / "out"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
