@@ -67,6 +67,9 @@ def main(program: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
+            _say_once("error: another process of the run has ended: what it says, or torchrun of it, is the reason")
+            return 1
         if not _for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
             raise
         _say_once(f"error: {error}")
@@ -261,7 +264,9 @@ def _say_once(message: str) -> None:
 
 def _for_users(error: Exception) -> bool:
     """Whether the message says all: what a line of ours raised, of a kind that the rooms use for what a user can put
-    right. Set MEGASWIFT_TRACEBACK=1 to see where it came from."""
+    right; or what the operating system says of a file. Set MEGASWIFT_TRACEBACK=1 to see where it came from."""
+    if isinstance(error, OSError) and error.filename:
+        return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_by_us = str(frame.f_globals.get("__name__")).startswith("megaswift.")
     return raised_by_us and isinstance(error, ValueError | OSError | ImportError | RuntimeError)

@@ -97,9 +97,15 @@ def _whole_or_absent(destination: Path) -> Iterator[Path]:
     """A folder beside `destination`, which takes its place where all goes well, and is removed where it does not."""
     temporary = on_first_rank(lambda: begin(destination))
     first = dist.get_rank() == 0
+    ended: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        ended.append(number)
+        raise SystemExit(128 + number)
+
     if first:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _ended)
+            signal.signal(number, end)
     try:
         with explained(destination):
             yield temporary
@@ -108,11 +114,9 @@ def _whole_or_absent(destination: Path) -> Iterator[Path]:
     except BaseException:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
+        if ended:  # torch's writer makes an error of its own of it
+            raise SystemExit(128 + ended[0]) from None
         raise
-
-
-def _ended(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _say(line: str) -> None:

@@ -233,3 +233,21 @@ def test_later_features_are_refused_by_name(words: str, feature: str, dense: Pat
     assert f"this version does not have {feature}" in message(
         capsys, "swift", "--to_mcore", "--model", dense, *words.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "model/config.json"), "Permission denied: 'model/config.json'"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "another process of the run has"),
+    ],
+)
+def test_errors_that_are_not_ours_and_say_enough(
+    error: Exception, said: str, dense: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", failing)
+    assert main("swift", ["export", "--to_mcore", "--model", str(dense)]) == 1
+    assert said in capsys.readouterr().err
