@@ -151,8 +151,7 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
             TorchDistLoadShardedStrategy().load(pieces, folder)  # into the tensors themselves
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
-        reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
-        raise ValueError(f"{folder} cannot be read ({reason}): copy it again, or make it anew") from None
+        raise _unreadable(folder, cause) from None
 
 
 class _Streaming(TorchDistSaveShardedStrategy):
@@ -243,8 +242,11 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
     """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
     if rows == architecture.vocab_size:
         return
-    with _quiet():
-        said = load_common_state_dict(folder).get("args")
+    try:
+        with _quiet():
+            said = load_common_state_dict(folder).get("args")
+    except Exception as error:  # of any kind: it is a pickle
+        raise _unreadable(folder, error) from None
     # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
     if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
         return
@@ -252,6 +254,11 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
         f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. Do the "
         "folder and its config.json belong together?"
     )
+
+
+def _unreadable(folder: Path, cause: BaseException) -> ValueError:
+    reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    return ValueError(f"{folder} cannot be read ({reason}): copy it again, or make it anew")
 
 
 def _first_failure(error: CheckpointException, destination: Path) -> OSError:
