@@ -245,7 +245,7 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
     try:
         with _quiet():
             said = load_common_state_dict(folder).get("args")
-    except Exception as error:  # of any kind: it is a pickle
+    except (Exception, CheckpointException) as error:  # of any kind: it is a pickle
         raise _unreadable(folder, error) from None
     # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
     if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
