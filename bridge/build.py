@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -262,6 +262,6 @@ def _build_chunk(
             config, architecture.predicting, layer, norm
         ).to(runtime.device())
     if architecture.embedding_scale != 1.0 and model.pre_process:
-        scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
-        model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
+        scale = float(torch.tensor(architecture.embedding_scale, dtype=config.params_dtype))
+        model.embedding.register_forward_hook(lambda module, inputs, output: cast(Tensor, output) * scale)
     return model

@@ -100,8 +100,9 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> the shape of rows"""
-        # One grouped product on the GPU in bf16, where matrices' rows are in multiples of 16 bytes; else a loop.
-        grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16
+        # One grouped product on the GPU in bf16, where matrices' rows are in multiples of 16 bytes and there are some;
+        # else a loop.
+        grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0
         grouped = grouped and not any(
             size % 8 for size in self.linear_fc1.weight.shape[1:] + self.linear_fc2.weight.shape[1:]
         )
