@@ -1,6 +1,18 @@
 """What every test shares."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment() -> Iterator[None]:
+    """What a module's tests set (a rank, a world size) is not there for the processes that the next ones start."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(config, items):
