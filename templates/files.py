@@ -49,7 +49,7 @@ class Source(ABC):
 
 
 class File(Source):
-    """A file on disk. `parse` is what differs: all rows, in order, as (line to name, columns)."""
+    """A file on disk."""
 
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
@@ -79,6 +79,13 @@ class File(Source):
 
     def __len__(self) -> int:
         return self._facts["rows"]
+
+    @abstractmethod
+    def count(self) -> int: ...
+
+
+class Parsed(File):
+    """A file that is read as a whole: `parse` gives its rows, in order, as (line to name, columns)."""
 
     def count(self) -> int:
         return len(self._all)
@@ -123,9 +130,6 @@ class Lines(File):
     def count(self) -> int:
         return len(self._index)
 
-    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        raise NotImplementedError  # `rows` and `stream` read single lines
-
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         with self.path.open("rb") as file:
             for number, (start, end, line) in zip(numbers.tolist(), self._index[numbers].tolist(), strict=True):
@@ -153,7 +157,7 @@ class Lines(File):
         return row
 
 
-class JsonArray(File):
+class JsonArray(Parsed):
     def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8-sig"))
@@ -171,7 +175,7 @@ class JsonArray(File):
             yield number, place.replace(" line ", " element "), row
 
 
-class Csv(File):
+class Csv(Parsed):
     def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(1 << 30)
         with self.path.open(encoding="utf-8-sig", newline="") as file:
@@ -188,7 +192,7 @@ class Csv(File):
                 raise ValueError(f"{self.name} line {reader.line_num + 1} is not CSV: {error}") from error
 
 
-class Parquet(File):
+class Parquet(Parsed):
     """Read by row groups, of which the last one read is kept."""
 
     @cached_property
