@@ -1,0 +1,143 @@
+"""SwiGLU and its kin in one kernel each way: what the backward pass needs it makes again from the input."""
+
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements of the output that a program has at a time
+WARPS = 8
+
+
+def swiglu(
+    x: Tensor, weights: Tensor | None = None, *, slope: float = 1.0, limit: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """g sigmoid(slope g) (u + offset), times the row's weight, where x [..., 2 * width] has the gates g, then u.
+
+    weights: one for each row, or None -> [..., width]. With `limit`, g is at most that, and u in between its two signs.
+    A slope of 1 is SiLU (https://arxiv.org/abs/2002.05202), 1.702 the quick GELU. Computed in fp32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    if weights is not None:
+        weights = weights.reshape(-1).contiguous()
+    output = cast(Tensor, _SwiGLU.apply(rows, weights, slope, limit, offset))
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, *form: Any) -> Tensor:
+        rows, width = len(x), x.shape[1] // 2
+        output = x.new_empty(rows, width)
+        if rows:
+            grid, blocks = _blocks(rows, width, whole_rows=False)
+            _forward[grid](x, weights, output, rows, width, x.stride(0), *form, **blocks)
+        ctx.save_for_backward(x, weights)
+        ctx.form = form
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows, width = grad.shape
+        grad_x = x.new_empty(x.shape)
+        grad_weights = None if weights is None else torch.empty_like(weights)
+        if rows:
+            # The gradient of a row's weight is a sum over the row: one program has all of it.
+            grid, blocks = _blocks(rows, width, whole_rows=weights is not None)
+            _backward[grid](grad, x, weights, grad_x, grad_weights, rows, width, x.stride(0), *ctx.form, **blocks)
+        return grad_x, grad_weights, None, None, None
+
+
+def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the blocks: columns by the largest power of two that divides the width, from 128 to 1024."""
+    columns = min(max(width & -width, 128), 1024)
+    across = 1 if whole_rows else -(-width // columns)
+    down = TILE // columns
+    grid = (-(-rows // down) * across,)
+    return grid, {"DOWN": down, "COLUMNS": columns, "ACROSS": across, "num_warps": WARPS}
+
+
+@triton.jit
+def _halves(x, at, width, there, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """The gate and what it gates, and which of the two are within the limit."""
+    gate = tl.load(x + at, there, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, there, other=0.0).to(tl.float32)
+    gate_within, up_within = there, there
+    if LIMIT is not None:
+        gate_within, up_within = gate <= LIMIT, tl.abs(up) <= LIMIT
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up + OFFSET, gate_within, up_within
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x,
+    weights,
+    output,
+    rows,
+    width,
+    stride,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DOWN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    row = (tl.program_id(0) // ACROSS).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
+    column = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = (row < rows) & (column < width)
+    gate, up, _, _ = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+    made = gate * tl.sigmoid(SLOPE * gate) * up
+    if weights is not None:
+        made *= tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
+    tl.store(output + row * width + column, made.to(output.dtype.element_ty), there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    grad,
+    x,
+    weights,
+    grad_x,
+    grad_weights,
+    rows,
+    width,
+    stride,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DOWN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    row = (tl.program_id(0) // ACROSS).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
+    first = tl.program_id(0) % ACROSS * COLUMNS
+    weight, grad_weight = 1.0, tl.zeros((DOWN, 1), tl.float32)
+    if weights is not None:
+        weight = tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
+    for start in range(first, width, ACROSS * COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        there = (row < rows) & (column < width)
+        gate, up, gate_within, up_within = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+        given = tl.load(grad + row * width + column, there, other=0.0).to(tl.float32)
+        share = tl.sigmoid(SLOPE * gate)
+        if weights is not None:
+            grad_weight += tl.sum(given * gate * share * up, 1, keep_dims=True)
+        given *= weight
+        grad_gate = given * up * share * (1 + SLOPE * gate * (1 - share))
+        grad_up = given * gate * share
+        if LIMIT is not None:
+            grad_gate, grad_up = tl.where(gate_within, grad_gate, 0.0), tl.where(up_within, grad_up, 0.0)
+        target = grad_x + row * width * 2 + column
+        tl.store(target, grad_gate.to(grad_x.dtype.element_ty), there)
+        tl.store(target + width, grad_up.to(grad_x.dtype.element_ty), there)
+    if weights is not None:
+        tl.store(grad_weights + row, grad_weight.to(grad_weights.dtype.element_ty), row < rows)
