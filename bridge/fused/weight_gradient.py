@@ -1,8 +1,8 @@
 """Weight gradients that are added to megatron-core's fp32 sum, `main_grad`, inside the matrix product.
 
-The protocol is megatron-core's (tensor_parallel/layers.py, and the hook of distributed/distributed_data_parallel.py): the
-parameter is marked by `grad_added_to_main_grad`, and autograd gets a gradient of the right shape and unread values, by
-which the hook runs where it would have run.
+The protocol is megatron-core's (tensor_parallel/layers.py, and the hook in distributed/distributed_data_parallel.py):
+the parameter is marked by `grad_added_to_main_grad`, and autograd gets a gradient whose values nobody reads, so that
+the hook runs where it would have run.
 """
 
 import torch
@@ -18,22 +18,26 @@ def has_sum(weight: Tensor) -> bool:
 def add_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
     """total += grad_output^T @ inputs, where nothing is rounded to the inputs' type on the way.
 
-    total [out, in] fp32; grad_output [rows, out] and inputs [rows, in], both of one type.
+    total [out, in], in fp32 or in the inputs' type; grad_output [rows, out] and inputs [rows, in], both of one type.
     """
-    if not inputs.is_cuda:
-        total.addmm_(grad_output.t().float(), inputs.float())
-    elif inputs.dtype == torch.float32:
+    if total.dtype == inputs.dtype:
         total.addmm_(grad_output.t(), inputs)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, grad_output.t(), inputs, total.dtype, out=total)
     else:
-        torch.ops.aten.addmm.dtype_out(total, grad_output.t(), inputs, torch.float32, out=total)
+        total.addmm_(grad_output.t().to(total.dtype), inputs.to(total.dtype))
 
 
 def added(weight: Tensor) -> Tensor | None:
     """What a backward pass returns for `weight` once all of its gradient is in `main_grad`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # A matrix that is the embedding's as well has `zero_out_wgrad`: the hook adds the sum that autograd made of both
-    # gradients, and it runs by the embedding's.
-    return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        # The matrix is the embedding's as well: the hook adds the sum that autograd made of both gradients, and it runs
+        # by the embedding's.
+        return None
+    # The weight itself stands in, which takes no memory: autograd keeps it as `grad`, uncopied, until the hook drops
+    # it. Were there a `grad` already, it would be added to.
+    return weight.detach() if weight.grad is None else torch.zeros_like(weight)
 
 
 def accumulate(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | None:
