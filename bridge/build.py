@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from . import compat, runtime
+from . import compat, fp8, runtime
 from .families import family_of
 from .kernels import Kernels, choose_kernels
 from .layers.delta_rule import make_runs
@@ -191,6 +191,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,
+        **fp8.settings(options),
         **_recompute(options, kernels, options.attention_backend),
     }
     if "num_moe_experts" in settings:
@@ -255,7 +256,10 @@ def _build_chunk(
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
-    ).to(runtime.device())
+    )
+    fp8.place(model, runtime.device())
+    if config.fp8:
+        fp8.check_sizes(model.decoder)
     if architecture.predicting:
         layer, norm = predicting_spec(config, transformer_engine=kernels.transformer_engine)
         model.mtp = Prediction(  # pyright: ignore[reportAttributeAccessIssue]

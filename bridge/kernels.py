@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
+from . import fp8
 from .options import BuildOptions, KernelOptions, ParallelOptions
 from .rows import Architecture
 
@@ -18,6 +19,7 @@ class Kernels:
     attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
     dispatcher: str | None = None  # how tokens reach their experts; None: the model has none
     fused_permutation: bool = False
+    fp8: str | None = None  # its format and scaling; None: nothing is computed in it
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
         """Transformer Engine's kernel: flash only where the flash-attn package is there, else its own choice."""
@@ -40,6 +42,8 @@ class Kernels:
             "sdpa": "torch's scaled_dot_product_attention, document by document",
         }[self.attention]
         text = f"layers: {layers}; attention: {attention}"
+        if self.fp8:
+            text += f"; FP8 ({self.fp8}): matrices of attention and dense MLPs; bf16: all else, experts too"
         if self.dispatcher is None:
             return text
         permutation = "fused" if self.fused_permutation else "plain"
@@ -49,7 +53,7 @@ class Kernels:
 def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
     """The nearest to the options that this machine has, for a model of `architecture` in `dtype`.
 
-    Raises ValueError where Transformer Engine is asked for by name and cannot be used.
+    Raises ValueError where Transformer Engine is asked for by name, or FP8, and cannot be used.
     """
     on_gpu = torch.cuda.is_available()
     installed = on_gpu and find_spec("transformer_engine_torch") is not None
@@ -59,6 +63,8 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
     # By itself not in fp32: its products are in TF32 then, with a thousandth of error.
     engine = by_name or (options.transformer_impl == "auto" and installed and dtype != torch.float32)
+    fp8.check(options, dtype, transformer_engine=engine)
+    precision = f"{options.fp8_format}, {options.fp8_recipe}" if options.fp8_format else None
     # Flash kernels are for half precision, and heads in multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
@@ -68,12 +74,12 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     else:
         attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
     if "num_moe_experts" not in architecture.transformer:
-        return Kernels(engine, attention)
+        return Kernels(engine, attention, fp8=precision)
     dispatcher = options.moe_token_dispatcher_type
     spread = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (spread and find_spec("deep_ep")):
         dispatcher = "alltoall"
-    return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed)
+    return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed, precision)
 
 
 def _head_sizes(architecture: Architecture) -> tuple[int, ...]:

@@ -47,6 +47,35 @@ class KernelOptions:
 
 
 @dataclass
+class Fp8Options:
+    """FP8 (with Transformer Engine, and weights in bf16)"""
+
+    fp8_format: Annotated[
+        Literal["e4m3", "hybrid"] | None,
+        "Compute matrix products in FP8: all of it in e4m3, or gradients in e5m2 (hybrid); left out: in bf16.",
+    ] = None
+    fp8_recipe: Annotated[
+        Literal["delayed", "tensorwise", "blockwise", "mxfp8"],
+        "Scales by past steps, by each tensor as it is, by blocks of 128, or by blocks of 32 (Blackwell's alone).",
+    ] = "delayed"
+    fp8_amax_history_len: Annotated[int, "delayed: micro batches whose largest values are kept."] = 1024
+    fp8_amax_compute_algo: Annotated[
+        Literal["max", "most_recent"], "delayed: scale by the largest of these, or by the newest."
+    ] = "max"
+    fp8_param_gather: Annotated[bool, "Hold and gather these weights in FP8; masters and checkpoints are not."] = False
+    first_last_layers_bf16: Annotated[bool, "Compute the first and last layers in bf16 (not with delayed)."] = False
+    num_layers_at_start_in_bf16: Annotated[int, "first_last_layers_bf16: how many first ones."] = 1
+    num_layers_at_end_in_bf16: Annotated[int, "first_last_layers_bf16: how many last ones."] = 1
+
+    @property
+    def fp8_token_multiple(self) -> int:
+        """By what the number of tokens divides that a process multiplies by a matrix."""
+        if self.fp8_format is None:
+            return 1
+        return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16)
+
+
+@dataclass
 class LayoutOptions:
     """Layout of the weights"""
 
@@ -153,5 +182,5 @@ class PredictionOptions(PredictionLayers):
 
 
 @dataclass
-class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, KernelOptions):
+class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, Fp8Options, KernelOptions):
     """Everything that the builder reads."""

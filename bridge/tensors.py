@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from .fp8 import in_bf16
 from .rows import OUTPUT, Architecture, Entry, Family, Key
 
 # Transformer Engine puts a norm inside the module of the matrix that follows it.
@@ -47,7 +48,7 @@ def held_whole(chunks: Sequence[Any]) -> Iterator[tuple[Any, Tensor, dict[Key, T
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+    yield from ((name, in_bf16(parameter)) for name, parameter in model.named_parameters())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

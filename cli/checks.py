@@ -29,6 +29,7 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _schedule(options)
     _recompute(options)
     _overlap(options)
+    _fp8(options, gpus)
     check_pipeline(options)
     if model is not None:
         check_divisible(options, layout, model)
@@ -130,11 +131,11 @@ POSITIVE = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
     "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
-    "ddp_timeout",
+    "ddp_timeout", "fp8_amax_history_len",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",
-    "dataloader_num_workers",
+    "dataloader_num_workers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 )  # fmt: skip
 SHARE = (
     "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout",
@@ -203,6 +204,35 @@ def _overlap(options: SftOptions) -> None:
     if options.overlap_param_gather and not options.use_distributed_optimizer:
         raise UsageError(
             "--overlap_param_gather true needs --use_distributed_optimizer true: else nothing is gathered."
+        )
+
+
+def _fp8(options: SftOptions, gpus: int) -> None:
+    """What can be seen without torch; what the chip and the weights are, bridge/fp8.py sees."""
+    if options.fp8_format is None:
+        for name in ("fp8_param_gather", "first_last_layers_bf16"):
+            if getattr(options, name):
+                raise UsageError(f"--{name} true needs --fp8_format, as in --fp8_format hybrid.")
+        return
+    asked = f"--fp8_format {options.fp8_format}"
+    if options.transformer_impl == "local":
+        raise UsageError(f"{asked} is for Transformer Engine's layers, not --transformer_impl local. Leave one out.")
+    if not gpus and not options.dry_run:
+        raise UsageError(f"{asked} needs a GPU, and none is visible. Leave it out.")
+    if options.torch_dtype not in (None, "bfloat16"):
+        raise UsageError(f"{asked} needs weights in bf16, not --torch_dtype {options.torch_dtype}. Leave one out.")
+    if options.fp8_recipe == "delayed":
+        cure = "Give --fp8_recipe tensorwise or blockwise."
+        if options.first_last_layers_bf16:
+            raise UsageError(f"--fp8_recipe delayed cannot be with --first_last_layers_bf16 true. {cure}")
+        apart = {"moe_act", "layernorm"} & set(options.recompute_modules)
+        if options.recompute_granularity == "selective" and apart:
+            raise UsageError(f"--fp8_recipe delayed cannot be with --recompute_modules {min(apart)}. {cure}")
+    if options.fp8_param_gather and options.fp8_recipe == "mxfp8":
+        raise UsageError("--fp8_param_gather true cannot be with --fp8_recipe mxfp8 in this version. Leave it out.")
+    if options.fp8_param_gather and not options.use_distributed_optimizer:
+        raise UsageError(
+            "--fp8_param_gather true needs --use_distributed_optimizer true (and --optimizer adam): it has the masters."
         )
 
 
@@ -347,7 +377,7 @@ def _layers(options: BuildOptions, layout: Layout, layers: int) -> None:
 
 def _lengths(options: SftOptions) -> None:
     """A sequence is cut into 2 x CP pieces (each rank takes an early and a late one), and those by TP under SP."""
-    context = options.context_parallel_size
+    context, fp8 = options.context_parallel_size, options.fp8_token_multiple
     tensor = options.tensor_model_parallel_size if options.sequence_parallel else 1
     for name in ("max_length", "packing_length"):
         if (length := getattr(options, name)) is None:
@@ -357,11 +387,15 @@ def _lengths(options: SftOptions) -> None:
                 f"--{name} {length}: does not divide by 2 x --context_parallel_size {context} = {2 * context}. "
                 f"Give {_multiple_near(length, 2 * context)}."
             )
-        if options.packing and length % (context * tensor):
+        if options.packing and length % (context * tensor * fp8):
+            by = [
+                *[f"{fp8} with --fp8_format (--fp8_recipe {options.fp8_recipe})"] * (fp8 > 1),
+                *[f"--tensor_model_parallel_size {tensor} under --sequence_parallel true"] * (tensor > 1),
+                *[f"--context_parallel_size {context}"] * (context > 1),
+            ]
             raise UsageError(
-                f"--{name} {length}: a pack must divide by --tensor_model_parallel_size {tensor} under "
-                f"--sequence_parallel true{f' x --context_parallel_size {context}' * (context > 1)}. "
-                f"Give {_multiple_near(length, context * tensor * 2)}."
+                f"--{name} {length}: a pack must divide by {' x '.join(by)}. "
+                f"Give {_multiple_near(length, context * tensor * fp8 * (2 if context > 1 else 1))}."
             )
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..bridge.distributed import save_distributed
+from ..bridge.fp8 import masters_in_bf16
 from ..bridge.parallel import barrier
 from ..bridge.save import save_weights
 from .folders import begin, commit, explained, rotate
@@ -18,7 +19,8 @@ def save_checkpoint(run: Run, training: Training, step: int) -> Path:
     """Write `checkpoint-{step}` beside its place, then put it there. Every rank calls this."""
     path = run.folder / f"checkpoint-{step}"
     temporary = on_first_rank(lambda: begin(path))
-    with training.parameters_gathered(), explained(path), _removed_on_error(temporary):
+    masters = masters_in_bf16(training.optimizer, training.chunks)
+    with training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
         chunks = training.model.chunks
         if run.options.save_safetensors:
             most = shard_bytes(run.options.max_shard_size)

@@ -26,6 +26,7 @@ def wrap_for_data_parallelism(
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
+        fp8_param_gather=model.config.fp8_param,
         bucket_size=bucket_size,
     )
     chunks = [
@@ -64,6 +65,7 @@ def build_optimizer(
         initial_loss_scale=2.0**16,  # fp16's; megatron-core's own 2**32 would skip the first dozen steps
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        fp8_recipe=model.config.fp8_recipe if model.config.fp8_param else None,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     model.config.grad_scale_func = optimizer.scale_loss

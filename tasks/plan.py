@@ -116,7 +116,7 @@ def batches_of(
         data_parallel_size=layout.data,
         context_parallel_rank=context_rank,
         context_parallel_size=layout.context,
-        length_multiple=layout.tensor if options.sequence_parallel else 1,
+        length_multiple=length_multiple(options),
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
         packing=options.packing,
@@ -130,6 +130,12 @@ def batches_of(
         else min(options.dataloader_num_workers, cores_of_a_rank()),
         pad_token_id=pad_token_id,
     )
+
+
+def length_multiple(options: BuildOptions) -> int:
+    """By what the tokens of a micro batch on one context-parallel rank divide: SP splits them, FP8 takes so many."""
+    split = options.tensor_model_parallel_size if options.sequence_parallel else 1
+    return split * options.fp8_token_multiple
 
 
 def cores_of_a_rank() -> int:

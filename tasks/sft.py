@@ -5,6 +5,7 @@ from megatron.core import parallel_state
 
 from ..bridge.build import build_model
 from ..bridge.distributed import load_distributed
+from ..bridge.fp8 import reading_in_bf16
 from ..bridge.load import load_weights
 from ..bridge.parallel import barrier
 from .args import save_args
@@ -22,7 +23,8 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
     train, val = train_batches(opened), eval_batches(opened)
     model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype))
     read = load_distributed if options.mcore_model else load_weights
-    on_every_rank(lambda: read(model.chunks, opened.hf_config, opened.model_folder))
+    with reading_in_bf16(model.chunks):
+        on_every_rank(lambda: read(model.chunks, opened.hf_config, opened.model_folder))
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     steps = steps_of(options, train.samples)

@@ -130,6 +130,11 @@ class LatentAttention(MegatronModule):
             tp_group=self.tp_group,
         )
 
+    def set_for_recompute_input_layernorm(self) -> None:
+        """megatron-core's wish, with FP8: what is recomputed is kept as it comes, not in FP8."""
+        if self.config.q_lora_rank is None:
+            self.linear_q_proj.save_original_input = True
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Documents, **_
     ) -> tuple[Tensor, None]:
@@ -152,7 +157,9 @@ class LatentAttention(MegatronModule):
         def heads(query_source: Tensor, latent: Tensor, turning_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._heads(query_source, latent, turning_key, documents)
 
-        up = tensor_parallel.CheckpointWithoutOutput() if self.recompute_up and self.training else None
+        up = None
+        if self.recompute_up and self.training:
+            up = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)  # pyright: ignore[reportArgumentType]
         make = heads if up is None else lambda *sources: up.checkpoint(heads, *sources)
         query, key, value = make(query_source, latent, turning_key)
         if self.recompute_core and self.training:

@@ -148,7 +148,7 @@ def test_later_features_switched_off_are_accepted() -> None:
         ("--train_type lora", "LoRA"),
         ("--lora_rank 8", "LoRA"),
         ("--adapters a b", "LoRA"),
-        ("--fp8_format hybrid", "FP8"),
+        ("--fp4_format e2m1", "FP4"),
         ("--optimizer_cpu_offload true", "offload"),
         ("--optimizer_offload_fraction 0.5", "offload"),
         ("--finetune false", "resuming"),
