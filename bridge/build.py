@@ -114,6 +114,7 @@ class Model:
             group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=self.config.sequence_parallel,
             temperature=self.architecture.logits_scale,
+            accumulate=self.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
 

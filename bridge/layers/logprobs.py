@@ -1,8 +1,11 @@
 """Log-probabilities of the labels, straight from the hidden states: vocabulary-parallel and in chunks.
 
 No rank ever holds the logits of more than one chunk of tokens. The backward pass computes a chunk's logits again, which
-costs one more product with the output matrix and saves keeping [tokens, vocabulary].
+costs one more product with the output matrix and saves keeping [tokens, vocabulary]. The fused kernels have no logits
+in fp32 at all, and keep them where they are small: see fused/log_probs.py.
 """
+
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+
+from ..fused import usable
 
 CHUNK_TOKENS = 4096
 
@@ -34,12 +39,7 @@ class _LabelLogProbs(torch.autograd.Function):
                 logits = _logits(hidden[part], weight, columns).div_(temperature)
                 normalizer[part] = torch.logsumexp(logits, dim=-1)
                 chosen[part] = logits.gather(1, local_labels[part, None]).squeeze(1) * held[part]
-        if dist.get_world_size(group) > 1:
-            largest = normalizer.clone()
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            sums = torch.stack(((normalizer - largest).exp(), chosen))
-            dist.all_reduce(sums, group=group)
-            normalizer, chosen = largest + sums[0].log(), sums[1]
+        normalizer, chosen = _over_ranks(normalizer, chosen, group)
         ctx.save_for_backward(hidden, weight, local_labels, held, normalizer)
         ctx.columns, ctx.temperature = columns, temperature
         return chosen - normalizer
@@ -62,24 +62,53 @@ class _LabelLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
+def _over_ranks(normalizer: Tensor, chosen: Tensor, group) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp over all ranks' columns, and the label's logit from the rank that has it: [tokens] each."""
+    if dist.get_world_size(group) == 1:
+        return normalizer, chosen
+    largest = normalizer.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack(((normalizer - largest).exp(), chosen))
+    dist.all_reduce(sums, group=group)
+    return largest + sums[0].log(), sums[1]
+
+
 def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + CHUNK_TOKENS, tokens)) for start in range(0, tokens, CHUNK_TOKENS)]
 
 
 def label_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group, sequence_parallel: bool, temperature=1.0
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group,
+    sequence_parallel: bool,
+    temperature: float = 1.0,
+    accumulate: bool = False,
 ) -> Tensor:
     """log p(label) of each position, fp32 [batch, sequence], the same on every tensor-parallel rank.
 
     hidden [sequence (/ TP under sequence parallelism), batch, hidden_size]; weight: this rank's rows of the output
     matrix [padded vocabulary / TP, hidden_size]; labels [batch, sequence]; `vocab_size`: real entries, without padding.
+    `accumulate`: the fused kernels add the weight's gradient to its `main_grad`, where it has one in fp32.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     rows = weight.shape[0]
-    columns = min(rows, max(0, vocab_size - dist.get_rank(group) * rows))
+    first = dist.get_rank(group) * rows
+    columns = min(rows, max(0, vocab_size - first))
     flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])  # [batch * sequence, hidden_size]
-    result = _LabelLogProbs.apply(flat, weight, labels.reshape(-1), columns, group, temperature)
+    asked = labels.reshape(-1)
+    if usable(flat, weight, asked):
+        from ..fused.log_probs import LabelLogProbs
+
+        keep = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
+        over_ranks = partial(_over_ranks, group=group)
+        result = LabelLogProbs.apply(flat, weight, asked, first, columns, temperature, over_ranks, keep, accumulate)
+    else:
+        result = _LabelLogProbs.apply(flat, weight, asked, columns, group, temperature)
     return result.view_as(labels)  # type: ignore[union-attr]

@@ -1,0 +1,171 @@
+"""Log-probabilities of labels on a GPU: logits stay in the weights' dtype, and are read once forward and once backward.
+
+The backward pass overwrites them with their gradient. They are kept for it where they are small, else computed again,
+which costs one more product with the output matrix; the numbers are the same.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from math import ceil
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .weight_gradient import add_product, added, has_sum
+
+
+@triton.jit
+def _log_sum_kernel(logits, labels, log_sums, chosen, first, columns, width, scale, BLOCK: tl.constexpr):
+    """One token: log sum exp over the columns, and the label's logit (0 where another rank has it), both x scale."""
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * width
+    highest = float("-inf")
+    total = tl.zeros([BLOCK], tl.float32)  # each lane's own sum, relative to the highest of all lanes
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(row + column, mask=column < width, other=0.0).to(tl.float32) * scale
+        x = tl.where(column < columns, x, float("-inf"))
+        higher = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+        highest = higher
+    label = tl.load(labels + token) - first
+    held = (label >= 0) & (label < columns)
+    tl.store(log_sums + token, highest + tl.log(tl.sum(total, 0)))
+    tl.store(chosen + token, tl.load(row + label, mask=held, other=0.0).to(tl.float32) * scale)
+
+
+@triton.jit
+def _slope_kernel(logits, labels, log_sums, grads, first, width, scale, BLOCK: tl.constexpr):
+    """One block of a token's logits, in place: (onehot - softmax) x grad x scale."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + token * width + column
+    x = tl.load(place, mask=column < width, other=0.0).to(tl.float32) * scale
+    label = tl.load(labels + token) - first
+    slope = tl.where(column == label, 1.0, 0.0) - tl.exp(x - tl.load(log_sums + token))
+    tl.store(place, slope * (tl.load(grads + token) * scale), mask=column < width)
+
+
+def sum_logits(
+    logits: Tensor, labels: Tensor, log_sums: Tensor, chosen: Tensor, first: int, columns: int, scale: float
+) -> None:
+    """log sum exp(logits x scale) and the labels' logits x scale, into `log_sums` and `chosen`, fp32 [tokens].
+
+    logits [tokens, width], the first `columns` of them real, and those of the labels from `first` on.
+    """
+    width, blocks = logits.shape[1], _blocks(logits.shape[1])
+    _log_sum_kernel[(len(logits),)](logits, labels, log_sums, chosen, first, columns, width, scale, **blocks)
+
+
+def differentiate(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
+    """Overwrite logits [tokens, width] with the gradient of sum(grads x log p(labels)) by them.
+
+    labels, log_sums (over all ranks' columns) and grads [tokens].
+    """
+    width, blocks = logits.shape[1], _blocks(logits.shape[1])
+    grid = (len(logits), ceil(width / blocks["BLOCK"]))
+    _slope_kernel[grid](logits, labels, log_sums, grads, first, width, scale, **blocks)
+
+
+def _blocks(width: int) -> dict[str, Any]:
+    """Columns that a program takes at once, and its warps."""
+    block = min(4096, int(triton.next_power_of_2(width)))
+    return {"BLOCK": block, "num_warps": max(1, block // 1024)}
+
+
+class _Kept:
+    """The logits of a call's first chunks, on their way from its forward pass to its backward pass."""
+
+    everywhere: ClassVar[WeakSet["_Kept"]] = WeakSet()  # of this process, which has one device
+
+    def __init__(self):
+        self.chunks: deque[Tensor] = deque()
+        _Kept.everywhere.add(self)
+
+    def takes(self, logits: Tensor) -> bool:
+        """Whether there is room for them, beside those of other calls and micro batches that wait."""
+        room = most_kept(logits.device) - sum(each.nbytes for kept in _Kept.everywhere for each in kept.chunks)
+        if logits.nbytes <= room:
+            self.chunks.append(logits)
+        return logits.nbytes <= room
+
+
+def most_kept(device: torch.device) -> int:
+    """Bytes of logits that wait for a backward pass: a sixteenth of the device, however much of it is free."""
+    return torch.cuda.get_device_properties(device).total_memory // 16 if device.type == "cuda" else 2**30
+
+
+class LabelLogProbs(torch.autograd.Function):
+    """log p(label), fp32 [tokens], of hidden [tokens, hidden_size], this rank's `weight`, and labels [tokens].
+
+    `first`: the label that the first row of `weight` is for; `columns`: how many of its rows are real. `over_ranks`
+    makes of a rank's log-sum-exp and labels' logits those of all tensor-parallel ranks. `keep`: a backward pass may
+    follow; `accumulate`: it adds the weight's gradient to `main_grad` where that is there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        first: int,
+        columns: int,
+        temperature: float,
+        over_ranks: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        keep: bool,
+        accumulate: bool,
+    ) -> Tensor:
+        log_sums = torch.full_like(labels, -torch.inf, dtype=torch.float32)
+        chosen = torch.zeros_like(log_sums)
+        ctx.kept = _Kept()
+        for part in _chunks(hidden, columns):
+            logits = _logits(hidden[part], weight, columns)
+            sum_logits(logits, labels[part], log_sums[part], chosen[part], first, columns, 1 / temperature)
+            keep = keep and ctx.kept.takes(logits)
+            del logits
+        log_sums, chosen = over_ranks(log_sums, chosen)
+        ctx.save_for_backward(hidden, weight, labels, log_sums)
+        ctx.first, ctx.columns, ctx.scale, ctx.accumulate = first, columns, 1 / temperature, accumulate
+        return chosen - log_sums
+
+    @staticmethod
+    def backward(ctx, grads: Tensor):  # type: ignore[override]
+        hidden, weight, labels, log_sums = ctx.saved_tensors
+        kept = ctx.kept.chunks  # taken out as they are overwritten: a second backward pass computes them again
+        grads = grads.contiguous()
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        accumulate, total = ctx.accumulate and has_sum(weight), None
+        if ctx.needs_input_grad[1]:
+            total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
+        for part in _chunks(hidden, ctx.columns):
+            logits = kept.popleft() if kept else _logits(hidden[part], weight, ctx.columns)
+            differentiate(logits, labels[part], log_sums[part], grads[part], ctx.first, ctx.scale)
+            slopes = logits[:, : ctx.columns]
+            if grad_hidden is not None:
+                torch.mm(slopes, weight[: ctx.columns], out=grad_hidden[part])
+            if total is not None:
+                add_product(total[: ctx.columns], slopes, hidden[part])
+            del logits, slopes  # before the next ones are there
+        if total is None:
+            return grad_hidden, *[None] * 8
+        return grad_hidden, added(weight) if accumulate else total.to(weight.dtype), *[None] * 7
+
+
+def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:
+    """[tokens, columns, and some more whose values mean nothing: rows begin at multiples of 128 bytes or more]"""
+    logits = hidden.new_empty(len(hidden), -(-columns // 64) * 64)
+    torch.mm(hidden, weight[:columns].t(), out=logits[:, :columns])
+    return logits
+
+
+def _chunks(hidden: Tensor, columns: int) -> list[slice]:
+    """Of equal size and each at most a third of what may be kept, since one is there also where none is kept."""
+    tokens = len(hidden)
+    number = ceil(3 * tokens * columns * hidden.itemsize / most_kept(hidden.device))
+    size = ceil(tokens / number / 128) * 128 if number else 0
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] if size else []
