@@ -1,0 +1,257 @@
+"""scripts/bench without its trainings: shapes, what is read of logs, figures by hand, runs that end or fail."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+import make
+import measure
+import report
+import run
+import systems
+from rows import ROWS
+
+# Lines as both systems write them (ms-swift 4.6: swift/megatron/callbacks/print.py).
+OURS = {
+    "step": 2, "max_steps": 9, "loss": 12.0005, "grad_norm": 8.209, "learning_rate": 1e-5, "tokens": 130_652,
+    "tokens_per_second_per_gpu": 65_583.0, "tflops_per_gpu": 261.0, "mfu": 0.264, "data_wait": 0.001,
+    "seconds_per_step": 0.996, "memory_gib": 37.21, "elapsed": 8.2, "remaining": 7.0,
+}  # fmt: skip
+PEER = {
+    "loss": 11.98, "grad_norm": 8.25, "learning_rate": 1e-5, "iteration": "2/13", "elapsed_time": "8s",
+    "remaining_time": "44s", "memory(GiB)": 56.01, "train_speed(s/it)": 4.02,
+}  # fmt: skip
+# A training: a log line each 20 ms (to the file that --output_dir names), and a process of its own beside.
+STAND_IN = """
+import json, pathlib, subprocess, sys, time
+log = pathlib.Path(sys.argv[1])
+log.parent.mkdir(parents=True, exist_ok=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+(log.parent / "child").write_text(str(child.pid))
+for step in range(1, int(sys.argv[2]) + 1):
+    time.sleep(0.02)
+    line = json.dumps({"step": step, "loss": 12 - step / 10, "grad_norm": 1.0, "memory_gib": 2.0, "tokens": 60 * step,
+                       "tflops_per_gpu": 1e-3, "seconds_per_step": 0.02})
+    with log.open("a") as file:
+        file.write(line[:20])
+        file.flush()
+        file.write(line[20:] + "\\n")
+print("ValueError: that was all")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_shapes_are_those_of_transformers(name):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = ROWS[name].config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    theirs = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
+    ours = make.shapes(config)
+    stacked = {key for key in theirs if ".experts." in key}  # transformers has all experts of a layer in one tensor
+    assert {key: ours[key] for key in theirs.keys() - stacked} == {key: theirs[key] for key in theirs.keys() - stacked}
+    assert sum(torch.Size(shape).numel() for shape in ours.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_checkpoint_and_its_text_are_made_once(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, data = tmp_path / "tiny", tmp_path / "text.jsonl"
+    messages = [{"role": "user", "content": "Sort a list."}, {"role": "assistant", "content": "```python\nsorted(x)"}]
+    data.write_text((json.dumps({"messages": messages}) + "\n") * 5)  # for the library takes seconds to read
+    make.make(ROWS["tiny"], folder, data)
+    _, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.decode(ids).endswith("assistant\n```python\nsorted(x)<|im_end|>\n")
+    assert tokenizer.eos_token_id in ids
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    make.make(ROWS["tiny"], folder, data)
+    assert not (folder / "model-00001-of-00001.safetensors").exists()
+
+
+def test_text_is_documented_code(tmp_path):
+    body = "    x = 1\n" * 30
+    (tmp_path / "one.py").write_text(
+        f'def documented():\n    """{"What it is for. " * 4}"""\n{body}\n\ndef bare():\n{body}'
+    )
+    (tmp_path / "test_two.py").write_text((tmp_path / "one.py").read_text())
+    (tmp_path / "three.py").write_text("not python")
+    (chat,) = make.conversations(tmp_path)
+    question, answer = (turn["content"] for turn in chat["messages"])
+    assert question.startswith("Write Python code for `documented` from the module `one`. What it is for.")
+    assert answer.startswith("```python\ndef documented():")
+
+
+def test_both_systems_get_the_same_work(tmp_path):
+    site = tmp_path / "site"
+    script = site / "swift" / "cli" / "_megatron" / "sft.py"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    place = (Path("model"), Path("data"), Path("out"))
+    both = [
+        systems.command(name, ROWS["30b"], *place, gpus=8, steps=9, site=site, flags="--mine 1")
+        for name in ("fp8-blockwise", "peer")
+    ]
+    assert str(script) in both[1]
+    flags = [dict(zip(words[words.index("--model") :: 2], words[words.index("--model") + 1 :: 2])) for words in both]  # noqa: B905
+    ours, theirs = flags
+    assert ours.pop("--mine") == "1"
+    assert (ours.pop("--fp8_format"), ours.pop("--fp8_recipe")) == ("e4m3", "blockwise")
+    assert ours.items() <= theirs.items()
+    assert theirs["--moe_permute_fusion"] == "true"
+    assert (ours["--global_batch_size"], ours["--expert_model_parallel_size"]) == ("32", "8")
+    with pytest.raises(FileNotFoundError, match="pip install ms-swift"):
+        systems.peer_script(tmp_path)
+    for name in ("peer", "ours"):
+        path = systems.environment(name, tmp_path, gpus=2, site=site).get("PYTHONPATH", "").split(":")
+        assert (str(site) in path) == (name == "peer")
+    assert systems.environment("ours", tmp_path, gpus=2, site=None)["NPROC_PER_NODE"] == "2"
+
+
+def test_our_flags_are_known(tmp_path, monkeypatch):
+    from megaswift.cli.main import read_options
+
+    for row in ROWS.values():
+        words = systems.command("local", row, tmp_path, tmp_path, tmp_path, gpus=8, steps=9, site=None, flags="")
+        options, *_ = read_options("megatron", words[words.index("sft") :])
+        assert (options.packing, options.max_length, options.logging_steps) == (True, row.length, 1)
+
+
+def test_lines_of_both_logs():
+    ours, theirs = systems.step_of("ours", OURS, gpus=2), systems.step_of("peer", PEER, gpus=2)
+    assert ours == {name: OURS[name] for name in ("step", "loss", "grad_norm", "memory_gib", "tokens")} | {
+        "flops": pytest.approx(261e12 * 0.996 * 2)
+    }
+    assert theirs == {"step": 2, "loss": 11.98, "grad_norm": 8.25, "memory_gib": 56.01, "own_clock": 8.04}
+    assert systems.step_of("ours", {"step": 9, "eval_loss": 1.0}, gpus=1) is None
+    assert systems.step_of("peer", {"last_model_checkpoint": "x"}, gpus=1) is None
+
+
+def test_a_run_ends_behind_its_last_step_with_all_it_started(tmp_path):
+    log = tmp_path / "out" / "logging.jsonl"
+    words = [sys.executable, "-c", STAND_IN, str(log), "1000"]
+    found, error = measure.measure(
+        words, {}, log, tmp_path / "printed", steps=5, timeout=60, read=lambda line: systems.step_of("ours", line, 1)
+    )
+    assert error is None
+    assert [step["step"] for step in found] == [1, 2, 3, 4, 5]
+    assert 0.04 <= found[4]["at"] - found[0]["at"] < 5
+    child = int((log.parent / "child").read_text())
+    deadline = time.monotonic() + 10
+    while measure._alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    log = tmp_path / "out" / "logging.jsonl"
+    for steps, timeout, why in (
+        (5, 60, "ended with code 3 after 2 of 5 steps: ValueError: that"),
+        (2, 0.0, "took more"),
+    ):
+        log.unlink(missing_ok=True)
+        words = [sys.executable, "-c", STAND_IN, str(log), "2"]
+        _, error = measure.measure(words, {}, log, tmp_path / "printed", steps=steps, timeout=timeout, read=lambda x: x)
+        assert error
+        assert error.startswith(why)
+
+
+def a_run(system: str, seconds: float, **changes) -> dict:
+    """Six steps: a slow one, then each the given seconds, but for one hiccup."""
+    at = 30.0
+    steps = []
+    for step in range(1, 7):
+        ours = {} if system == "peer" else {"tokens": 65_000 * step, "flops": 2.5e14 if step > 2 else 0.0}
+        steps.append({"step": step, "loss": 12.0 - step, "grad_norm": 1.0, "memory_gib": 10.0 + step, "at": at} | ours)
+        at += 5.0 if step in (1, 4) else seconds
+    about = {"row": "0.6b", "system": system, "flags": "", "gpus": 1, "call": "2026-01-02 03:04", "called": "run"}
+    about |= {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "global_batch": 16, "length": 4096}
+    return about | {"warmup": 2, "last_step": 6, "steps": steps, "caches": "cold", "error": None} | changes
+
+
+def test_figures_by_hand():
+    runs = [a_run("ours", 0.5), a_run("local", 0.625), a_run("peer", 1.0)]
+    ours, local, peer = (report.summary(run, runs) for run in runs)
+    assert ours["seconds_per_step"] == pytest.approx(0.5)  # the median of 0.5, 0.5, 5, 0.5
+    assert ours["tokens_per_second_per_gpu"] == pytest.approx(65_536 / 0.5)
+    assert ours["real_tokens_per_second_per_gpu"] == pytest.approx(65_000 / 0.5)
+    assert ours["tflops_per_gpu"] == pytest.approx(500)
+    assert ours["mfu"] == pytest.approx(500 / 989)
+    assert (ours["memory_gib"], ours["first_step"]) == (16.0, 30.0)
+    assert (ours["ratio"], ours["against"], ours["least"]) == (pytest.approx(2.0), "ms-swift", 1.4)
+    assert (local["ratio"], local["against"], local["least"]) == (pytest.approx(0.8), "megaswift", 0.95)
+    assert peer["tflops_per_gpu"] == pytest.approx(250)  # of our FLOPs
+    assert "ratio" not in peer
+    two = [a_run("ours", 0.5, gpus=2), runs[2]]
+    assert report.summary(two[0], two)["tokens_per_second_per_gpu"] == pytest.approx(65_536)
+    assert "ratio" not in report.summary(two[0], two)  # the peer's is on one GPU
+
+
+def test_the_page(tmp_path):
+    other = {"call": "2026-01-03 03:04"}
+    first = [a_run("ours", 0.5), a_run("peer", 1.0), a_run("peer", 0.1, error="took | more", **other)]
+    later = [
+        a_run("ours", 0.25, **other),
+        a_run("ours", 0.2, flags="--x 1", **other),
+        a_run("ours", 1, row="moe", error="E"),
+    ]
+    (tmp_path / "1.json").write_text(json.dumps(first))
+    (tmp_path / "2.json").write_text(json.dumps(later))
+    page = tmp_path / "page.md"
+    page.write_text(f"# Head\n{report.BEGIN}\nWHAT WAS\n{report.END}\ntail\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report", str(tmp_path / "1.json"), str(tmp_path / "2.json"), "--into", str(page)])
+        report.main()
+    text = page.read_text()
+    assert text.startswith(f"# Head\n{report.BEGIN}\n| model |")
+    assert text.endswith(f"{report.END}\ntail\n")
+    assert "WHAT WAS" not in text
+    kept = json.loads((tmp_path / "page.json").read_text())
+    assert [(run["row"], run["system"], run["flags"], run["error"]) for run in kept] == [
+        ("0.6b", "ours", "", None), ("0.6b", "ours", "--x 1", None), ("0.6b", "peer", "", None),
+        ("moe", "ours", "", "E"),
+    ]  # fmt: skip
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert lines[4][:6] == ["Qwen3-0.6B", "1", "megaswift", "0.250", "262,144", "260,000"]
+    assert lines[4][-1] == "4.00 x ms-swift, another call (1.4)"
+    assert lines[5][-1] == "1.25 x megaswift"
+    assert lines[6][-4:] == ["25.3%", "16.0 GiB", "30 s, cold", ""]
+    assert lines[7][2:4] == ["megaswift", "E"]
+    assert ["ms-swift", *[f"{12 - step:.3f}" for step in range(1, 7)]] in lines
+    assert "- 2026-01-03 03:04, NVIDIA H200: `run`; torch 2.11.0" in text
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match=r"page\.md has no <!-- bench -->"):
+        report.put(page, "x")
+
+
+def test_the_command_goes_on_behind_what_fails(tmp_path, monkeypatch, capsys):
+    def command(system, row, model, data, out, *, steps, flags, **_):
+        if system == "peer":
+            raise FileNotFoundError("ms-swift is not installed")
+        assert (system, flags) == ("local", "--f 1") or steps == 5 + 4
+        return [sys.executable, "-c", STAND_IN, str(out / "logging.jsonl"), "2" if system == "local" else str(steps)]
+
+    monkeypatch.setattr(run, "command", command)
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run, "visible_gpus", lambda: 0)
+    words = ["run.py", "tiny", "30b", "--systems", "ours", "peer", "local", "--warmup", "1", "--flags=--f 1"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 1
+    runs = json.loads((tmp_path / "results.json").read_text())
+    assert [(each["row"], each["error"] and each["error"][:20]) for each in runs] == [
+        ("tiny", None), ("tiny", "ms-swift is not inst"), ("tiny", "ended with code 3 af"),
+        *[("30b", "needs 8 GPUs")] * 3,
+    ]  # fmt: skip
+    assert len(runs[0]["steps"]) == 4
+    assert (tmp_path / "results.md").read_text() in capsys.readouterr().out
