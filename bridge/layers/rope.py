@@ -29,6 +29,7 @@ class Turns(NamedTuple):
     sin: Tensor
     angles: Tensor | None  # [sequence, 1, 1, dim], contiguous: one row's; None where cos and sin are not just of them
     interleaved: bool
+    exact: tuple[Tensor, Tensor]  # cos and sin of the planes, [sequence, batch, dim / 2] fp32
 
 
 def rotation(rope: Rope, device: torch.device) -> Rotation:
@@ -109,7 +110,9 @@ def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bo
         cos, sin = cos * rope.factor, sin * rope.factor
     # Positions are the same in every row where rows are padded, and packed tokens are one row.
     of_one_row = angles[:, :1].contiguous() if rope.factor == 1.0 else None
-    return Turns(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved)
+    one_of_each = slice(None, None, 2) if rope.interleaved else slice(planes.shape[-1])
+    exact = cos[:, :, 0, one_of_each], sin[:, :, 0, one_of_each]
+    return Turns(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved, exact)
 
 
 def rotate(x: Tensor, turns: Turns) -> Tensor:

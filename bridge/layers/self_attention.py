@@ -1,0 +1,75 @@
+"""megatron-core's self-attention, whose heads are split, normed and turned in one kernel: see fused/qkv.py."""
+
+from typing import Any, cast
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import apply_module
+from torch import Tensor
+from torch.nn import Module
+
+from ..rows import Architecture
+from .segments import Documents
+
+
+def fuses(config: TransformerConfig) -> bool:
+    """Whether the kernel does all that this model's attention asks of heads."""
+    architecture: Architecture = config.architecture  # type: ignore[attr-defined]
+    assert config.num_query_groups is not None
+    assert config.kv_channels is not None
+    normed = config.normalization == "RMSNorm" and architecture.qk_norm == "head"
+    return (
+        config.fuse_heads  # type: ignore[attr-defined]
+        and not config.multi_latent_attention
+        and (normed if config.qk_layernorm else architecture.qk_norm != "l2")
+        and config.num_query_groups >= config.tensor_model_parallel_size
+        and config.kv_channels % 2 == 0
+    )
+
+
+class FusedSelfAttention(SelfAttention):
+    """Its weights are megatron-core's, under their names."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        core: Any = self.core_attention
+        self.rope, core.rope = core.rope, None  # queries and keys come turned
+        # A value is not copied where attention takes it as it lies, unless that kept more in memory.
+        self.view_value = self.q_layernorm is not None and core.kernel != "transformer_engine"
+        self.documents: Documents | None = None
+
+    def forward(self, *args: Any, packed_seq_params: Documents, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        self.documents = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any = None, output_gate: bool = False, split_qkv: bool = True
+    ) -> Any:
+        """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> query, key, value, and gate
+        where asked for: [sequence, batch, heads, dim]"""
+        from ..fused.qkv import Heads, split_heads
+
+        assert self.documents is not None
+        documents, self.documents = self.documents, None
+        mixed, _ = apply_module(self.linear_qkv)(hidden_states)
+        norms = None
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            # Their modules are not called: their hooks (which wait for an overlapped gathering) run here.
+            modules = cast(list[Module], [self.q_layernorm, self.k_layernorm])
+            for module in modules:
+                for hook in module._forward_pre_hooks.values():
+                    hook(module, ())
+            norms = cast(tuple[Tensor, Tensor], tuple(module.weight for module in modules))
+        turns = None if self.rope is None else documents.turns[self.rope]
+        heads = Heads(
+            groups=self.num_query_groups_per_partition,
+            queries=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
+            dim=self.hidden_size_per_attention_head,
+            gated=output_gate,
+            eps=self.config.layernorm_epsilon,
+            zero_centred=self.config.layernorm_zero_centered_gamma,
+            interleaved=turns is not None and turns.interleaved,
+            view_value=self.view_value,
+        )
+        query, key, value, gate = split_heads(mixed, norms, None if turns is None else turns.exact, heads)
+        return (query, key, value, gate) if output_gate else (query, key, value)
