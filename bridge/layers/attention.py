@@ -149,8 +149,6 @@ class CoreAttention(MegatronModule):
         return rotate(x, turns)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        if repeat := query.shape[1] // key.shape[1] - 1:  # this kernel takes as many key heads as query heads
-            key, value = (x.repeat_interleave(repeat + 1, dim=1) for x in (key, value))
         return varlen_attention(
             query,
             key,

@@ -18,26 +18,31 @@ Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, ke
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-class SinkAttention(torch.autograd.Function):
-    """query, key, value [tokens, heads, dim]; sinks [heads]; a kernel's two passes -> [tokens, heads, dim]"""
+class KernelAttention(torch.autograd.Function):
+    """query [tokens, heads, dim], key and value [tokens, groups, dim]; sinks [heads], or None; a kernel's two passes
+    -> [tokens, heads, dim]"""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, forward: Forward, backward: Backward
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, forward: Forward, backward: Backward
     ) -> Tensor:
         output, log_sum = forward(query, key, value)
-        whole = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
-        output = (output * (log_sum - whole).exp().t().unsqueeze(-1)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, whole)
+        if sinks is not None:
+            whole = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
+            output = (output * (log_sum - whole).exp().t().unsqueeze(-1)).to(query.dtype)
+            log_sum = whole
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.kernel = backward
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        query, key, value, sinks, output, whole = ctx.saved_tensors
-        grads = ctx.kernel(grad.contiguous(), query, key, value, output, whole)
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
+        grads = ctx.kernel(grad.contiguous(), query, key, value, output, log_sum)
+        if sinks is None:
+            return *grads, None, None, None
         # The sink's value is zero: of the softmax's derivative only the share of the output is left.
-        share = (sinks.float().unsqueeze(1) - whole).exp()
+        share = (sinks.float().unsqueeze(1) - log_sum).exp()
         grad_sinks = -(share * (grad.float() * output.float()).sum(-1).t()).sum(1)
         return *grads, grad_sinks.to(sinks.dtype), None, None
 
@@ -55,26 +60,21 @@ def varlen_attention(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """torch's variable-length flash attention, causal: query, key, value [tokens, heads, dim]; ends [segments + 1]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    left = -1 if window is None else window - 1
+    """torch's flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim];
+    ends [segments + 1]. By the kernels themselves, since torch's `varlen_attn` wants as many groups as heads."""
+    kernels = torch.ops.aten
     lengths = (query_ends, key_ends, max_queries, max_keys)
-    if sinks is None:
-        output = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(left, 0))
-        assert isinstance(output, Tensor)
-        return output
-    kernel = torch.ops.torch_attn  # the two passes that varlen_attn is made of
-    causal, reach = left == -1, [left, 0]
+    causal, left = window is None, -1 if window is None else window - 1
+    reach: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
-    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return kernel._varlen_attn(query, key, value, *lengths, causal, scale, reach)[:2]
+    def forward(*states: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels._flash_attention_forward(*states, *lengths, 0.0, causal, False, **reach)[:2]
 
-    def backward(grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which there is none of
-        return kernel._varlen_attn_backward(grad, *saved, *lengths, causal, state, scale, reach)
+    def backward(*states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        unread = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout, which there is none of
+        return kernels._flash_attention_backward(*states, *lengths, 0.0, causal, unread, unread, **reach)
 
-    return SinkAttention.apply(query, key, value, sinks, forward, backward)  # type: ignore[return-value]
+    return KernelAttention.apply(query, key, value, sinks, forward, backward)  # type: ignore[return-value]
 
 
 def masked_attention(

@@ -11,7 +11,7 @@ from megaswift.bridge.families.decoder import rope
 from megaswift.bridge.layers import logprobs
 from megaswift.bridge.layers.rope import inverse_frequencies, rotation
 from megaswift.bridge.layers.segments import Reach, describe_documents, make_segments
-from megaswift.bridge.layers.sinks import SinkAttention, masked_attention
+from megaswift.bridge.layers.sinks import KernelAttention, masked_attention
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -112,7 +112,7 @@ def test_sinks_by_a_flash_kernel_and_with_every_score_in_memory():
         )
         return tuple(map(tokens, grads))
 
-    flash = SinkAttention.apply(*inputs, sinks, forward, backward)
+    flash = KernelAttention.apply(*inputs, sinks, forward, backward)
     plain = tokens(masked_attention(*map(batched, inputs), None, sinks, 0.3, 0.0))
     torch.testing.assert_close(flash, plain)
     found, expected = (torch.autograd.grad((x * slopes).sum(), (*inputs, sinks)) for x in (flash, plain))
