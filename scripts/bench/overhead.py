@@ -1,0 +1,112 @@
+"""The Python overhead of a training step: `train_step` on a model so small that Python is most of it, over a bare loop.
+
+    python scripts/bench/overhead.py [--rounds 15]
+
+The bare loop is transformers' model of the same config with torch's AdamW: forward, backward, clip, step. Both run in
+this process on a CPU with one thread, in turns, so that a busy machine slows both; what is printed, and guarded in
+tests/bench/test_overhead.py, is the median of the rounds' ratios.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from make import shapes
+from megaswift.bridge.build import build_model
+from megaswift.bridge.parallel import initialize
+from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megaswift.tasks.options import SftOptions
+from megaswift.tasks.train import Training, sft_loss, train_step
+from megaswift.templates.layout import Batch, Layout
+from rows import QWEN3
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG: dict[str, Any] = (
+    QWEN3 | SIZES | {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 256, "dtype": "float32"}
+)
+LENGTH, MICRO_BATCHES, STEPS = 32, 2, 10  # tokens of a document, micro batches of a step, steps of a round
+Step = Callable[[int], object]
+
+
+def ours() -> Step:
+    """A training step by number. The process must be a job of one: see bridge/parallel.py."""
+    options = SftOptions(lr_decay_style="constant")
+    initialize(options, seed=1)
+    model = build_model(CONFIG, options, torch.float32)
+    with torch.no_grad():
+        for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02)
+    assert sum(p.numel() for c in model.chunks for p in c.parameters()) == sum(map(_size, shapes(CONFIG).values()))
+    chunks = wrap_for_data_parallelism(model, options)
+    optimizer = build_optimizer(model, chunks, options, options)
+    schedule = build_schedule(optimizer, options, options.weight_decay, 1000)
+    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
+    made = batches()
+    return lambda step: train_step(training, made, sft_loss, step)
+
+
+def bare() -> Step:
+    """The same step in plain PyTorch."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1)
+    made = [(batch.tokens, batch.labels) for batch in batches()]
+
+    def step(_: int) -> None:
+        for tokens, labels in made:
+            logits = model(tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits[0], labels[0]) / MICRO_BATCHES
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def batches() -> list[Batch]:
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(3, 256, LENGTH), np.ones(LENGTH, np.float32)) for _ in range(MICRO_BATCHES)]
+    tokens = float(MICRO_BATCHES * (LENGTH - 1))
+    return [Layout(pack_length=LENGTH).batch([[document]], tokens, None) for document in documents]
+
+
+def seconds(step: Step, start: int) -> float:
+    """Of a step, over STEPS of them."""
+    began = time.perf_counter()
+    for number in range(start, start + STEPS):
+        step(number)
+    return (time.perf_counter() - began) / STEPS
+
+
+def compare(step: Step, reference: Step, rounds: int) -> tuple[float, float, float]:
+    """Median seconds of both steps, and the median of their ratio, round by round; a round more warms up."""
+    gc.collect()
+    times = [(seconds(step, STEPS * n), seconds(reference, STEPS * n)) for n in range(rounds + 1)][1:]
+    return median(one for one, _ in times), median(two for _, two in times), median(one / two for one, two in times)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    mine, theirs, ratio = compare(ours(), bare(), arguments.rounds)
+    print(f"a step of ours {1e3 * mine:.2f} ms, of the bare loop {1e3 * theirs:.2f} ms: {ratio:.2f} x")
+
+
+if __name__ == "__main__":
+    main()
