@@ -2,6 +2,8 @@
 
 import gc
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +22,19 @@ from .flops import Flops, peak_flops
 from .log import RunLog
 from .plan import steps_of
 from .run import Run, on_every_rank
-from .train import Loss, NonFiniteError, Training, evaluate_step, sum_over_ranks, train_step, with_global_loss_tokens
+from .train import (
+    Fetched,
+    Loss,
+    NonFiniteError,
+    Outcome,
+    Training,
+    evaluate_step,
+    sum_over_ranks,
+    train_step,
+    with_global_loss_tokens,
+)
+
+Sums = Callable[[], tuple[dict[str, float], float, float]]  # means of metrics, tokens, FLOPs: waits for the device
 
 
 def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None) -> None:
@@ -40,6 +54,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     window = _Window(names)
     steps = train.steps()
     last = None
+    line: Callable[[], None] | None = None  # of the last step, not yet written
+
     try:
         for step in range(1, max_steps + 1):
             start = time.perf_counter()
@@ -49,26 +65,29 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
                 batches = next(steps)
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
-            metrics, grad_norm = train_step(training, batches, loss, step)
-            if grad_norm is None:
+            metrics, outcome = train_step(training, batches, loss, step)
+            line = line and line()  # of the step before, whose numbers have come; the device has this one to do
+            if outcome.skipped:
                 log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
             window.add(batches, metrics, flops, _balancing(training))
             if log.due(step):
-                means, tokens, cost = window.read(training)
-                log.step(int(tokens), cost, data_wait)
-                norm = {} if grad_norm is None else {"grad_norm": grad_norm}
-                log.train(step, means | norm | {"learning_rate": learning_rate})
+                line = partial(_write, log, step, window.close(training), outcome, learning_rate, data_wait)
             else:
                 log.step(0, 0.0, data_wait)
+            evaluates = val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps)
+            saves = _saves(run, train, step, max_steps)
+            if evaluates or saves or not torch.cuda.is_available():
+                training.look()
+                line = line and line()
             with log.meter.paused():
-                if val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps):
+                if val is not None and evaluates:
                     collect = options.manual_gc and options.manual_gc_eval
                     if collect:
                         gc.collect()
                     log.evaluation(step, evaluate(training, val, loss, names, options.eval_iters))
                     if collect:
                         gc.collect()
-                if _saves(run, train, step, max_steps):
+                if saves:
                     last = save_checkpoint(run, training, step)
                     log.draw()
                     log.note(f"checkpoint: {last}")
@@ -80,15 +99,23 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     log.close({"last_checkpoint": str(last)})
 
 
+def _write(log: RunLog, step: int, sums: Sums, outcome: Outcome, learning_rate: float, data_wait: float) -> None:
+    means, tokens, cost = sums()
+    log.step(int(tokens), cost, data_wait)
+    norm = {} if outcome.grad_norm is None else {"grad_norm": outcome.grad_norm}
+    log.train(step, means | norm | {"learning_rate": learning_rate})
+
+
 def evaluate(training: Training, val: Batches, loss: Loss, names: list[str], most: int) -> dict[str, float]:
     """Means over the evaluation data by trained tokens, as `eval_<name>`; over `most` global batches, or all (-1)."""
-    total, weight = torch.zeros(len(names), dtype=torch.float64), 0.0
+    totals, weight = {}, 0.0
     for batches in islice(val.once(), most if most >= 0 else None):
         tokens = batches[0].loss_tokens
-        sums, _ = sum_over_ranks(evaluate_step(training, batches, loss), names)
-        total += torch.tensor([sums[name] for name in names], dtype=torch.float64) * tokens
+        for name, value in evaluate_step(training, batches, loss).items():
+            totals[name] = totals.get(name, 0.0) + value.double() * tokens
         weight += tokens
-    return {f"eval_{name}": value for name, value in zip(names, (total / max(weight, 1.0)).tolist(), strict=True)}
+    sums = sum_over_ranks(totals, names).wait()
+    return {f"eval_{name}": value / max(weight, 1.0) for name, value in zip(names, sums, strict=True)}
 
 
 def _falls_on(step: int, every: int, max_steps: int) -> bool:
@@ -118,10 +145,12 @@ def _balancing(training: Training) -> dict[str, Tensor]:
 
 
 class _Window:
-    """Sums since the last log line, on the device: nothing here waits for it until `read`."""
+    """Sums since the last log line, on the device."""
 
     def __init__(self, names: list[str]):
         self.names = names
+        self.balancing_names: list[str] = []  # those of all ranks, found at the first line
+        self.asked = False
         self._reset()
 
     def _reset(self) -> None:
@@ -139,30 +168,38 @@ class _Window:
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
 
-    def read(self, training: Training) -> tuple[dict[str, float], float, float]:
-        """Means of the metrics over the steps, then tokens and FLOPs, all over all ranks. Every rank calls this."""
-        sums, (tokens, flops) = sum_over_ranks(self.metrics, self.names, self.tokens, self.flops)
-        means = {name: value / self.steps for name, value in sums.items()}
-        means |= self._balancing_means(training)
+    def close(self, training: Training) -> Sums:
+        """Means of the metrics over the steps, then tokens and FLOPs, all over all ranks. Every rank calls this; only
+        what it returns waits for the device."""
+        steps, sums = self.steps, sum_over_ranks(self.metrics, self.names, self.tokens, self.flops)
+        balancing = self._balancing_means(training)
         self._reset()
-        return means, tokens, flops
 
-    def _balancing_means(self, training: Training) -> dict[str, float]:
+        def wait() -> tuple[dict[str, float], float, float]:
+            *metrics, tokens, flops = sums.wait()
+            means = {name: value / steps for name, value in zip(self.names, metrics, strict=True)}
+            if balancing is not None:
+                means |= zip(self.balancing_names, balancing.wait(), strict=True)
+            return means, tokens, flops
+
+        return wait
+
+    def _balancing_means(self, training: Training) -> Fetched | None:
         config = training.model.config
         if config.num_moe_experts is None:
-            return {}
-        # A rank has its own layers (pipeline) and a share of each value (tensor and context parallelism); data-parallel
-        # ranks have values of their own.
-        names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(names, sorted(self.balancing))
-        found = sorted({name for some in names for name in some})
-        if not found:
-            return {}
+            return None
+        if not self.asked:  # a rank has its own layers (pipeline)
+            names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(names, sorted(self.balancing))
+            self.balancing_names, self.asked = sorted({name for some in names for name in some}), True
+        if not self.balancing_names:
+            return None
         frequency = config.moe_layer_freq
         pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
+        # A rank has a share of each value (tensor and context parallelism); data-parallel ranks have their own.
         parts = sum(map(bool, pattern)) * self.micro_batches * parallel_state.get_data_parallel_world_size()
-        vector = torch.zeros(len(found), dtype=torch.float64, device=runtime.device())
-        for place, name in enumerate(found):
+        vector = torch.zeros(len(self.balancing_names), dtype=torch.float64, device=runtime.device())
+        for place, name in enumerate(self.balancing_names):
             vector[place] = self.balancing.get(name, 0.0)
         dist.all_reduce(vector)
-        return dict(zip(found, (vector / parts).tolist(), strict=True))
+        return Fetched(vector / parts)

@@ -4,13 +4,17 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
+from ..bridge import runtime
 from ..bridge.build import Model
 from ..bridge.options import ParallelOptions
+from .adamw import AdamW
 from .options import OptimizerOptions, ScheduleOptions
 
 
@@ -68,8 +72,34 @@ def build_optimizer(
         fp8_recipe=model.config.fp8_recipe if model.config.fp8_param else None,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    for part in _parts(optimizer):
+        _use_our_own(part, in_fp8=model.config.fp8_param)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _use_our_own(part: Any, *, in_fp8: bool) -> None:
+    """Give a part of megatron-core's optimizer what updates on the device alone: its own waits for the gradient norm,
+    and is another one where Transformer Engine is not installed."""
+    if part.optimizer is None:  # this rank has none of its parameters
+        return
+    groups, config = part.optimizer.param_groups, part.config
+    if config.optimizer == "sgd":
+        sgd = torch.optim.SGD([{"params": []}], lr=config.lr, momentum=config.sgd_momentum, fused=True)
+        sgd.param_groups = [{**sgd.defaults, **group, "fused": True, "foreach": None} for group in groups]
+        part.optimizer = sgd
+        return
+    kind = "shard_" if isinstance(part, DistributedOptimizer) else ""
+    halves, masters = (
+        [each for group in getattr(part, name, []) for each in group]
+        for name in (f"{kind}float16_groups", f"{kind}fp32_from_float16_groups")
+    )
+    copies = {} if in_fp8 else dict(zip(masters, halves, strict=True))
+    part.optimizer = AdamW(  # pyright: ignore[reportAttributeAccessIssue]
+        groups, copies, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+    )
+    if not in_fp8:  # AdamW has written them; weights in FP8 are megatron-core's to write
+        part._copy_main_params_to_model_params = lambda: None
 
 
 def build_schedule(
@@ -104,18 +134,41 @@ def build_schedule(
 
 
 @torch.no_grad()
-def update(optimizer: MegatronOptimizer, clip_grad: float) -> float | None:
-    """Clip and step. Returns the gradient norm before clipping; None where fp16's loss scale was too high: the scale is
-    lowered and the weights stay. A norm that is not finite is returned, and the weights stay as well."""
-    if optimizer.prepare_grads():
+def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[Tensor, Tensor] | None:
+    """Clip and step. Where the gradients' norm is not finite nothing changes; the host does not wait to know.
+
+    Returns the norm before clipping, and that of the gradients which this rank updates by (so that the ranks with one
+    that is not finite can be told): fp32 [] on the device. None where fp16's loss scale was too high: the scale is
+    lowered, and the weights stay.
+    """
+    if optimizer.prepare_grads():  # of fp16 alone: waits for the device
         return None
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return norm
-    if clip_grad > 0 and norm > clip_grad:
-        parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-        for part in parts:
-            if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
+    norm, own = _gradient_norm(optimizer)
+    grad_scale = ((norm + 1e-6) / clip_grad).clamp(min=1.0) if clip_grad > 0 else torch.ones_like(norm)
+    found_inf = (~norm.isfinite()).float()
+    for part in _parts(optimizer):
+        if part.optimizer is not None:
+            part.optimizer.grad_scale, part.optimizer.found_inf = grad_scale, found_inf
     optimizer.step_with_ready_grads()
-    return norm
+    return norm, own
+
+
+def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
+    """Of all parameters over all ranks, and of this rank's share of them."""
+    squares: dict[Any, Tensor] = {}  # for each group of processes that share parameters out: experts may have their own
+    for part in _parts(optimizer):
+        group, gradients = part.get_grad_stats_parallel_group(), part.get_grads_for_grad_norm()
+        total = squares.setdefault(group, torch.zeros((), device=runtime.device()))
+        if gradients and isinstance(part.optimizer, AdamW):
+            total += part.optimizer.sum_of_squares(gradients)
+        elif gradients:
+            total += torch.nn.utils.get_total_norm(gradients).square()
+    own = torch.stack(list(squares.values())).sum().sqrt()
+    for group, square in squares.items():
+        dist.all_reduce(square, group=group)
+    return torch.stack(list(squares.values())).sum().sqrt(), own
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """megatron-core chains two: of the dense parameters, and of experts."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])

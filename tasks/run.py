@@ -137,7 +137,8 @@ def _guarded(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
 def _raise_any(result: tuple[Any, Exception | None]) -> None:
     """Raise the first error that any rank has, on every rank."""
     errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, result[1])
+    if len(errors) > 1:  # alone there is nobody to ask, which would wait for the device
+        dist.all_gather_object(errors, result[1])
     if result[1] is not None:
         raise result[1]  # with its own traceback
     for error in errors:

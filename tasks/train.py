@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..bridge import runtime
 from ..bridge.build import Model
+from ..bridge.layers.segments import to_device
 from ..templates.layout import Batch
 from .losses import cross_entropy
 from .optimizer import update
@@ -39,11 +40,17 @@ class Training:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     clip_grad: float
+    outcome: "Outcome | None" = None  # of the last step
 
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
         return self.optimizer.param_groups[0]["lr"]
+
+    def look(self) -> None:
+        """Wait for the outcome of the last step. Raises NonFiniteError, on every rank."""
+        if self.outcome is not None:
+            _ = self.outcome.grad_norm
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -63,35 +70,79 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is not finite. The weights are those of the step before."""
 
 
+class Outcome:
+    """What came of a step: numbers on their way to the host, which waits for them only where it looks."""
+
+    def __init__(self, step: int, norms: tuple[Tensor, Tensor] | None, metrics: dict[str, Tensor]):
+        self.step = step
+        self.skipped = norms is None  # fp16: too high a scale makes gradients infinite, and never the loss
+        zero = torch.zeros((), device=runtime.device())
+        losses = torch.stack([zero, *metrics.values()]).sum()
+        self._numbers = Fetched(torch.stack([*(norms or (zero, zero)), losses]))
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """Before clipping; None where fp16's loss scale was too high and the weights stayed.
+
+        Raises NonFiniteError. Every rank asks for it, and it is the same on all.
+        """
+        norm, own, losses = self._numbers.wait()
+        if not self.skipped and math.isfinite(norm):
+            return norm
+        found = {"loss": _ranks_where(not math.isfinite(losses)), "gradient": _ranks_where(not math.isfinite(own))}
+        if self.skipped and not found["loss"]:
+            return None
+        blamed = "; ".join(f"{name} of rank {ranks}" for name, ranks in found.items() if ranks)
+        what = (
+            f"the {blamed}" if self.skipped else f"the gradient norm {norm} ({blamed or 'no single rank stands out'})"
+        )
+        raise NonFiniteError(
+            f"step {self.step}: {what} is not finite. The weights are those of the step before. Lower --lr, lengthen "
+            "the warmup, or look at the data of this step"
+        )
+
+
+class Fetched:
+    """A tensor's numbers on their way from the device: the copy is in line behind what the device was given before."""
+
+    def __init__(self, tensor: Tensor):
+        self._numbers = tensor.to("cpu", non_blocking=True)  # of a GPU: into pinned memory
+        self._arrival = None
+        if tensor.is_cuda:
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def wait(self) -> list[float]:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._numbers.tolist()
+
+
 def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean cross entropy over the tokens of the global batch that are trained on."""
     loss = cross_entropy(log_probs, batch.loss_weights) / max(batch.loss_tokens, 1.0)
     return loss, {"loss": loss.detach()}
 
 
-def train_step(
-    training: Training, batches: list[Batch], loss: Loss, step: int
-) -> tuple[dict[str, Tensor], float | None]:
-    """One optimizer step over this rank's micro batches.
+def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) -> tuple[dict[str, Tensor], Outcome]:
+    """One optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
 
-    Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the gradient
-    norm (None where fp16's loss scale was too high and the step was skipped).
-    Raises NonFiniteError, on every rank, before a weight is touched.
+    Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the outcome.
+    A step whose gradient is not finite changes no weight, on the device alone; the host learns of it when it looks at
+    the outcome, at the latest before the next step's update.
+    Raises NonFiniteError, on every rank, where the step before was such a one.
     """
     for chunk in training.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
     metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False)
-    grad_norm = update(training.optimizer, training.clip_grad)
-    if grad_norm is None:  # fp16: too high a scale makes gradients infinite, and never the loss
-        if bad := _ranks_where(not _finite(metrics)):
-            raise NonFiniteError(_stopped(step, f"the loss of rank {bad}"))
-        return metrics, None
-    if not math.isfinite(grad_norm):
-        raise NonFiniteError(_stopped(step, _blame(metrics, training.chunks, grad_norm)))
-    training.schedule.step(1)
-    return metrics, grad_norm
+    training.look()
+    norms = update(training.optimizer, training.clip_grad)
+    training.outcome = Outcome(step, norms, metrics)
+    if norms is not None:
+        training.schedule.step(1)
+    return metrics, training.outcome
 
 
 @torch.no_grad()
@@ -148,27 +199,27 @@ def run_schedule(
 
 def with_global_loss_tokens(batches: list[Batch]) -> list[Batch]:
     """A stream's micro batches count the loss tokens of their own rank: add up those of all data-parallel ranks."""
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return batches
     tokens = torch.tensor(batches[0].loss_tokens, dtype=torch.float64, device=runtime.device())
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
     return [dataclasses.replace(batch, loss_tokens=tokens.item()) for batch in batches]
 
 
-def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> tuple[dict[str, float], list[float]]:
+def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> Fetched:
     """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
 
-    Every rank calls this; the host waits for the device here. Returns the metrics by name, and the numbers in order.
+    Every rank calls this. The metrics in the order of `names`, then the numbers; nothing waits for the device.
     """
     first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
     counts = first_of_tp and parallel_state.get_context_parallel_rank() == 0
     counts = counts and parallel_state.is_pipeline_first_stage()
-    vector = torch.zeros(len(names) + len(local), dtype=torch.float64, device=runtime.device())
+    numbers = torch.tensor([0.0] * len(names) + [each * counts for each in local], dtype=torch.float64)
+    vector = to_device(numbers, runtime.device())
     if values and first_of_tp:
         vector[: len(names)] = torch.stack([values[name] for name in names]).double()
-    if counts:
-        vector[len(names) :] = torch.tensor(local, dtype=torch.float64)
     dist.all_reduce(vector)
-    summed = vector.tolist()
-    return dict(zip(names, summed, strict=False)), summed[len(names) :]
+    return Fetched(vector)
 
 
 def _check_vocabulary(batches: list[Batch], size: int) -> None:
@@ -193,28 +244,8 @@ def _to_device(batch: Batch) -> Batch:
     return dataclasses.replace(batch, **moved)
 
 
-def _finite(metrics: dict[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(value)) for value in metrics.values())
-
-
 def _ranks_where(condition: bool) -> str:
     """The numbers of the ranks on which `condition` holds, as text. Every rank calls this."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, condition)
     return ", ".join(str(rank) for rank, holds in enumerate(everyone) if holds)
-
-
-def _blame(metrics: dict[str, Tensor], chunks: list[DistributedDataParallel], grad_norm: float) -> str:
-    """Which ranks have a loss or gradient that is not finite. Every rank calls this."""
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # pyright: ignore
-    gradient = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
-    found = {"loss": _ranks_where(not _finite(metrics)), "gradient": _ranks_where(not gradient)}
-    where = "; ".join(f"{name} of rank {ranks}" for name, ranks in found.items() if ranks)
-    return f"the gradient norm {grad_norm} ({where or 'no single rank stands out'})"
-
-
-def _stopped(step: int, what: str) -> str:
-    return (
-        f"step {step}: {what} is not finite. The weights are those of the step before. Lower --lr, lengthen the "
-        "warmup, or look at the data of this step"
-    )

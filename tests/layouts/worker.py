@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megaswift.bridge.build import DTYPES, Model, build_model
+from megaswift.bridge.fp8 import reading_in_bf16
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
+from megaswift.tasks.plan import length_multiple
 from megaswift.tasks.train import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
 from megaswift.templates.layout import Batch, Layout
 from megatron.core import parallel_state
@@ -46,7 +48,8 @@ def open_model(job: dict, options: SftOptions) -> Model:
     folder = Path(job["model"])
     dtype = DTYPES[options.torch_dtype or "float32"]
     model = build_model(read_config(folder), options, dtype)
-    load_weights(model.chunks, read_config(folder), folder)
+    with reading_in_bf16(model.chunks):
+        load_weights(model.chunks, read_config(folder), folder)
     return model
 
 
@@ -67,7 +70,7 @@ def batches_of(step: int, options: SftOptions) -> list[Batch]:
     layout = Layout(
         padding_free=options.padding_free,
         pack_length=ref.PACK if options.packing else None,
-        length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,
+        length_multiple=length_multiple(options),
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
@@ -121,15 +124,12 @@ def run(job: dict) -> dict:
 
     for step in range(job.get("steps", ref.STEPS)):
         try:
-            metrics, norm = train_step(training, batches_of(step, options), loss, step)
+            metrics, outcome = train_step(training, batches_of(step, options), loss, step)
+            norms.append(outcome.grad_norm)
         except NonFiniteError as error:
             after = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
             return {"stopped": str(error), "kept": all(torch.equal(*pair) for pair in zip(before, after, strict=True))}
-        losses.append(sum_over_ranks(metrics, ["loss"])[0]["loss"])
-        norms.append(norm)
-    if options.overlap_param_gather:
-        for chunk in training.chunks:
-            chunk.disable_forward_pre_hook()
+        losses.append(sum_over_ranks(metrics, ["loss"]).wait()[0])
     if job.get("save"):
         from megaswift.bridge.save import save_weights
 
@@ -138,9 +138,10 @@ def run(job: dict) -> dict:
             destination.mkdir(parents=True)
         barrier()
         config = read_config(Path(job["model"]))
-        save_weights(
-            model.chunks, config, Path(job["model"]), destination, dtype=torch.float32, max_shard_bytes=200_000
-        )
+        with training.parameters_gathered():
+            save_weights(
+                model.chunks, config, Path(job["model"]), destination, dtype=torch.float32, max_shard_bytes=200_000
+            )
     return {"losses": losses, "grad_norms": norms, "log_probs": log_probs}
 
 
