@@ -116,6 +116,7 @@ class CoreAttention(MegatronModule):
             )
             return output.reshape(*query.shape[:-2], -1)
 
+        shape = query.shape[:1] if packed else query.shape[:2]
         if segments.key_index is not None:  # all-gather forward, reduce-scatter backward
             key, value = (
                 gather_from_sequence_parallel_region(
@@ -124,14 +125,14 @@ class CoreAttention(MegatronModule):
                 for x in (key, value)
             )
         if self.kernel != "sdpa" and query.shape[1] == 1 and not (self.training and self.dropout):
-            output = self._varlen(query.squeeze(1), key.squeeze(1), value.squeeze(1), segments)
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+            output = varlen_attention(query, key, value, segments, self.softmax_scale, self.softmax_offset)
         elif self.training and self.dropout and not self.config.sequence_parallel:
             # Tensor-parallel ranks have different heads: they drop out differently.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
                 output = self._sdpa(query, key, value, segments)
         else:
             output = self._sdpa(query, key, value, segments)
-        shape = query.shape[:1] if packed else query.shape[:2]
         return output.reshape(*shape, -1)
 
     def _engine_knows(self, segments: Segments) -> bool:
@@ -147,20 +148,6 @@ class CoreAttention(MegatronModule):
 
             return fused_apply_rotary_pos_emb(x, turns.angles, interleaved=turns.interleaved)
         return rotate(x, turns)
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        return varlen_attention(
-            query,
-            key,
-            value,
-            segments.query_ends,
-            segments.key_ends,
-            max(segments.queries),
-            max(segments.keys),
-            scale=self.softmax_scale,
-            window=segments.window,
-            sinks=self.softmax_offset,
-        )
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """All [sequence, batch, heads, dim]."""

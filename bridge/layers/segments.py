@@ -39,6 +39,13 @@ class Segments:
     key_index: Tensor | None  # [sum(keys)]: positions in the rank-major gathered keys; None without context parallelism
     window: int | None = None  # None too where no document is longer than the window
     chunked: bool = False  # whether some document was cut
+    tiled: dict[int, Any] = field(default_factory=dict)  # what `tiles` has made
+
+    def tiles(self, size: int) -> tuple[Tensor, Tensor]:
+        """Tiles of `size` queries, and of keys, for fused/attention.py, which says how they are written."""
+        if size not in self.tiled:
+            self.tiled[size] = tuple(to_device(x, self.query_ends.device) for x in _tiles(self, size))
+        return self.tiled[size]
 
 
 def make_segments(
@@ -61,6 +68,28 @@ def make_segments(
                     index.append(places[seen:high])
     key_index = to_device(torch.cat(index), device) if index else None
     return Segments(queries, keys, _ends(queries, device), _ends(keys, device), key_index, window, chunk is not None)
+
+
+def _tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
+    """[n, 5] each: see Segments.tiles. Those with the most to do come first."""
+    queries, keys = torch.tensor(segments.queries), torch.tensor(segments.keys)
+    before = keys - queries
+    about = torch.stack((queries.cumsum(0) - queries, queries, keys.cumsum(0) - keys, keys), dim=1)
+
+    def listed(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each tile its segment and its first place, and the whole list."""
+        counts = (lengths + size - 1) // size
+        segment = torch.arange(len(lengths)).repeat_interleave(counts)
+        first = (torch.arange(len(segment)) - (counts.cumsum(0) - counts)[segment]) * size
+        return segment, first, torch.cat((about[segment], first.unsqueeze(1)), dim=1).to(torch.int32)
+
+    reach = segments.window or max(segments.keys)
+    segment, first, tiles = listed(queries)
+    met = (torch.minimum(first + size, queries[segment]) + before[segment]).clamp(max=reach + size)
+    of_queries = tiles[met.argsort(descending=True, stable=True)]
+    segment, first, tiles = listed(keys)
+    met = (queries[segment] - (first - before[segment]).clamp(min=0)).clamp(max=reach + size)
+    return of_queries, tiles[met.argsort(descending=True, stable=True)]
 
 
 def _held(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:

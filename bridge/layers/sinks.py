@@ -7,11 +7,18 @@ once it is handed L' and the new output.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..fused import usable
+from .segments import Segments
+
+OWN_KERNELS = False  # fused/attention.py in place of torch's flash-attention 2
+WIDEST = 128  # heads that ours take: wider ones' sums do not fit into registers
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
 # grad of output, query, key, value, output, L' -> grads of query, key, value
@@ -48,33 +55,36 @@ class KernelAttention(torch.autograd.Function):
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float | None,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """torch's flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim];
-    ends [segments + 1]. By the kernels themselves, since torch's `varlen_attn` wants as many groups as heads."""
-    kernels = torch.ops.aten
-    lengths = (query_ends, key_ends, max_queries, max_keys)
-    causal, left = window is None, -1 if window is None else window - 1
+    """Flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim]."""
+    own = OWN_KERNELS and query.shape[-1] <= WIDEST and usable(query)
+    passes = (_own if own else _torch)(segments, query.shape[-1] ** -0.5 if scale is None else scale)
+    return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
+
+
+def _own(segments: Segments, scale: float) -> tuple[Forward, Backward]:
+    from ..fused.attention import BLOCK, attend, attend_back
+
+    tiles, key_tiles = segments.tiles(BLOCK)
+    about = {"tiles": tiles, "scale": scale, "window": segments.window}
+    return partial(attend, **about), partial(attend_back, key_tiles=key_tiles, **about)
+
+
+def _torch(segments: Segments, scale: float) -> tuple[Forward, Backward]:
+    """The kernels themselves, since torch's `varlen_attn` wants as many groups as heads."""
+    causal, left = (True, -1) if segments.window is None else (False, segments.window - 1)
+    lengths = (segments.query_ends, segments.key_ends, max(segments.queries), max(segments.keys), 0.0, causal)
     reach: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
     def forward(*states: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels._flash_attention_forward(*states, *lengths, 0.0, causal, False, **reach)[:2]
+        return torch.ops.aten._flash_attention_forward(*states, *lengths, False, **reach)[:2]
 
     def backward(*states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        unread = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout, which there is none of
-        return kernels._flash_attention_backward(*states, *lengths, 0.0, causal, unread, unread, **reach)
+        unread = states[0].new_empty(2, dtype=torch.uint64)  # the state of dropout, which there is none of
+        return torch.ops.aten._flash_attention_backward(*states, *lengths, unread, unread, **reach)
 
-    return KernelAttention.apply(query, key, value, sinks, forward, backward)  # type: ignore[return-value]
+    return forward, backward
 
 
 def masked_attention(
