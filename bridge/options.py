@@ -110,10 +110,13 @@ class ParallelOptions(LayoutOptions):
         "How CP exchanges keys and values; a preference. Left out: p2p with Transformer Engine.",
     ] = None
     use_distributed_optimizer: Annotated[bool, "ZeRO-1: share the optimizer's state among data-parallel ranks."] = True
-    overlap_grad_reduce: Annotated[bool, "Reduce gradients during the backward pass."] = False
+    overlap_grad_reduce: Annotated[
+        bool | None, "Reduce gradients during the backward pass; left out: where there are processes to share with."
+    ] = None
     overlap_param_gather: Annotated[
-        bool, "Gather parameters during the forward pass (needs --overlap_grad_reduce)."
-    ] = False
+        bool | None,
+        "Gather parameters during the forward pass (needs --overlap_grad_reduce); left out: as far as it is possible.",
+    ] = None
     accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
 
 

@@ -195,7 +195,7 @@ def _recompute(options: RecomputeOptions) -> None:
 
 
 def _overlap(options: SftOptions) -> None:
-    if options.overlap_param_gather and not options.overlap_grad_reduce:
+    if options.overlap_param_gather and options.overlap_grad_reduce is False:
         raise UsageError("--overlap_param_gather true needs --overlap_grad_reduce true.")
     if options.overlap_param_gather and options.optimizer == "sgd":
         raise UsageError(

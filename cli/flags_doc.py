@@ -21,6 +21,8 @@ DEPARTURES = {
     "ddp_backend": ("nccl", "left out: nccl on GPUs, gloo on a CPU"),
     "load_from_cache_file": ("false", "tokens are found again by content, so that a stale cache cannot be met"),
     "moe_permute_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
+    "overlap_grad_reduce": ("false", "the same numbers, sooner; on where processes share gradients"),
+    "overlap_param_gather": ("false", "the same numbers, sooner; on with it and --use_distributed_optimizer"),
     "swanlab_project": ("megatron-swift", "our own name"),
     "wandb_project": ("megatron-swift", "our own name"),
 }

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -25,11 +26,17 @@ def wrap_for_data_parallelism(
 
     `bucket_size`: parameters that are reduced and gathered together; None: megatron-core's choice.
     """
+    data_parallel = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_world_size()
+    shared = max(data_parallel, experts if model.config.num_moe_experts else 1)
+    overlap_reduce, overlap_gather = _overlaps(options, shared)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
+        overlap_grad_reduce=overlap_reduce,
+        overlap_param_gather=overlap_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
+        # Else a pass of its own divides. gloo cannot, and megatron-core asks that rounding leaves the second as it is.
+        average_in_collective=dist.get_backend() == "nccl" and experts / data_parallel / experts == 1 / data_parallel,
         fp8_param_gather=model.config.fp8_param,
         bucket_size=bucket_size,
     )
@@ -40,12 +47,22 @@ def wrap_for_data_parallelism(
     ]
     one_or_all = (lambda hooks: hooks[0]) if len(chunks) == 1 else (lambda hooks: hooks)
     model.config.finalize_model_grads_func = finalize_model_grads
-    if options.overlap_grad_reduce:
+    if overlap_reduce:
         model.config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
         model.config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
-    if options.overlap_param_gather:
+    if overlap_gather:
         model.config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
     return chunks
+
+
+def _overlaps(options: ParallelOptions, shared: int) -> tuple[bool, bool]:
+    """Whether gradients are reduced while others are computed, and parameters gathered while others are used."""
+    reduce, gather = options.overlap_grad_reduce, options.overlap_param_gather
+    if reduce is None:
+        reduce = shared > 1 or bool(gather)
+    if gather is None:
+        gather = shared > 1 and reduce and options.use_distributed_optimizer
+    return reduce, gather
 
 
 def build_optimizer(

@@ -75,7 +75,11 @@ SP = "--sequence_parallel true"
         ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
         ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
         ("--lr 1e-5 --min_lr 1e-4", 1, "--min_lr 0.0001: above --lr 1e-05."),
-        ("--overlap_param_gather true", 1, "--overlap_param_gather true needs --overlap_grad_reduce true."),
+        (
+            "--overlap_param_gather true --overlap_grad_reduce false",
+            1,
+            "--overlap_param_gather true needs --overlap_grad_reduce true.",
+        ),
         ("--max_shard_size big", 1, "--max_shard_size big: give a size such as 5GB or 500MB"),
         ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be with --streaming true."),
     ],

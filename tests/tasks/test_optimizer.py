@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import transformers
-from megaswift.tasks.optimizer import build_schedule
+from megaswift.bridge.options import ParallelOptions
+from megaswift.tasks.optimizer import _overlaps, build_schedule
 from megaswift.tasks.options import ScheduleOptions
 
 STEPS, LR = 40, 2.0
@@ -79,3 +80,18 @@ def test_decay_that_ends_before_the_run():
 def test_a_warmup_longer_than_the_run_is_an_error():
     with pytest.raises(ValueError, match="--lr_warmup_iters 40 must be less than the 40 steps of the run"):
         rates(lr_warmup_iters=40)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "expected"),
+    [
+        ({}, 1, (False, False)),
+        ({}, 2, (True, True)),
+        ({"use_distributed_optimizer": False}, 2, (True, False)),
+        ({"overlap_grad_reduce": False}, 2, (False, False)),
+        ({"overlap_param_gather": False}, 2, (True, False)),
+        ({"overlap_grad_reduce": True}, 1, (True, False)),
+    ],
+)
+def test_communication_is_overlapped_where_there_is_some(flags, processes, expected):
+    assert _overlaps(ParallelOptions(**flags), processes) == expected
