@@ -14,6 +14,7 @@ from . import compat, fp8, runtime
 from .families import family_of
 from .kernels import Kernels, choose_kernels
 from .layers.delta_rule import make_runs
+from .layers.embedding import AccumulatingEmbedding
 from .layers.logprobs import label_log_probs
 from .layers.mtp import Prediction, next_ones
 from .layers.rope import Rotation, rotation
@@ -266,6 +267,9 @@ def _build_chunk(
         model.mtp = Prediction(  # pyright: ignore[reportAttributeAccessIssue]
             config, architecture.predicting, layer, norm
         ).to(runtime.device())
+    if model.pre_process and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
+        # A GPTModel makes its embedding by itself, of no spec.
+        model.embedding.word_embeddings.__class__ = AccumulatingEmbedding
     if architecture.embedding_scale != 1.0 and model.pre_process:
         scale = float(torch.tensor(architecture.embedding_scale, dtype=config.params_dtype))
         model.embedding.register_forward_hook(lambda module, inputs, output: cast(Tensor, output) * scale)

@@ -1,0 +1,65 @@
+"""The embedding's rows, whose gradients are added to `main_grad` one by one: no dense gradient is made."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .weight_gradient import added
+
+BLOCKS: dict[str, Any] = {"ROWS": 16, "COLUMNS": 256}  # of gradients, that a program sums at once
+
+
+@triton.jit
+def _add_rows_kernel(total, ids, order, grads, rows, size, places, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of the first place of an id among the sorted ones: all its places' gradients are added to its row."""
+    start = tl.program_id(0)
+    row = tl.load(ids + start)
+    first = row != tl.load(ids + start - 1, mask=start > 0, other=-1)
+    if first & (row >= 0) & (row < rows):
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        target = total + row.to(tl.int64) * size + column
+        found = tl.load(target, mask=column < size, other=0.0)
+        more = True
+        while more:
+            place = start + tl.arange(0, ROWS)
+            same = tl.load(ids + place, mask=place < places, other=-1) == row
+            source = tl.load(order + place, mask=same, other=0)[:, None] * size + column[None, :]
+            x = tl.load(grads + source, mask=same[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
+            found += tl.sum(x, 0)
+            start += ROWS
+            more = tl.min(same.to(tl.int32), 0) == 1
+        tl.store(target, found, mask=column < size)
+
+
+def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
+    """total[ids] += grads, in a fixed order: total [rows, size] fp32; ids [places]; grads [places, size].
+
+    Ids below 0 or beyond the last row are left out.
+    """
+    ids, order = ids.to(torch.int32).sort(stable=True)
+    rows, size = total.shape
+    if len(ids):
+        grid = (len(ids), triton.cdiv(size, BLOCKS["COLUMNS"]))
+        _add_rows_kernel[grid](total, ids, order, grads.contiguous(), rows, size, len(ids), **BLOCKS)
+
+
+class Embedding(torch.autograd.Function):
+    """weight [rows, size] with `main_grad`, ids [...] -> [..., size]. `partial`: some ids are no row's, and give 0."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, ids: Tensor, partial: bool) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        if not partial:
+            return F.embedding(ids, weight)
+        held = ids.clamp(0, len(weight) - 1)
+        return F.embedding(held, weight).masked_fill_((held != ids).unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx, grads: Tensor):  # type: ignore[override]
+        weight, ids = ctx.saved_tensors
+        add_rows(weight.main_grad, ids.flatten(), grads.reshape(-1, grads.shape[-1]))
+        return added(weight), None, None

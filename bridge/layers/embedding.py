@@ -1,0 +1,32 @@
+"""megatron-core's embedding, whose gradient is added to `main_grad` row by row: of a large vocabulary few are there."""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from ..fused import usable
+from ..fused.weight_gradient import has_sum
+
+
+class AccumulatingEmbedding(VocabParallelEmbedding):
+    def forward(self, input_: Tensor) -> Tensor:
+        """Token ids [batch, sequence] -> [batch, sequence, hidden_size]; under sequence parallelism [sequence / TP,
+        batch, hidden_size]."""
+        weight = self.weight
+        # One that is the output matrix as well has its hook run by a gradient of the usual kind.
+        shared = getattr(weight, "zero_out_wgrad", False)
+        if not (torch.is_grad_enabled() and has_sum(weight) and not shared and usable(weight, input_)):
+            return super().forward(input_)
+        from ..fused.embedding import Embedding
+
+        partial = self.num_embeddings_per_partition < self.num_embeddings
+        found: Any = Embedding.apply(weight, input_ - self.vocab_start_index, partial)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(found.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
