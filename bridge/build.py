@@ -184,7 +184,10 @@ def transformer_config(
         "cp_comm_type": kernels.context_exchange(options),
         "attention_dropout": options.attention_dropout,
         "hidden_dropout": options.hidden_dropout,
-        "bias_dropout_fusion": options.bias_dropout_fusion and on_gpu,
+        # By torch.compile, which takes its time: one addition is as fast by itself.
+        "bias_dropout_fusion": options.bias_dropout_fusion
+        and on_gpu
+        and (architecture.output_bias or architecture.mlp_bias or options.hidden_dropout > 0),
         # megatron-core's fused GELU is the approximation by tanh, under GELU's name.
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
@@ -204,7 +207,9 @@ def transformer_config(
     # Ours, beside megatron-core's: read by layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
-    config.accumulate_in_matmul = options.gradient_accumulation_fusion and kernels.transformer_engine  # type: ignore[attr-defined]
+    config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
+    # megatron-core's fused SwiGLU is torch.compile's. Ours (layers/mlp.py) has the place of Transformer Engine's.
+    config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit
     return config
 
 

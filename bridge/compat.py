@@ -4,6 +4,11 @@ tests/bridge/test_compat.py fails once one is not needed any more.
 """
 
 from importlib.metadata import version
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from .fused.weight_gradient import add_product
 
 _APPLIED = False
 
@@ -16,6 +21,7 @@ def mend() -> None:
     _APPLIED = True
     if version("megatron-core").startswith("0.19."):
         _recompute_without_fp8()
+    _weight_gradients_without_apex()
 
 
 def _recompute_without_fp8() -> None:
@@ -23,3 +29,19 @@ def _recompute_without_fp8() -> None:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _weight_gradients_without_apex() -> None:
+    # For its linears' gradient_accumulation_fusion it wants apex: a function for sums in fp32, one for half precision.
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+
+    def add(inputs: Tensor, grad_output: Tensor, total: Tensor) -> None:
+        add_product(total, grad_output, inputs)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add
+    )
+    layers._grad_accum_fusion_available = True

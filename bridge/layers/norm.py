@@ -1,4 +1,4 @@
-"""Norms in plain PyTorch, for layer specs without Transformer Engine, and those that it has not."""
+"""Norms: in plain PyTorch, and RMSNorm in one kernel on a GPU."""
 
 from typing import cast
 
@@ -10,6 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..fused import usable
+
 
 class Norm:
     """RMSNorm or LayerNorm, as `config.normalization` says, with the mark that sequence parallelism needs.
@@ -18,22 +20,50 @@ class Norm:
     parameters: each rank sees its own tokens, so their gradients are summed over the tensor-parallel ranks.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, **_
+    ) -> torch.nn.Module:
         if config.layernorm_zero_centered_gamma:
             norm = ZeroCentredNorm
         else:
-            norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+            norm = RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         module = norm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if isinstance(module, RMSNorm):
+            module.has_residual = has_residual
         return module
 
 
-class ZeroCentredNorm(torch.nn.RMSNorm):
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's, and one kernel each way on a GPU: x [..., size].
+
+    Where the kernel runs and `has_residual` is set, x comes back beside it (megatron-core's layers take both):
+    the kernel then adds up the gradients of both.
+    """
+
+    zero_centred = False
+    has_residual = False
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not usable(x, self.weight):
+            return self.plain(x)
+        from ..fused.norm import rms_norm, rms_norm_beside
+
+        norm = rms_norm_beside if self.has_residual else rms_norm
+        return norm(x, self.weight, self.eps or 0.0, zero_centred=self.zero_centred)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class ZeroCentredNorm(RMSNorm):
     """RMSNorm times 1 + weight, in fp32 until its end (Gemma, https://arxiv.org/abs/2403.08295)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    zero_centred = True
+
+    def plain(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 

@@ -20,11 +20,13 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from ..fused import usable
 from ..rows import Architecture
 from .attention import CoreAttention
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
+from .mlp import SwiGLU
 from .norm import Norm, WideNorm
 from .residual import BranchEnd
 from .router import Router
@@ -47,17 +49,23 @@ def block_spec(
     here = zip(pattern[first:last], mixers[first:last], strict=True)
     return TransformerBlockSubmodules(
         layer_specs=[_layer(config, moe, transformer_engine, mixer) for moe, mixer in here],
-        layer_norm=_norm(transformer_engine),
+        layer_norm=_norm(config, transformer_engine),
     )
 
 
 def predicting_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
     """A layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
-    return _layer(config, config.num_moe_experts is not None, transformer_engine), _norm(transformer_engine)
+    norm = _norm(config, transformer_engine)
+    return _layer(config, config.num_moe_experts is not None, transformer_engine), norm
 
 
-def _norm(transformer_engine: bool):
-    if not transformer_engine:
+def _engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
+    """Whether norms are Transformer Engine's: with FP8, in which they give what is multiplied. Else ours are faster."""
+    return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
+
+
+def _norm(config: TransformerConfig, transformer_engine: bool):
+    if not _engine_norms(config, transformer_engine):
         return Norm
     from megatron.core.extensions.transformer_engine import TENorm
 
@@ -65,17 +73,20 @@ def _norm(transformer_engine: bool):
 
 
 def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer: str = "attention") -> ModuleSpec:
-    norm = _norm(transformer_engine)
+    norm = branch_norm = _norm(config, transformer_engine)
+    recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or [])
+    if norm is Norm and not recomputed:  # which frees all that a norm returns
+        branch_norm = partial(Norm, has_residual=True)
     column, row = ColumnParallelLinear, RowParallelLinear
-    norm_column, norm_before = column, norm  # a norm of its own, then the matrix
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TELayerNormColumnParallelLinear,
-            TERowParallelLinear,
-        )
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        column, row = _accumulating(config, TEColumnParallelLinear), _accumulating(config, TERowParallelLinear)
+        column, row = TEColumnParallelLinear, TERowParallelLinear
+    column, row = _accumulating(config, column), _accumulating(config, row)
+    norm_column, norm_before = column, branch_norm  # a norm of its own, then the matrix
+    if _engine_norms(config, transformer_engine):
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
+
         # The norm lies inside the matrix's module.
         norm_column, norm_before = _accumulating(config, TELayerNormColumnParallelLinear), IdentityOp
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
@@ -108,21 +119,21 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
     if config.multi_latent_attention:
         # Two matrices follow the norm.
         attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
-        norm_input = norm
+        norm_input = branch_norm
     elif mixer == "gated_delta_net":
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     if moe:
-        shared = partial(SharedExperts, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
         mlp = partial(MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared))
     else:
-        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, SwiGLU))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
             self_attention=attention,
             self_attn_bda=end,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=norm if moe else norm_before,
+            pre_mlp_layernorm=branch_norm if moe else norm_before,
             mlp=mlp,
             mlp_bda=end,  # pyright: ignore[reportArgumentType]
         ),
@@ -151,7 +162,7 @@ def _biased(linear, bias: bool):
 def _accumulating(config: TransformerConfig, linear: type):
     """`linear`, adding its weight gradient to `main_grad` inside the matrix product where the builder chose that.
 
-    The choice is not in `config.gradient_accumulation_fusion`: megatron-core's own output layer would ask for apex.
+    The choice is not in `config.gradient_accumulation_fusion`, for megatron-core's own output layer would read it.
     """
     if not config.accumulate_in_matmul:  # type: ignore[attr-defined]
         return linear

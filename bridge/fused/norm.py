@@ -1,0 +1,141 @@
+"""RMSNorm in one kernel each way (https://arxiv.org/abs/1910.07467)."""
+
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements that a program has at a time: whole rows
+WARPS = 8
+PROGRAMS = 4  # of the backward pass, for each multiprocessor: each sums the weight's gradient over its rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """x [..., size] / sqrt(mean(x^2) + eps) * weight, or 1 + weight where that is zero-centred; computed in fp32."""
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps, zero_centred, False))
+
+
+def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> tuple[Tensor, Tensor]:
+    """The same, and x for the residual stream, whose gradient the backward pass then adds to the norm's."""
+    return cast(tuple[Tensor, Tensor], _RMSNorm.apply(x, weight, eps, zero_centred, True))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: Any, beside: bool) -> Any:
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        if rows:
+            blocks = _blocks(size)
+            _forward[(-(-rows // blocks["DOWN"]),)](
+                *_rows(x), weight, output, scales, rows, size, eps, zero_centred, **blocks
+            )
+        ctx.save_for_backward(x, weight, scales)
+        ctx.zero_centred = zero_centred
+        return (output, x) if beside else output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_beside: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, scales = ctx.saved_tensors
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        blocks = _blocks(size)
+        programs = min(-(-rows // blocks["DOWN"]), PROGRAMS * _multiprocessors(x.device))
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        parts = torch.empty(programs, size, dtype=torch.float32, device=x.device) if ctx.needs_input_grad[1] else None
+        if rows:
+            beside = None if grad_beside is None else grad_beside.contiguous()
+            _backward[(programs,)](
+                *_rows(grad), *_rows(x), beside, weight, scales, grad_x, parts, rows, size, ctx.zero_centred, **blocks
+            )
+        return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None, None
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """x as [outer, inner, size], uncopied where its strides allow; inner, and the strides of outer and inner."""
+    x = x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x, x.shape[1], x.stride(0), x.stride(1)
+
+
+def _blocks(size: int) -> dict[str, Any]:
+    across = triton.next_power_of_2(size)
+    return {"DOWN": max(TILE // across, 1), "ACROSS": across, "num_warps": WARPS if across <= TILE else 16}
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x,
+    inner,
+    outer_stride,
+    inner_stride,
+    weight,
+    output,
+    scales,
+    rows,
+    size,
+    eps,
+    ZERO_CENTRED: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
+    column = tl.arange(0, ACROSS)[None, :]
+    there = (row < rows) & (column < size)
+    factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32) + ZERO_CENTRED
+    given = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, there, other=0.0)
+    given = given.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(given * given, 1, keep_dims=True) / size + eps)
+    tl.store(scales + row, scale, row < rows)
+    tl.store(output + row * size + column, (given * scale * factor).to(output.dtype.element_ty), there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    grad,
+    grad_inner,
+    grad_outer_stride,
+    grad_inner_stride,
+    x,
+    inner,
+    outer_stride,
+    inner_stride,
+    beside,
+    weight,
+    scales,
+    grad_x,
+    parts,
+    rows,
+    size,
+    ZERO_CENTRED: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    column = tl.arange(0, ACROSS)[None, :]
+    factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32) + ZERO_CENTRED
+    part = tl.zeros((DOWN, ACROSS), tl.float32)
+    for first in range(tl.program_id(0) * DOWN, rows, tl.num_programs(0) * DOWN):
+        row = first + tl.arange(0, DOWN)[:, None].to(tl.int64)
+        there = (row < rows) & (column < size)
+        at = row // inner * outer_stride + row % inner * inner_stride + column
+        grad_at = row // grad_inner * grad_outer_stride + row % grad_inner * grad_inner_stride + column
+        scale = tl.load(scales + row, row < rows, other=0.0)
+        normed = tl.load(x + at, there, other=0.0).to(tl.float32) * scale
+        given = tl.load(grad + grad_at, there, other=0.0).to(tl.float32)
+        if parts is not None:
+            part += given * normed
+        given *= factor
+        made = scale * (given - normed * (tl.sum(given * normed, 1, keep_dims=True) / size))
+        if beside is not None:
+            made += tl.load(beside + row * size + column, there, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * size + column, made.to(grad_x.dtype.element_ty), there)
+    if parts is not None:
+        summed = tl.sum(part, 0, keep_dims=True)
+        tl.store(parts + tl.program_id(0) * size + column, summed, column < size)

@@ -1,0 +1,26 @@
+"""The activation of gated MLPs."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..fused import usable
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up, at the place where an MLP of megatron-core takes Transformer Engine's activation module.
+
+    x [..., 2 * width], gates first -> [..., width]
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if usable(x):
+            from ..fused.swiglu import swiglu
+
+            return swiglu(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
