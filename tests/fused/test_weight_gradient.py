@@ -83,3 +83,22 @@ def test_on_a_gpu(dtype, total):
     accumulate(weight, grad, x)
     assert weight.main_grad.data_ptr() == at
     assert close_to(weight.main_grad, expected, 1e-5 if total == torch.float32 else 5e-3)
+
+
+def test_linears_of_megatron_core_add_to_it_without_apex():
+    from megaswift.bridge import compat
+    from megatron.core.tensor_parallel import layers
+
+    compat._weight_gradients_without_apex()
+    assert layers._grad_accum_fusion_available
+    for total in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.randn(5, 3).bfloat16())
+        weight.main_grad = torch.randn(5, 3).to(total)
+        x, grad = torch.randn(7, 2, 3).bfloat16(), torch.randn(7, 2, 5).bfloat16()
+        expected = weight.main_grad.double() + grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+        made = layers.linear_with_grad_accumulation_and_async_allreduce(
+            x, weight, None, gradient_accumulation_fusion=True, allreduce_dgrad=False, sequence_parallel=False
+        )
+        made.backward(grad)
+        assert close_to(weight.main_grad, expected, 1e-6 if total == torch.float32 else 5e-3)
+        assert weight.grad is None
