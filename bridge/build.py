@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import compat, fp8, runtime
 from .families import family_of
+from .fused import usable
 from .kernels import Kernels, choose_kernels
 from .layers.delta_rule import make_runs
 from .layers.embedding import AccumulatingEmbedding
@@ -207,6 +208,9 @@ def transformer_config(
     # Ours, beside megatron-core's: read by layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
+    config.permutes = kernels.permutation == "own"  # type: ignore[attr-defined]
+    fused = usable(torch.empty(0, device=runtime.device()))
+    config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
     # megatron-core's fused SwiGLU is torch.compile's. Ours (layers/mlp.py) has the place of Transformer Engine's.
     config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit
@@ -235,7 +239,7 @@ def _experts(options: BuildOptions, kernels: Kernels, settings: dict[str, Any]) 
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
         "moe_grouped_gemm": options.moe_grouped_gemm,
-        "moe_permute_fusion": kernels.fused_permutation,
+        "moe_permute_fusion": kernels.permutation == "transformer_engine",
         "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared,
         "moe_token_dispatcher_type": kernels.dispatcher,
         "moe_router_dtype": None if options.moe_router_dtype == "none" else options.moe_router_dtype,

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from . import fp8
+from . import fp8, runtime
+from .fused import usable
 from .options import BuildOptions, KernelOptions, ParallelOptions
 from .rows import Architecture
 
@@ -18,7 +19,7 @@ class Kernels:
     transformer_engine: bool
     attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
     dispatcher: str | None = None  # how tokens reach their experts; None: the model has none
-    fused_permutation: bool = False
+    permutation: str | None = None  # of tokens for their experts: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # its format and scaling; None: nothing is computed in it
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
@@ -46,8 +47,8 @@ class Kernels:
             text += f"; FP8 ({self.fp8}): matrices of attention and dense MLPs; bf16: all else, experts too"
         if self.dispatcher is None:
             return text
-        permutation = "fused" if self.fused_permutation else "plain"
-        return f"{text}; experts: {self.dispatcher} dispatcher, {permutation} permutation"
+        permutation = {"own": "fused", "transformer_engine": "Transformer Engine's", "plain": "plain", None: "no"}
+        return f"{text}; experts: {self.dispatcher} dispatcher, {permutation[self.permutation]} permutation"
 
 
 def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
@@ -79,7 +80,19 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     spread = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (spread and find_spec("deep_ep")):
         dispatcher = "alltoall"
-    return Kernels(engine, attention, dispatcher, options.moe_permute_fusion and installed, precision)
+    return Kernels(
+        engine, attention, dispatcher, _permutation(options, dispatcher, transformer_engine=installed), precision
+    )
+
+
+def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:
+    if not options.moe_permute_fusion:
+        return "plain"
+    # Ours is for tokens that each have all of their experts.
+    whole = options.moe_expert_capacity_factor is None and options.moe_router_load_balancing_type != "sinkhorn"
+    if dispatcher == "alltoall" and whole and usable(torch.empty(0, device=runtime.device())):
+        return "own"
+    return "transformer_engine" if transformer_engine else "plain"
 
 
 def _head_sizes(architecture: Architecture) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Experts in plain PyTorch: one stacked matrix for all the experts of a rank, and grouped products over it."""
 
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from ..fused import usable
+from ..fused.weight_gradient import added, has_sum
 
 
 class _StackedLinear(torch.nn.Module):
@@ -36,6 +40,7 @@ class _StackedLinear(torch.nn.Module):
             if split_dim == 1:
                 set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
         self.adds_bias = split_dim == 1 or ranks.rank() == 0
+        self.accumulates = config.accumulate_in_experts  # type: ignore[attr-defined]
         for parameter in self.parameters():
             parameter.allreduce = shared  # type: ignore[attr-defined]  # False: reduced over expert data parallelism
 
@@ -45,6 +50,8 @@ class _StackedLinear(torch.nn.Module):
         The bias is not in it: see `bias_rows`.
         """
         if counts is None:
+            if self.accumulates:
+                return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
             return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
         parts = zip(x.split(counts), self.weight, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in parts])
@@ -61,6 +68,32 @@ class _StackedLinear(torch.nn.Module):
             ones = x.new_ones(len(x), 8)
             return F.grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, 7)), offs=ends)
         return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
+
+
+class _AccumulatingProduct(torch.autograd.Function):
+    """The grouped product of rows with each expert's matrix, whose gradient is added to `main_grad` where there is one.
+
+    x [rows, in], weight [experts, out, in], ends [experts] -> [rows, out]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None
+        if not has_sum(weight):
+            return grad_x, F.grouped_mm(grad.t(), x, offs=ends), None
+        from ..fused.grouped_gradient import add_products
+
+        add_products(weight.main_grad, grad, x, ends)
+        return grad_x, added(weight), None
 
 
 class GroupedExperts(MegatronModule):
@@ -81,9 +114,19 @@ class GroupedExperts(MegatronModule):
         self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
             config.recompute_modules or []
         )
+        self.plain_swiglu = (
+            config.bias_activation_fusion  # for SiLU alone
+            and config.gated_linear_unit
+            and config.activation_func_clamp_value is None
+            and not config.glu_linear_offset
+        )
 
     def _activate(self, x: Tensor, bias: Tensor | None, probs: Tensor | None) -> Tensor:
-        """x [rows, width, or twice that with gates first] -> [rows, width]; the rows weighted by `probs`."""
+        """x [rows, width, or twice that with gates first] -> [rows, width]; the rows weighted by `probs` [rows, 1]."""
+        if self.plain_swiglu and bias is None and usable(x):
+            from ..fused.swiglu import swiglu
+
+            return swiglu(x, probs)
         if bias is not None:
             x = x + bias
         limit = self.config.activation_func_clamp_value

@@ -1,16 +1,20 @@
 """The router of experts: megatron-core's, with the rules of choice that it does not have."""
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
     router_gating_linear,
+    topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..fused import usable
 from ..rows import Routing
 
 
@@ -23,6 +27,7 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.frozen_expert_bias = True
+        self.compact = False  # `routing` gives the weights and numbers of a token's own experts: [tokens, topk]
         self.rule: Routing | None = config.architecture.routing  # type: ignore[attr-defined]
         if self.rule is None:
             return
@@ -43,6 +48,8 @@ class Router(TopKRouter):
         if self.weight.dtype == torch.float32:
             # megatron-core would give it to Transformer Engine where that is installed, which takes it in TF32.
             logits = F.linear(input.to(wide), self.weight.to(wide))
+        elif input.is_cuda and wide == torch.float32 and input.dtype == self.weight.dtype == torch.bfloat16:
+            logits = cast(Tensor, _WideProduct.apply(input.flatten(0, -2), self.weight)).unflatten(0, input.shape[:-1])
         elif self.bias is not None:  # Transformer Engine's product takes no bias of another dtype than its result's
             logits = router_gating_linear(input, self.weight, None, wide)
         else:
@@ -51,7 +58,9 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [sequence, batch, experts] -> each expert's weight (0 where not chosen) and whether it is chosen, both
-        [sequence * batch, experts]"""
+        [sequence * batch, experts]; where `compact`: the weights of its experts, and their numbers."""
+        if self.compact:
+            return self._compact_routing(logits)
         if self.rule is None or self.routing_type == "sinkhorn":
             return super().routing(logits, padding_mask)
         assert padding_mask is None
@@ -69,12 +78,67 @@ class Router(TopKRouter):
                 drop_policy=self.config.moe_token_drop_policy,
                 pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
             )
+        return self._balanced(weights, logits, length, batch), taken
+
+    def _compact_routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        length, batch = logits.shape[:2]
+        logits, config, rule = self.apply_z_loss(logits.flatten(0, 1)), self.config, self.rule
+        sigmoid, grouped = self.score_function == "sigmoid", config.moe_router_group_topk is not None
+        if usable(logits) and not grouped and logits.dtype != torch.float64:
+            from ..fused.routing import Form, route
+
+            normalize = rule.normalize if rule else (self.topk > 1 if sigmoid else not config.moe_router_pre_softmax)
+            smallest_sum = rule.smallest_sum if rule else 1e-20
+            scale = config.moe_router_topk_scaling_factor or 1.0
+            bias = self.expert_bias if rule or sigmoid else None
+            weights, experts = route(logits, bias, Form(self.topk, sigmoid, normalize, smallest_sum, scale))
+        elif rule:
+            weights, experts = choose(logits.float(), self.expert_bias, rule, config)
+            weights = weights.to(logits.dtype)
+        else:
+            weights, experts = topk_routing_with_score_function(
+                logits,
+                self.topk,
+                use_pre_softmax=config.moe_router_pre_softmax,
+                num_groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+                scaling_factor=config.moe_router_topk_scaling_factor,
+                score_function=self.score_function,
+                expert_bias=self.expert_bias,
+                dense_output=True,
+            )
+        return self._balanced(weights, logits, length, batch), experts
+
+    def _balanced(self, weights: Tensor, logits: Tensor, length: int, batch: int) -> Tensor:
+        """`weights`, with the gradients of the balancing losses of logits [length * batch, experts] to come with it."""
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
             weights = self._apply_aux_loss(weights, scores, counted)
             weights = self._apply_seq_aux_loss(weights, scores, counted, length, batch)
             weights = self._apply_global_aux_loss(weights, scores, counted)
-        return weights, taken
+        return weights
+
+
+class _WideProduct(torch.autograd.Function):
+    """The fp32 product of bf16 matrices, whose backward pass runs in bf16, too: the fp32 gradient is a sum of two.
+
+    x [tokens, hidden_size], weight [experts, hidden_size] -> [tokens, experts]. A product of bf16 numbers is exact in
+    fp32, and the two have 16 of the gradient's 24 bits; TF32, which Transformer Engine takes, has 11.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        high = grad.to(x.dtype)
+        parts = torch.cat([high, (grad - high).to(x.dtype)], dim=1)
+        grad_x = parts @ torch.cat([weight, weight])
+        grad_weight = torch.mm(parts.t(), x, out_dtype=torch.float32)
+        return grad_x, grad_weight.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
 
 
 def choose(logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,6 +27,7 @@ from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import SwiGLU
+from .moe import ExpertLayer
 from .norm import Norm, WideNorm
 from .residual import BranchEnd
 from .router import Router
@@ -124,7 +125,9 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
         attention = ModuleSpec(module=GatedDeltaNet, params={"in_proj": norm_column, "out_proj": row})
     if moe:
         shared = partial(SharedExperts, submodules=MLPSubmodules(column, row, SwiGLU))
-        mlp = partial(MoELayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared))
+        mlp = partial(
+            ExpertLayer, submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared)
+        )
     else:
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(fc1, fc2, SwiGLU))
     return ModuleSpec(

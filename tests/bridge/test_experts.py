@@ -25,6 +25,8 @@ def config(**changes):
         "activation_func": F.silu,
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
+        "bias_activation_fusion": False,
+        "accumulate_in_experts": False,
         "recompute_granularity": None,
         "recompute_modules": None,
         "architecture": SimpleNamespace(expert_bias=True),
