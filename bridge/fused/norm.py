@@ -9,7 +9,8 @@ from torch import Tensor
 
 TILE = 4096  # elements that a program has at a time: whole rows
 WARPS = 8
-PROGRAMS = 2  # of the backward pass, for each multiprocessor (as many as fit at a time): each sums the weight's gradient over its rows
+# Of the backward pass, for each multiprocessor, as many as fit: each sums the weight's gradient over its rows.
+PROGRAMS = 2
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
