@@ -182,9 +182,10 @@ def _spread(
         row = tl.load(places + token * TOPK + k).to(tl.int64)
         tl.store(rows + row * width + column, values, column < width)
     if weights is not None and tl.program_id(1) == 0:
-        k = tl.arange(0, PADDED)
-        row = tl.load(places + token * TOPK + k, k < TOPK, other=0)
-        tl.store(spread_weights + row, tl.load(weights + token * TOPK + k, k < TOPK), k < TOPK)
+        place = token * TOPK + tl.arange(0, PADDED)
+        there = tl.arange(0, PADDED) < TOPK
+        own = tl.load(places + place, there, other=0)
+        tl.store(spread_weights + own, tl.load(weights + place, there), there)
 
 
 @triton.jit
@@ -207,6 +208,7 @@ def _collect(
         total += tl.load(rows + row * width + column, column < width, other=0.0).to(tl.float32)
     tl.store(x + token * width + column, total.to(x.dtype.element_ty), column < width)
     if weights is not None and tl.program_id(1) == 0:
-        k = tl.arange(0, PADDED)
-        row = tl.load(places + token * TOPK + k, k < TOPK, other=0)
-        tl.store(collected + token * TOPK + k, tl.load(weights + row, k < TOPK), k < TOPK)
+        place = token * TOPK + tl.arange(0, PADDED)
+        there = tl.arange(0, PADDED) < TOPK
+        own = tl.load(places + place, there, other=0)
+        tl.store(collected + place, tl.load(weights + own, there), there)
