@@ -38,6 +38,7 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _lengths(options)
     _output(options)
     _reporters(options)
+    _profile(options, layout)
     return notes
 
 
@@ -423,3 +424,16 @@ def _reporters(options: LoggingOptions) -> None:
         require_reporters(options)
     except ImportError as error:
         raise UsageError(str(error)) from None
+
+
+def _profile(options: SftOptions, layout: Layout) -> None:
+    if not options.profile:
+        return
+    start, end = options.profile_step_start, options.profile_step_end
+    if not 1 <= start <= end:
+        raise UsageError(f"--profile_step_start {start}, --profile_step_end {end}: give 1 or more, and then no less.")
+    if options.train_iters and start > options.train_iters:
+        raise UsageError(f"--profile_step_start {start}: the run has {options.train_iters} steps. Give an earlier one.")
+    for rank in options.profile_ranks:
+        if not 0 <= rank < layout.world:
+            raise UsageError(f"--profile_ranks {rank}: there are {layout.world} processes, the first is 0.")

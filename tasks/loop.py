@@ -21,6 +21,7 @@ from .checkpoint import save_checkpoint
 from .flops import Flops, peak_flops
 from .log import RunLog
 from .plan import steps_of
+from .profile import Profile
 from .run import Run, on_every_rank
 from .train import (
     Fetched,
@@ -51,6 +52,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
         six_n=flops.six_n_d(1),
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
+    profile = Profile(options, run.folder, max_steps, log.note if run.writes else print)
     window = _Window(names)
     steps = train.steps()
     last = None
@@ -58,6 +60,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
 
     try:
         for step in range(1, max_steps + 1):
+            with log.meter.paused():
+                profile.before(step)
             start = time.perf_counter()
             if train.loss_tokens_are_local:  # a stream: a row that cannot be read stops all ranks, not one
                 batches = with_global_loss_tokens(on_every_rank(lambda: next(steps)))
@@ -80,6 +84,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
                 training.look()
                 line = line and line()
             with log.meter.paused():
+                profile.after(step)
                 if val is not None and evaluates:
                     collect = options.manual_gc and options.manual_gc_eval
                     if collect:

@@ -143,13 +143,19 @@ def test_experts_report_their_balance(place):
     megatron(
         place,
         f"sft --model qwen3_moe --dataset train.jsonl --packing true --max_length 64 {COMMON} --train_iters 2 "
-        "--expert_model_parallel_size 2 --moe_aux_loss_coeff 0.01 --output_dir moe",
+        "--expert_model_parallel_size 2 --moe_aux_loss_coeff 0.01 --output_dir moe "
+        "--profile true --profile_step_start 2 --profile_ranks 1",
         processes=2,
     )
-    balance = [row["load_balancing_loss"] for row in log_of(run_folder(place / "moe")) if "loss" in row]
+    folder = run_folder(place / "moe")
+    balance = [row["load_balancing_loss"] for row in log_of(folder) if "loss" in row]
     # 1 where the experts are evenly loaded, 8 / 2 where two of eight take all.
     assert len(balance) == 2
     assert all(0.9 < value < 4 for value in balance)
+    (trace,) = (folder / "profile").glob("*.json")
+    assert trace.name == "steps-2-2-rank-1.json"
+    assert "aten::mm" in json.dumps(json.loads(trace.read_text())["traceEvents"])
+    assert "aten::mm" in trace.with_suffix(".txt").read_text()
 
 
 def test_sgd_in_half_precision_says_what_it_skips(place):
