@@ -103,7 +103,8 @@ def enable() -> None:
         return
     _enabled = True
     # megatron-core marks many small functions for torch.compile; on a CPU compiling costs more than it saves.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1":
+        torch._dynamo.config.disable = True  # which read the variable when megatron-core was imported
 
     generator = torch.default_generator
     rng = {
