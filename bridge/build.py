@@ -211,6 +211,7 @@ def transformer_config(
     config.permutes = kernels.permutation == "own"  # type: ignore[attr-defined]
     fused = usable(torch.empty(0, device=runtime.device()))
     config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]
+    config.fuse_heads = options.apply_rope_fusion and fused  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
     # megatron-core's fused SwiGLU is torch.compile's. Ours (layers/mlp.py) has the place of Transformer Engine's.
     config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit

@@ -31,6 +31,7 @@ from .moe import ExpertLayer
 from .norm import Norm, WideNorm
 from .residual import BranchEnd
 from .router import Router
+from .self_attention import FusedSelfAttention, fuses
 
 
 def block_spec(
@@ -106,7 +107,7 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
             },
         )
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=FusedSelfAttention if fuses(config) else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column,
