@@ -23,3 +23,30 @@ def test_adds_each_experts_product(device, monkeypatch, counts, way):
     grouped_gradient.add_products(totals, grad, x, torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32))
     bound = 0.1 if way == "temporary" else 1e-4
     torch.testing.assert_close(totals.double(), wanted, rtol=1e-4, atol=bound)
+
+
+def test_a_products_gradient_is_in_main_grad_alone(device, monkeypatch):
+    from megaswift.bridge.fused import grouped_gradient
+    from megaswift.bridge.layers.experts import _AccumulatingProduct
+
+    def loop(totals, grad, x, ends):
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        for total, a, b in zip(totals, grad.float().split(counts), x.float().split(counts), strict=True):
+            total += a.t() @ b
+
+    if device == "cpu":  # Triton's interpreter takes bf16 for integers
+        monkeypatch.setattr(grouped_gradient, "add_products", loop)
+    torch.manual_seed(0)
+    x, slopes = (torch.randn(138, size, device=device, dtype=torch.bfloat16) for size in (200, 136))
+    weight = torch.nn.Parameter(torch.randn(4, 136, 200, device=device, dtype=torch.bfloat16))
+    ends = torch.tensor(COUNTS["uneven"], device=device).cumsum(0, dtype=torch.int32)
+    x.requires_grad_()
+    _AccumulatingProduct.apply(x, weight, ends).backward(slopes)
+    (wanted_x, x.grad), (wanted, weight.grad) = (x.grad, None), (weight.grad, None)
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape, device=device), False
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+    _AccumulatingProduct.apply(x, weight, ends).backward(slopes)
+    assert (seen, weight.grad_added_to_main_grad) == ([True], True)
+    assert torch.equal(x.grad, wanted_x)
+    torch.testing.assert_close(weight.main_grad - 1, wanted.float(), rtol=1e-2, atol=1e-2)
