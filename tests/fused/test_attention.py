@@ -5,9 +5,9 @@ import torch
 from megaswift.bridge.layers.segments import Reach, make_segments
 
 CASES = {
-    "documents": {"lengths": (5, 130, 64, 1)},
-    "windows": {"lengths": (67, 90), "reach": Reach(window=50)},
-    "one of two ranks": {"lengths": (8, 264, 64), "cp_size": 2},
+    "documents": {"lengths": (5, 130, 1)},
+    "windows": {"lengths": (90, 7), "reach": Reach(window=50)},
+    "one of two ranks": {"lengths": (8, 140), "cp_size": 2},
     "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": Reach(window=21)},
 }
 
