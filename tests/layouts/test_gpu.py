@@ -75,6 +75,10 @@ def launched(folder, references):
             common = {"model": str(folder / family), "steps": STEPS, "log_probs": world == 1}
             flags = cases(world, family)
             jobs = [common | {"name": name, "options": {"packing": True} | flags[name]} for name in flags]
+            if world == 1:
+                for kind, kernels in KINDS.items():
+                    options = {"packing": True} | kernels
+                    jobs.append(common | {"name": f"unwatched {kind}", "unwatched": True, "options": options})
             if (world, family) == (1, "qwen3"):
                 for kind, kernels in KINDS.items():
                     options = {"packing": True} | kernels
@@ -103,6 +107,13 @@ def test_trains_as_transformers_does(world, family, name, launched, references):
     print(f"\n{name}: loss {found[0]:.1e}, gradient norm {found[1]:.1e}, log-probabilities {found[2]:.1e}")
     bounds = EXACT if "fp32" in name else ROUNDED
     assert all(distance < bound for distance, bound in zip(found, bounds, strict=True)), found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_does_not_wait_within_a_step(kind, family, launched):
+    result = launched(1, family)[f"unwatched {kind}"]
+    assert "error" not in result, result.get("error")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ from tests.layouts.launch import launch
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-5  # relative, as in test_layouts.py
+OURS = ("planted", "late")  # for the worker, not among the options; late: a step's outcome is not looked at
 ONE_BATCH = {"micro_batch_size": reference.SAMPLES}
 JOBS = {
     1: {
@@ -34,6 +35,7 @@ JOBS = {
             ONE_BATCH | {"moe_aux_loss_coeff": 0.5, "tensor_model_parallel_size": 2, "sequence_parallel": True},
         ),
         "infinite": ("qwen3", {"planted": "infinite"}),
+        "infinite late": ("qwen3", {"planted": "infinite", "late": True}),
         "infinite fp16": ("qwen3", {"planted": "infinite", "torch_dtype": "float16"}),
     },
 }
@@ -50,9 +52,9 @@ def gave(tmp_path_factory):
         if world not in done:
             jobs = []
             for each, (family, flags) in JOBS[world].items():
-                options = {"packing": True} | {flag: value for flag, value in flags.items() if flag != "planted"}
+                options = {"packing": True} | {flag: value for flag, value in flags.items() if flag not in OURS}
                 job = {"name": each, "model": str(folder / family), "options": options}
-                jobs.append(job | {"planted": flags.get("planted")})
+                jobs.append(job | {flag: flags.get(flag) for flag in OURS})
             done[world] = launch(world, jobs, folder / f"world-{world}")
         found = done[world][name]
         assert "error" not in found, found.get("error")
@@ -151,7 +153,7 @@ def test_capacity_drops_what_is_beyond_it(gave, expected):
     assert abs(gave(1, "tight")["losses"][0] / expected["qwen3_moe"] - 1) > 20 * BOUND
 
 
-@pytest.mark.parametrize("name", ["infinite", "infinite fp16"])
+@pytest.mark.parametrize("name", ["infinite", "infinite late", "infinite fp16"])
 def test_what_is_not_finite_stops_before_the_weights(name, gave):
     result = gave(2, name)
     assert "step 0" in result["stopped"]

@@ -125,11 +125,17 @@ def run(job: dict) -> dict:
     for step in range(job.get("steps", ref.STEPS)):
         try:
             metrics, outcome = train_step(training, batches_of(step, options), loss, step)
-            norms.append(outcome.grad_norm)
+            if not job.get("late"):
+                norms.append(outcome.grad_norm)
         except NonFiniteError as error:
             after = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
             return {"stopped": str(error), "kept": all(torch.equal(*pair) for pair in zip(before, after, strict=True))}
         losses.append(sum_over_ranks(metrics, ["loss"]).wait()[0])
+    if job.get("unwatched"):
+        batches = [batch.pin_memory() for batch in batches_of(step + 1, options)]
+        torch.cuda.set_sync_debug_mode("error")
+        train_step(training, batches, sft_loss, step + 1)
+        torch.cuda.set_sync_debug_mode("default")
     if job.get("save"):
         from megaswift.bridge.save import save_weights
 
