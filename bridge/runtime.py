@@ -96,6 +96,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def enable() -> None:
     """Make megatron-core run here. Call it before building anything; calling it again is free."""
     global _enabled

@@ -35,8 +35,7 @@ from .options import LoggingOptions
 class Meter:
     """Rates of training over a window of steps, and over the whole run, without the first step, which warms up.
 
-    The clock is read where a step is recorded and where rates are taken. On a GPU only the second waits for the device
-    (the caller has fetched the loss), which is why rates are those of a whole window.
+    Times are those at which steps ended: on a GPU the device tells them, since the host is elsewhere by then.
     """
 
     def __init__(self, world_size: int, chip_peak_flops: float | None):
@@ -44,14 +43,18 @@ class Meter:
         self.chip_peak_flops = chip_peak_flops
         self.steps = 0
         self.tokens = 0  # over all ranks, since the start
-        self._excluded = 0.0  # seconds spent on other things than steps
-        self._started = self._now()
+        self.excluded = 0.0  # seconds spent on other things than steps
+        self._started = self._ended = time.perf_counter()
         self._window = self._whole = (self._started, 0, 0, 0.0, 0.0)
         self._flops = 0.0
         self._data_wait = 0.0
 
-    def step(self, tokens: int, flops: float, data_wait: float) -> None:
-        """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data."""
+    def step(self, tokens: int, flops: float, data_wait: float, ended: float | None = None) -> None:
+        """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data.
+
+        ended: by time.perf_counter(), less what was excluded until then; None: now.
+        """
+        self._ended = time.perf_counter() - self.excluded if ended is None else ended
         self.steps += 1
         self.tokens += tokens
         self._flops += flops
@@ -66,7 +69,7 @@ class Meter:
         try:
             yield
         finally:
-            self._excluded += time.perf_counter() - start
+            self.excluded += time.perf_counter() - start
 
     def window(self) -> dict[str, float | None]:
         """Rates since the last call (the first step counts only while there is no other)."""
@@ -78,11 +81,8 @@ class Meter:
         """Rates since the first step."""
         return self._rates(self._whole)
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._excluded
-
     def _mark(self) -> tuple[float, int, int, float, float]:
-        return self._now(), self.steps, self.tokens, self._flops, self._data_wait
+        return self._ended, self.steps, self.tokens, self._flops, self._data_wait
 
     def _rates(self, since: tuple[float, int, int, float, float]) -> dict[str, float | None]:
         if since[1] == self.steps:
@@ -151,11 +151,12 @@ class RunLog:
         """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
         return step in (self._start_step + 1, self.max_steps) or step % self.logging_steps == 0
 
-    def step(self, tokens: int, flops: float, data_wait: float) -> None:
-        """Record a step: its real tokens and FLOPs over all ranks, and the seconds that this rank waited for data."""
+    def step(self, tokens: int, flops: float, data_wait: float, ended: float | None = None) -> None:
+        """Record a step: its real tokens and FLOPs over all ranks, the seconds that this rank waited for data, and when
+        it ended, as Meter.step has it."""
         if self.folder is None:
             return
-        self.meter.step(tokens, flops, data_wait)
+        self.meter.step(tokens, flops, data_wait, ended)
         self._step += 1
         self._bar.update()
 

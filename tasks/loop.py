@@ -24,6 +24,7 @@ from .plan import steps_of
 from .profile import Profile
 from .run import Run, on_every_rank
 from .train import (
+    Clock,
     Fetched,
     Loss,
     NonFiniteError,
@@ -56,8 +57,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     window = _Window(names)
     steps = train.steps()
     last = None
-    line: Callable[[], None] | None = None  # of the last step, not yet written
-
+    record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
+    clock = Clock()
     try:
         for step in range(1, max_steps + 1):
             with log.meter.paused():
@@ -70,19 +71,17 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
             metrics, outcome = train_step(training, batches, loss, step)
-            line = line and line()  # of the step before, whose numbers have come; the device has this one to do
+            record = record and record()  # of the step before, whose numbers have come; the device has this one to do
             if outcome.skipped:
                 log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
             window.add(batches, metrics, flops, _balancing(training))
-            if log.due(step):
-                line = partial(_write, log, step, window.close(training), outcome, learning_rate, data_wait)
-            else:
-                log.step(0, 0.0, data_wait)
+            sums = window.close(training) if log.due(step) else None
+            record = partial(_record, log, step, sums, outcome, clock, log.meter.excluded, learning_rate, data_wait)
             evaluates = val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps)
             saves = _saves(run, train, step, max_steps)
             if evaluates or saves or not torch.cuda.is_available():
                 training.look()
-                line = line and line()
+                record = record and record()
             with log.meter.paused():
                 profile.after(step)
                 if val is not None and evaluates:
@@ -104,9 +103,23 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     log.close({"last_checkpoint": str(last)})
 
 
-def _write(log: RunLog, step: int, sums: Sums, outcome: Outcome, learning_rate: float, data_wait: float) -> None:
+def _record(
+    log: RunLog,
+    step: int,
+    sums: Sums | None,
+    outcome: Outcome,
+    clock: Clock,
+    excluded: float,
+    learning_rate: float,
+    data_wait: float,
+) -> None:
+    """Record a step that has ended, and write its line where that is due."""
+    ended = clock.end_of(outcome) - excluded
+    if sums is None:
+        log.step(0, 0.0, data_wait, ended)
+        return
     means, tokens, cost = sums()
-    log.step(int(tokens), cost, data_wait)
+    log.step(int(tokens), cost, data_wait, ended)
     norm = {} if outcome.grad_norm is None else {"grad_norm": outcome.grad_norm}
     log.train(step, means | norm | {"learning_rate": learning_rate})
 

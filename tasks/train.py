@@ -7,6 +7,7 @@ divides by the number of ranks, of micro batches, or of tokens a second time.
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -79,6 +80,7 @@ class Outcome:
         zero = torch.zeros((), device=runtime.device())
         losses = torch.stack([zero, *metrics.values()]).sum()
         self._numbers = Fetched(torch.stack([*(norms or (zero, zero)), losses]))
+        self.arrival = self._numbers.arrival
 
     @cached_property
     def grad_norm(self) -> float | None:
@@ -107,15 +109,35 @@ class Fetched:
 
     def __init__(self, tensor: Tensor):
         self._numbers = tensor.to("cpu", non_blocking=True)  # of a GPU: into pinned memory
-        self._arrival = None
-        if tensor.is_cuda:
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
+        self.arrival = _event() if tensor.is_cuda else None
 
     def wait(self) -> list[float]:
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        if self.arrival is not None:
+            self.arrival.synchronize()
         return self._numbers.tolist()
+
+
+class Clock:
+    """When steps end on the device, in the host's time: the host runs ahead of it, and says little by itself."""
+
+    def __init__(self):
+        runtime.synchronize()
+        self._time = time.perf_counter()
+        self._event = _event() if runtime.device().type == "cuda" else None
+
+    def end_of(self, outcome: Outcome) -> float:
+        """Of a step that has ended. Asked for each step in turn."""
+        if self._event is None or outcome.arrival is None:
+            return time.perf_counter()
+        self._time += self._event.elapsed_time(outcome.arrival) / 1000
+        self._event = outcome.arrival
+        return self._time
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
