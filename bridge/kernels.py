@@ -62,14 +62,15 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
     if by_name and not installed:
         missing = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
         raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
-    # By itself not in fp32: its products are in TF32 then, with a thousandth of error.
-    engine = by_name or (options.transformer_impl == "auto" and installed and dtype != torch.float32)
+    # By itself for FP8 alone: its other layers are no faster than ours and take more of the host's time (and in fp32
+    # its products are in TF32, with a thousandth of error).
+    engine = by_name or (options.transformer_impl == "auto" and installed and bool(options.fp8_format))
     fp8.check(options, dtype, transformer_engine=engine)
     precision = f"{options.fp8_format}, {options.fp8_recipe}" if options.fp8_format else None
     # Flash kernels are for half precision, and heads in multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
-    elif engine and options.attention_backend != "local" and not architecture.sinks:
+    elif installed and "local" not in (options.transformer_impl, options.attention_backend) and not architecture.sinks:
         # It has no sinks for packed documents.
         attention = "transformer_engine"
     else:
