@@ -39,7 +39,7 @@ class Kernels:
         layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
         attention = {
             "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
-            "varlen": "torch's variable-length flash attention",
+            "varlen": "ours over documents, or torch's flash attention",
             "sdpa": "torch's scaled_dot_product_attention, document by document",
         }[self.attention]
         text = f"layers: {layers}; attention: {attention}"

@@ -1,8 +1,8 @@
 """Causal attention over documents, in one kernel forward and two back (FlashAttention-2, arxiv.org/abs/2307.08691).
 
 A program has one tile of one document: `tiles` lists those there are, the longest work first, so that documents of any
-length fill the device. Key and value heads are shared by a group's query heads: their gradients are summed where they
-are made, in one program and so in a fixed order.
+length fill the device. Key and value heads are shared by a group's query heads: their gradients are summed in a fixed
+order, by a program over some of the heads, then over programs.
 """
 # Calls of kernels, and functions that return in both branches of an `if` at compile time:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -17,6 +17,7 @@ from torch import Tensor
 BLOCK = 64  # queries, or keys, of a tile
 # Forward, and back to queries and to keys: of the other side at a time; warps; stages of loads in flight.
 FORWARD, TO_QUERIES, TO_KEYS = (64, 4, 3), (64, 4, 2), (64, 4, 2)
+SHARED_HEADS = 2  # query heads that a program goes through for its keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1e30)
 
@@ -56,18 +57,25 @@ def attend_back(
     """The gradients of query, key and value. grad like output; key_tiles as `tiles`, of keys."""
     tokens, heads, dim = query.shape
     grad_query = query.new_empty(tokens, heads, dim)
-    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    # A key meets the queries of several heads: where they are many, programs share them out.
+    shares = max(heads // key.shape[1] // SHARED_HEADS, 1)
+    grad_key, grad_value = (
+        torch.empty(shares, *x.shape, dtype=x.dtype if shares == 1 else torch.float32, device=x.device)
+        for x in (key, value)
+    )
     along = torch.empty_like(log_sum)  # each query's sum of output * grad
     strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     _back_to_queries[tiles.shape[0] * heads,](
         query, key, value, output, grad, log_sum, along, grad_query, tiles, tokens, scale, window or 0, *strides,
         **_constants(query, key, window, *TO_QUERIES),
     )  # fmt: skip
-    _back_to_keys[key_tiles.shape[0] * key.shape[1],](
-        query, key, value, grad, log_sum, along, grad_key, grad_value, key_tiles, tokens, scale, window or 0, *strides,
-        **_constants(query, key, window, *TO_KEYS),
+    _back_to_keys[key_tiles.shape[0] * key.shape[1] * shares,](
+        query, key, value, grad, log_sum, along, grad_key, grad_value, key_tiles, tokens, len(key), scale, window or 0,
+        *strides, SHARES=shares, **_constants(query, key, window, *TO_KEYS),
     )  # fmt: skip
-    return grad_query, grad_key, grad_value
+    if shares == 1:
+        return grad_query, grad_key[0], grad_value[0]
+    return grad_query, grad_key.sum(0).to(key.dtype), grad_value.sum(0).to(value.dtype)
 
 
 def _constants(query: Tensor, key: Tensor, window: int | None, step: int, warps: int, stages: int) -> dict[str, Any]:
@@ -233,13 +241,14 @@ def _back_to_queries(
 
 @triton.jit
 def _back_to_keys(
-    query, key, value, grad, log_sum, along, grad_key, grad_value, tiles, tokens, scale, window,
+    query, key, value, grad, log_sum, along, grad_key, grad_value, tiles, tokens, all_keys, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    group, tiles = program % GROUPS, tiles + program // GROUPS * 5
+    share, group = program % SHARES, program // SHARES % GROUPS
+    tiles += program // (SHARES * GROUPS) * 5
     q_start, queries = tl.load(tiles).to(tl.int64), tl.load(tiles + 1)
     k_start, keys, first = tl.load(tiles + 2).to(tl.int64), tl.load(tiles + 3), tl.load(tiles + 4)
     before = keys - queries
@@ -251,20 +260,21 @@ def _back_to_keys(
     if WINDOW:
         high = tl.minimum(queries, tl.maximum(first + BLOCK - 1 + window - before, low))
     steps = (high - low + STEP - 1) // STEP
-    # The group's query heads one after another.
-    for step in range(steps * (HEADS // GROUPS)):
-        head = group * (HEADS // GROUPS) + step // steps
+    OWN: tl.constexpr = HEADS // GROUPS // SHARES
+    # This program's query heads of the group, one after another.
+    for step in range(steps * OWN):
+        head = (group * SHARES + share) * OWN + step // steps
         query_row = low + step % steps * STEP + tl.arange(0, STEP)
         q = _rows(query + q_start * q_token + head * q_head, q_token, query_row, queries, DIM, WIDTH, True)
         d = _rows(grad + (q_start * HEADS + head) * DIM, HEADS * DIM, query_row, queries, DIM, WIDTH, True)
         sums = head.to(tl.int64) * tokens + q_start + query_row
         logs = tl.load(log_sum + sums, mask=query_row < queries, other=0.0) * LOG2_E
         of_row = tl.load(along + sums, mask=query_row < queries, other=0.0)
-        share = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - logs[None, :])
-        share = tl.where(_seen(query_row[None, :], row[:, None], before, window, WINDOW), share, 0.0)
-        of_value = tl.dot(share.to(d.dtype), d, of_value)
-        of_score = share * (tl.dot(v, tl.trans(d)) - of_row[None, :])
+        part = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - logs[None, :])
+        part = tl.where(_seen(query_row[None, :], row[:, None], before, window, WINDOW), part, 0.0)
+        of_value = tl.dot(part.to(d.dtype), d, of_value)
+        of_score = part * (tl.dot(v, tl.trans(d)) - of_row[None, :])
         of_key = tl.dot(of_score.to(q.dtype), q, of_key)
-    at = (k_start * GROUPS + group) * DIM
+    at = ((share.to(tl.int64) * all_keys + k_start) * GROUPS + group) * DIM
     _put(grad_key + at, GROUPS * DIM, row, keys, of_key * scale, DIM, WIDTH)
     _put(grad_value + at, GROUPS * DIM, row, keys, of_value, DIM, WIDTH)

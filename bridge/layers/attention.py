@@ -1,7 +1,7 @@
 """Attention over packed documents, with rotary embeddings and context parallelism: a `core_attention` for layer specs.
 
 One module for every machine. It turns queries and keys by their position ids, then hands them to the kernel that this
-machine has: Transformer Engine's, torch's variable-length flash attention on a GPU, or one
+machine has: Transformer Engine's, our own for documents on a GPU (or torch's flash attention), or one
 `scaled_dot_product_attention` per document on a CPU. What a layer is like stands in `config.architecture`.
 """
 

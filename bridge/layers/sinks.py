@@ -17,7 +17,7 @@ from torch import Tensor
 from ..fused import usable
 from .segments import Segments
 
-OWN_KERNELS = False  # fused/attention.py in place of torch's flash-attention 2
+OWN_KERNELS = True  # fused/attention.py in place of torch's flash-attention 2
 WIDEST = 128  # heads that ours take: wider ones' sums do not fit into registers
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]

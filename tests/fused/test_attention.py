@@ -6,6 +6,7 @@ from megaswift.bridge.layers.segments import Reach, make_segments
 
 CASES = {
     "documents": {"lengths": (5, 130, 1)},
+    "many heads to a key": {"lengths": (70, 3), "heads": 8},
     "windows": {"lengths": (90, 7), "reach": Reach(window=50)},
     "one of two ranks": {"lengths": (8, 140), "cp_size": 2},
     "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": Reach(window=21)},
@@ -43,7 +44,8 @@ def test_attention(case, device):
         # Heads lie in wider rows, as where they are views.
         return torch.randn(tokens, 2 * heads, 16, generator=generator, dtype=torch.float64)[:, ::2].requires_grad_()
 
-    inputs = random(sum(segments.queries), 4), random(sum(segments.keys), 2), random(sum(segments.keys), 2)
+    heads = CASES[case].get("heads", 4)
+    inputs = random(sum(segments.queries), heads), random(sum(segments.keys), 2), random(sum(segments.keys), 2)
     expected, log_sum = plain(*inputs, segments, 0.3)
     slopes = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     exact = torch.autograd.grad(expected, inputs, slopes)
