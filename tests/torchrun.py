@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests import prepared
 
 
 def torchrun(
-    module: str, *arguments: object, processes: int, timeout: int = 600, gpu: bool = False
+    module: str, *arguments: object, processes: int, timeout: int = 600, gpu: bool = False, imports: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run `module` under torchrun, on the CPU or (`gpu`) where it likes, in seconds `timeout` at most."""
+    """Run `module` as the ranks of a job, on the CPU or (`gpu`) where it likes, in seconds `timeout` at most.
+
+    On the CPU they are forked with their imports done, unless it is about these (`imports`).
+    """
+    words = ["-m", module, *map(str, arguments)]
+    if not gpu and not imports:
+        return prepared.run(words, processes=processes, timeout=timeout)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", module, *map(str, arguments)]
-    hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | hidden
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *words]
+    environment = os.environ | ({} if gpu else prepared.ON_CPU)
+    return subprocess.run(command, cwd=prepared.ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

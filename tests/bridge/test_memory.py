@@ -40,7 +40,7 @@ def make(folder: Path, layers: int, hidden: int, vocabulary: int, dtype: torch.d
 
 
 def convert(folder: Path, processes: int) -> list[dict[str, int]]:
-    run = torchrun("tests.bridge.memory_worker", folder, processes=processes, timeout=1200)
+    run = torchrun("tests.bridge.memory_worker", folder, processes=processes, timeout=1200, imports=True)
     assert run.returncode == 0, run.stderr[-5000:]
     shutil.rmtree(folder / "saved")
     return [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(processes)]

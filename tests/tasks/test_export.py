@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,9 @@ from megaswift.bridge.proof import differences
 from megaswift.tasks.folders import damage
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
+from tests import prepared, tiny
 
 pytestmark = pytest.mark.slow
-COMMANDS = Path(sys.executable).parent
 # The export in a process that a fault is planted into: argv, then what to do before.
 PLANTED = """
 import sys
@@ -28,23 +25,6 @@ from megaswift.cli.main import main
 {fault}
 if __name__ == "__main__":
     sys.exit(main("swift", sys.argv[1:]))
-"""
-# Imports what an export takes, which is most of its time, then runs each line of its input in a process of its own.
-PREPARED = """
-import json
-import os
-import sys
-import megaswift.tasks.export
-from megaswift.cli.main import main
-for line in sys.stdin:
-    words, file = json.loads(line)
-    child = os.fork()
-    if not child:
-        output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.exit(main("swift", words))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 FULL_DISK = """
 import errno
@@ -84,60 +64,28 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def run(place: Path, command: str, processes: int = 1, *, fails: bool = False) -> str:
+def run(place: Path, command: str, processes: int | None = None, *, fails: bool = False) -> str:
     """Run a command in `place`; what it printed."""
-    program, *words = command.split()
-    done = subprocess.run(
-        [COMMANDS / program, *words],
-        cwd=place,
-        env=environment(place) | {"NPROC_PER_NODE": str(processes)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
+    words = ["-m", "megaswift.cli.main", *command.split()]
+    done = prepared.run(words, processes=processes, cwd=place, environment=environment(place))
+    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def swift(place: Path) -> Iterator[Callable[..., str]]:
-    """As `run` with `swift export` in one process, without the time that its imports take."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PREPARED],
-        cwd=place,
-        env=environment(place),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin and process.stdout  # noqa: PT018
-
-        def export(words: str, *, fails: bool = False) -> str:
-            process.stdin.write(json.dumps((["export", *words.split()], str(place / "printed"))) + "\n")
-            process.stdin.flush()
-            status = int(process.stdout.readline())
-            printed = (place / "printed").read_text()
-            assert (status != 0) == fails, printed[-6000:]
-            return printed
-
-        yield export
+def swift(place: Path) -> Callable[..., str]:
+    """`run` of `swift export` in one process."""
+    return lambda words, **how: run(place, f"swift export {words}", **how)
 
 
 def environment(place: Path) -> dict[str, str]:
-    return os.environ | {"HF_HOME": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"HF_HOME": str(place / "cache")}
 
 
-def planted(place: Path, fault: str, words: str) -> subprocess.Popen:
+def planted(place: Path, fault: str, words: str) -> prepared.Running:
     script = place / f"planted-{len(fault)}.py"
     script.write_text(PLANTED.format(fault=fault))
-    return subprocess.Popen(
-        [sys.executable, str(script), *words.split()],
-        cwd=place,
-        env=environment(place),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return prepared.Running([str(script), *words.split()], processes=None, cwd=place, environment=environment(place))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -245,8 +193,9 @@ def test_beyond_the_bound_it_fails_and_leaves_nothing(place: Path) -> None:
     process = planted(
         place, WRONG_NORM, "export --model qwen3 --to_mcore true --output_dir bad --test_convert_precision"
     )
-    printed, _ = process.communicate(timeout=200)
-    assert process.returncode == 1, printed
+    done = process.wait()
+    printed = done.stdout + done.stderr
+    assert done.returncode == 1, printed
     assert "--test_convert_precision: logits in float32" in printed
     assert "FAILED" in printed
     assert not visible(place, "bad")
@@ -254,8 +203,9 @@ def test_beyond_the_bound_it_fails_and_leaves_nothing(place: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(place: Path) -> None:
     process = planted(place, FULL_DISK, "export --model qwen3 --to_mcore true --output_dir full")
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    done = process.wait()
+    printed = done.stdout + done.stderr
+    assert done.returncode == 1, printed
     assert f"The disk is full: {place / 'full'}" in printed
     assert "or give another --output_dir" in printed
     assert not visible(place, "full")
@@ -268,13 +218,12 @@ def test_one_that_is_ended_leaves_nothing_that_looks_whole(place: Path, swift, n
     process = planted(place, WAITING, "export --model qwen3 --to_mcore true --output_dir ended")
     deadline = time.monotonic() + 100
     while not (place / "there").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]  # noqa: PT018
+        assert time.monotonic() < deadline, process.wait(1)
         time.sleep(0.1)
     (place / "there").unlink()
     assert [name[0] for name in visible(place, "ended")] == ["."]  # hidden while it is written
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    os.kill(process.pids[0], number)
+    assert process.wait(30).returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     assert not (place / "ended").exists()
     if number == signal.SIGKILL:  # could not tidy up: the next one does
         assert len(visible(place, "ended")) == 1

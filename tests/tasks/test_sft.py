@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
+from tests import prepared, tiny
 
 pytestmark = pytest.mark.slow
 MEGATRON = Path(sys.executable).parent / "megatron"
@@ -29,13 +29,21 @@ def place(tmp_path_factory):
     return folder
 
 
-def megatron(place: Path, line: str, processes: int = 1, *, fails: bool = False) -> str:
-    """Run `megatron {line}` in `place`; what it printed."""
-    environment = os.environ | {"NPROC_PER_NODE": str(processes), "HF_HOME": str(place / "cache"), "COLUMNS": "200"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [MEGATRON, *line.split()], cwd=place, env=environment, capture_output=True, text=True, timeout=240
-    )
+def megatron(place: Path, line: str, processes: int | None = None, *, fails=False, command=False) -> str:
+    """Run `megatron {line}` in `place`; what it printed. `command`: by its name, so that it starts torchrun."""
+    environment = os.environ | {"HF_HOME": str(place / "cache"), "COLUMNS": "200"} | prepared.ON_CPU
+    if command:
+        done = subprocess.run(
+            [MEGATRON, *line.split()],
+            cwd=place,
+            env=environment | {"NPROC_PER_NODE": str(processes)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    else:
+        words = ["-m", "megaswift.cli.main", "megatron", *line.split()]
+        done = prepared.run(words, processes=processes, cwd=place, environment=environment)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -118,6 +126,7 @@ def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
         f"sft --model qwen3 --dataset train.jsonl --val_dataset val.jsonl {COMMON} --num_train_epochs 1 {flags} "
         f"--save_steps 100 --output_dir {name}",
         processes=2,
+        command=name == "tp",
     )
     folder = run_folder(place / name)
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-5)
