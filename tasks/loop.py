@@ -22,7 +22,7 @@ from .flops import Flops, peak_flops
 from .log import RunLog
 from .plan import steps_of
 from .profile import Profile
-from .run import Run, on_every_rank
+from .run import Run, streamed
 from .train import (
     Clock,
     Fetched,
@@ -33,7 +33,6 @@ from .train import (
     evaluate_step,
     sum_over_ranks,
     train_step,
-    with_global_loss_tokens,
 )
 
 Sums = Callable[[], tuple[dict[str, float], float, float]]  # means of metrics, tokens, FLOPs: waits for the device
@@ -56,6 +55,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     profile = Profile(options, run.folder, max_steps, log.note if run.writes else print)
     window = _Window(names)
     steps = train.steps()
+    if train.loss_tokens_are_local:
+        steps = streamed(steps, options.ddp_timeout)
     last = None
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
     clock = Clock()
@@ -64,10 +65,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
             with log.meter.paused():
                 profile.before(step)
             start = time.perf_counter()
-            if train.loss_tokens_are_local:  # a stream: a row that cannot be read stops all ranks, not one
-                batches = with_global_loss_tokens(on_every_rank(lambda: next(steps)))
-            else:
-                batches = next(steps)
+            batches = next(steps)
             data_wait = time.perf_counter() - start
             learning_rate = training.learning_rate
             metrics, outcome = train_step(training, batches, loss, step)
@@ -181,7 +179,10 @@ class _Window:
         self.steps += 1
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
-        self.flops += flops.training(lengths)
+        # Of a context-parallel group each rank holds a share of the weights, about as many of them trained on.
+        shares = parallel_state.get_context_parallel_world_size()
+        scored = shares * sum(int(batch.loss_weights.count_nonzero()) for batch in batches)
+        self.flops += flops.training(lengths, scored)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value

@@ -92,7 +92,9 @@ class LoggingOptions:
 class ProfileOptions:
     """Profiling"""
 
-    profile: Annotated[bool, "Write a trace of some steps, which it slows, and a table of their kernels, to profile/."] = False
+    profile: Annotated[
+        bool, "Write a trace of some steps, which it slows, and a table of their kernels, to profile/."
+    ] = False
     profile_step_start: Annotated[int, "The first of these steps."] = 10
     profile_step_end: Annotated[int, "The last of them."] = 12
     profile_ranks: Annotated[list[int], "The processes that do."] = field(default_factory=lambda: [0])

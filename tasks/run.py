@@ -2,8 +2,9 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from ..bridge.build import DTYPES
 from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
 from ..templates.batches import Batches
+from ..templates.layout import Batch
 from ..templates.prepare import Prepared, prepare
 from ..templates.store import TokenStore
 from ..templates.streaming import TokenStream
@@ -115,11 +117,27 @@ def first_of_each_node[T](do: Callable[[], T], then: Callable[[], T] | None = No
     return value
 
 
-def on_every_rank[T](do: Callable[[], T]) -> T:
-    """`do()` on every rank; an error of any reaches all, where else the others would wait for it."""
+def on_every_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`do()` on every rank; an error of any reaches all (by `group`), where else the others would wait for it."""
     result = _guarded(do)
-    _raise_any(result)
+    _raise_any(result, group)
     return result[0]
+
+
+def streamed(steps: Iterator[list[Batch]], seconds: int) -> Iterator[list[Batch]]:
+    """A stream's steps, of which each rank counts the loss tokens of its own: with those of all data-parallel ranks.
+
+    A row that cannot be read stops all ranks, not one. They tell each other over gloo (waiting for `seconds` at most):
+    no device is waited for.
+    """
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    data_parallel: Any = parallel_state.get_data_parallel_group()
+    peers = dist.get_process_group_ranks(data_parallel)
+    while True:
+        batches = on_every_rank(lambda: next(steps), group)
+        tokens = [0.0] * dist.get_world_size()
+        dist.all_gather_object(tokens, batches[0].loss_tokens, group)
+        yield [replace(batch, loss_tokens=sum(tokens[rank] for rank in peers)) for batch in batches]
 
 
 def _must_see(folder: Path) -> None:
@@ -134,11 +152,11 @@ def _guarded(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _raise_any(result: tuple[Any, Exception | None]) -> None:
+def _raise_any(result: tuple[Any, Exception | None], group: dist.ProcessGroup | None = None) -> None:
     """Raise the first error that any rank has, on every rank."""
     errors: list[Exception | None] = [None] * dist.get_world_size()
     if len(errors) > 1:  # alone there is nobody to ask, which would wait for the device
-        dist.all_gather_object(errors, result[1])
+        dist.all_gather_object(errors, result[1], group)
     if result[1] is not None:
         raise result[1]  # with its own traceback
     for error in errors:

@@ -67,7 +67,9 @@ def make_segments(
                 if places is not None:
                     index.append(places[seen:high])
     key_index = to_device(torch.cat(index), device) if index else None
-    return Segments(queries, keys, _ends(queries, device), _ends(keys, device), key_index, window, chunk is not None)
+    ends = _ends(queries, device)
+    key_ends = ends if keys == queries else _ends(keys, device)
+    return Segments(queries, keys, ends, key_ends, key_index, window, chunk is not None)
 
 
 def _tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
@@ -151,6 +153,7 @@ class Documents(PackedSeqParams):
     positions: Tensor | None = None  # [sequence, batch], within documents
     following: Tensor | None = None  # where `following` says, for mtp.py
     runs: Any = None  # the Runs of delta_rule.py
+    scored: Tensor | None = None  # [n]: which of batch * sequence positions have their labels scored; None: all
 
 
 def describe_documents(
