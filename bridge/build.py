@@ -19,7 +19,7 @@ from .layers.embedding import AccumulatingEmbedding
 from .layers.logprobs import label_log_probs
 from .layers.mtp import Prediction, next_ones
 from .layers.rope import Rotation, rotation
-from .layers.segments import Documents, Reach, describe_documents, following
+from .layers.segments import Documents, Reach, describe_documents, following, to_device
 from .layers.spec import block_spec, predicting_spec
 from .options import BuildOptions, RecomputeOptions
 from .rows import Architecture, Family, Layer
@@ -48,21 +48,26 @@ class Model:
         cu_seqlens: Tensor | None,
         max_seqlen: int,
         loss_weights: Tensor | None = None,
+        scored: Tensor | None = None,
     ) -> Tensor:
         """One micro batch through one chunk (bare, or wrapped for data parallelism).
 
         tokens, labels, position_ids [rows, local length] on the device; cu_seqlens [documents + 1] int32 on the CPU.
+        scored: which of rows * local length positions are asked for, [n] on the CPU; the others are 0. None: all.
         Returns log p(label) fp32 [rows, local length] on the last pipeline stage, else hidden states for the next.
         With layers of multi-token prediction and `loss_weights` of the labels: [1 + depths, rows, local length], after
         the labels' those of the tokens that the depths predict, each times its weight.
         """
+        documents = self.documents(position_ids, cu_seqlens, max_seqlen)
+        if scored is not None and not self.architecture.predicting:  # whose depths score the labels of further tokens
+            documents.scored = to_device(scored, position_ids.device)
         return chunk(
             tokens,
             position_ids,
             None,
             labels=labels,
             loss_mask=loss_weights,
-            packed_seq_params=self.documents(position_ids, cu_seqlens, max_seqlen),
+            packed_seq_params=documents,
             output_processor=self._log_probs_of_all_depths,
         )
 
@@ -101,7 +106,14 @@ class Model:
         return torch.stack(found) if len(found) > 1 else found[0]
 
     def _label_log_probs(
-        self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, labels: Tensor, **_
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        labels: Tensor,
+        packed_seq_params: Documents,
+        **_,
     ) -> Tensor:
         # The matrix is used without calling its module: its hooks (which wait for an overlapped gathering) run here.
         for hook in output_layer._forward_pre_hooks.values():
@@ -117,6 +129,7 @@ class Model:
             sequence_parallel=self.config.sequence_parallel,
             temperature=self.architecture.logits_scale,
             accumulate=self.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
+            scored=packed_seq_params.scored,
         )
 
 
@@ -180,6 +193,7 @@ def transformer_config(
         "microbatch_group_size_per_vp_stage": options.microbatch_group_size_per_vp_stage,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,
+        "batch_p2p_sync": False,  # of PyTorch before 1.13, whose batches were not waited for (pytorch#82450)
         "deallocate_pipeline_outputs": pipeline,
         "context_parallel_size": options.context_parallel_size,
         "cp_comm_type": kernels.context_exchange(options),
@@ -210,8 +224,8 @@ def transformer_config(
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
     config.permutes = kernels.permutation == "own"  # type: ignore[attr-defined]
     fused = usable(torch.empty(0, device=runtime.device()))
-    config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]
     config.fuse_heads = options.apply_rope_fusion and fused  # type: ignore[attr-defined]
+    config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
     # megatron-core's fused SwiGLU is torch.compile's. Ours (layers/mlp.py) has the place of Transformer Engine's.
     config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit

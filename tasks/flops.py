@@ -1,8 +1,9 @@
 """How many floating-point operations training takes, and how many a chip can do: the two halves of MFU.
 
 Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
-token visits, the router, and the output layer), and attention over the causal pairs within each document. Not counted
-are embedding look-ups, norms, activations, and what recomputation repeats. A backward pass takes twice a forward pass.
+token visits, the router, and the output layer for the tokens that are trained on), and attention over the causal pairs
+within each document. Not counted are embedding look-ups, norms, activations, and what recomputation repeats. A backward
+pass takes twice a forward pass.
 (PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
 """
 
@@ -42,6 +43,7 @@ class Flops:
     pair: int  # forward FLOPs of one (query, key) pair, over all heads of all layers that attend to everything
     # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
+    output: int = 0  # of the matrix parameters, those of the output layer
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int) -> "Flops":
@@ -79,17 +81,22 @@ class Flops:
         reaches = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
         limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
         everything = attending + depths - reaches.total()
-        return cls(parameters + (1 + depths) * hidden * vocab_size, pair * everything, limited)
+        output = hidden * vocab_size
+        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output)
 
-    def training(self, lengths: Iterable[int]) -> int:
-        """FLOPs of training on documents of these lengths (tokens), each attending causally to itself."""
+    def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
+        """FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
+
+        scored: of how many tokens the label's probability is needed; None: of all.
+        """
         lengths = list(lengths)
+        skipped = 0 if scored is None else sum(lengths) - scored
         attention = sum(
             cost * pairs(length, window, chunk)
             for window, chunk, cost in ((None, None, self.pair), *self.limited)
             for length in lengths
         )
-        return 3 * (2 * self.matrix_parameters * sum(lengths) + attention)
+        return 3 * (2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped + attention)
 
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""

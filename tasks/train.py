@@ -180,12 +180,12 @@ def run_schedule(
 ) -> dict[str, Tensor]:
     """Every micro batch through the pipeline, forward and (unless `forward_only`) backward; metrics are summed."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    batches = [_to_device(batch) for batch in batches]
+    inputs = [(_to_device(batch), scored_places(batch.loss_weights)) for batch in batches]
     # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
 
     def forward_step(micro_batches, chunk):
-        batch = next(micro_batches)
+        batch, scored = next(micro_batches)
         output = model.log_probs(
             chunk,
             tokens=batch.tokens,
@@ -194,6 +194,7 @@ def run_schedule(
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             loss_weights=batch.loss_weights,
+            scored=scored,
         )
         return output, partial(scaled_loss, batch)
 
@@ -208,7 +209,7 @@ def run_schedule(
     rows, length = batches[0].tokens.shape
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        data_iterator=[iter(inputs) for _ in chunks] if len(chunks) > 1 else iter(inputs),
         model=chunks if len(chunks) > 1 else chunks[0],  # pyright: ignore[reportArgumentType]
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
@@ -219,13 +220,16 @@ def run_schedule(
     return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
 
 
-def with_global_loss_tokens(batches: list[Batch]) -> list[Batch]:
-    """A stream's micro batches count the loss tokens of their own rank: add up those of all data-parallel ranks."""
-    if parallel_state.get_data_parallel_world_size() == 1:
-        return batches
-    tokens = torch.tensor(batches[0].loss_tokens, dtype=torch.float64, device=runtime.device())
-    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-    return [dataclasses.replace(batch, loss_tokens=tokens.item()) for batch in batches]
+def scored_places(weights: Tensor) -> Tensor | None:
+    """Where a micro batch's labels are to be scored, [n]: where their weights [rows, length] are not 0.
+
+    And at some places more, up to a sixteenth of all: sizes that are few let memory be used again. None: everywhere.
+    """
+    scored = weights.flatten() != 0
+    step = -(-len(scored) // 16)
+    more = -int(scored.sum()) % step or (0 if scored.any() else step)
+    scored[(~scored).nonzero()[:more]] = True
+    return None if scored.all() else scored.nonzero().squeeze(1)
 
 
 def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> Fetched:

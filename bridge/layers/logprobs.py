@@ -87,11 +87,13 @@ def label_log_probs(
     sequence_parallel: bool,
     temperature: float = 1.0,
     accumulate: bool = False,
+    scored: Tensor | None = None,
 ) -> Tensor:
     """log p(label) of each position, fp32 [batch, sequence], the same on every tensor-parallel rank.
 
     hidden [sequence (/ TP under sequence parallelism), batch, hidden_size]; weight: this rank's rows of the output
     matrix [padded vocabulary / TP, hidden_size]; labels [batch, sequence]; `vocab_size`: real entries, without padding.
+    `scored` [n]: positions of batch * sequence, each once: the others are not computed, and are 0; None: all.
     `accumulate`: the fused kernels add the weight's gradient to its `main_grad`, where it has one in fp32.
     """
     if sequence_parallel:
@@ -103,6 +105,8 @@ def label_log_probs(
     columns = min(rows, max(0, vocab_size - first))
     flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])  # [batch * sequence, hidden_size]
     asked = labels.reshape(-1)
+    if scored is not None:
+        flat, asked = flat.index_select(0, scored), asked.index_select(0, scored)
     if usable(flat, weight, asked):
         from ..fused.log_probs import LabelLogProbs
 
@@ -111,4 +115,6 @@ def label_log_probs(
         result = LabelLogProbs.apply(flat, weight, asked, first, columns, temperature, over_ranks, keep, accumulate)
     else:
         result = _LabelLogProbs.apply(flat, weight, asked, columns, group, temperature)
+    if scored is not None:
+        result = result.new_zeros(labels.numel()).index_copy(0, scored, result)  # type: ignore[union-attr]
     return result.view_as(labels)  # type: ignore[union-attr]

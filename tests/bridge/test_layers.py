@@ -130,8 +130,9 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("scored", [None, [1, 2, 7, 9]])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_label_log_probs(alone, temperature, monkeypatch):
+def test_label_log_probs(alone, temperature, scored, monkeypatch):
     """Chunks that do not divide, a padded vocabulary whose padding is far larger than any logit."""
     monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 3)
     generator = torch.Generator().manual_seed(0)
@@ -141,14 +142,24 @@ def test_label_log_probs(alone, temperature, monkeypatch):
     weight.requires_grad_()
     labels = torch.randint(0, 21, (2, 5), generator=generator)
     slopes = torch.randn(2, 5, generator=generator)
+    places = None if scored is None else torch.tensor(scored)
 
     def gradients(value):
         return torch.autograd.grad((value * slopes).sum(), (hidden, weight))
 
     logits = (hidden.transpose(0, 1) @ weight[:21].t()) / temperature
     expected = logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
+    if places is not None:
+        expected = expected * torch.zeros(10).index_fill(0, places, 1.0).view(2, 5)
     found = logprobs.label_log_probs(
-        hidden, weight, labels, vocab_size=21, group=alone, sequence_parallel=False, temperature=temperature
+        hidden,
+        weight,
+        labels,
+        vocab_size=21,
+        group=alone,
+        sequence_parallel=False,
+        temperature=temperature,
+        scored=places,
     )
     torch.testing.assert_close(found, expected)
     for mine, torchs in zip(gradients(found), gradients(expected), strict=True):

@@ -101,6 +101,11 @@ def test_multi_latent_attention_agrees_with_pytorchs_counter(rank):
     assert ours == counted(DeepseekV3ForCausalLM(config), 13) - rotary
 
 
+def test_the_output_layer_is_for_what_is_trained_on():
+    flops = Flops.of(SimpleNamespace(**SIZES), 53)
+    assert flops.training([8]) - flops.training([8], scored=5) == 6 * 53 * SIZES["hidden_size"] * 3
+
+
 def test_documents_attend_only_to_themselves():
     flops = Flops.of(SimpleNamespace(**SIZES), 53)
     one, two = flops.training([8]), flops.training([4, 4])
