@@ -4,6 +4,7 @@ Several processes: this one is replaced by torchrun (exec), so that signals and 
 process: the task runs right here. Under somebody else's torchrun there is nothing to start.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,19 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
     print(shown_command(command, settings), file=sys.stderr, flush=True)
     os.environ[STARTED] = "1"
     os.execv(sys.executable, command)
+
+
+def wake_gpu(gpus: int) -> None:
+    """Begin to open this process's GPU, which takes seconds, while Python is importing what will use it."""
+    if gpus:
+        threading.Thread(target=_open_gpu, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
+
+
+def _open_gpu(number: int) -> None:
+    with contextlib.suppress(OSError):  # no driver here: who uses the GPU will say so
+        cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), number) == 0:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def end_with_torchrun() -> None:

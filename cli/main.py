@@ -117,7 +117,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from ..tasks.plan import Layout
     from .checks import check_training
-    from .launch import Processes, environment, start, visible_gpus
+    from .launch import Processes, environment, start, visible_gpus, wake_gpu
 
     gpus = visible_gpus()
     processes = Processes.of_environment(gpus)
@@ -133,6 +133,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
         print(report(argv, options, sources, layout, processes, settings))
         return 0
     start(processes, argv, settings)
+    wake_gpu(gpus)
     return _run(command, options, sources)
 
 

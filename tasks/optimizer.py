@@ -182,7 +182,8 @@ def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
             total += torch.nn.utils.get_total_norm(gradients).square()
     own = torch.stack(list(squares.values())).sum().sqrt()
     for group, square in squares.items():
-        dist.all_reduce(square, group=group)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
     return torch.stack(list(squares.values())).sum().sqrt(), own
 
 

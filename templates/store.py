@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         "row": pa.int64(),  # number of the source's row that the document comes from
     }
 )
+NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
 
 
 @dataclass
@@ -65,13 +66,29 @@ def record_batch(documents: Iterable[tuple[int, np.ndarray, list[tuple[int, floa
     weights = [[weight for _, weight in r] for r in runs]
     weights_sum = [sum(tokens * weight for tokens, weight in r) - r[0][1] for r in runs]
     trained = [sum(tokens for tokens, weight in r if weight) - (r[0][1] > 0) for r in runs]
-    columns = [_lists(ids, np.int32), _lists(lengths, np.int32), _lists(weights, np.float32)]
-    return pa.record_batch([*columns, [len(i) for i in ids], weights_sum, trained, rows], schema=SCHEMA)
+    lists = {"input_ids": ids, "run_lengths": lengths, "run_weights": weights}
+    numbers = {"length": [len(i) for i in ids], "weight": weights_sum, "trained": trained, "row": rows}
+    columns: list[pa.Array] = [_lists(values, SCHEMA.field(name).type) for name, values in lists.items()]
+    columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in numbers.items()]
+    return pa.record_batch(columns, schema=SCHEMA)
 
 
-def _lists(lists: Sequence[Sequence], dtype: type) -> pa.ListArray:
+def _lists(lists: Sequence[Sequence], kind: pa.ListType) -> pa.ListArray:
     offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate([np.empty(0, dtype), *lists], dtype=dtype))
+    dtype = NUMBERS[kind.value_type]
+    values = _to_arrow(np.concatenate([np.empty(0, dtype), *lists], dtype=dtype), kind.value_type)
+    return pa.ListArray.from_buffers(kind, len(lists), [None, pa.py_buffer(offsets)], children=[values])
+
+
+# pyarrow's own ways from NumPy and back import pandas, which takes longer than all else here.
+def _to_arrow(values: Sequence | np.ndarray, kind: pa.DataType) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.asarray(values, NUMBERS[kind]))])
+
+
+def _to_numpy(values: pa.Array) -> np.ndarray:
+    """A view."""
+    start, dtype = values.offset, NUMBERS[values.type]
+    return np.frombuffer(values.buffers()[1] or b"", dtype)[start : start + len(values)]
 
 
 class TokenFile:
@@ -107,12 +124,12 @@ class TokenFile:
         return ids, np.repeat(weights, runs)
 
     def _column(self, name: str) -> np.ndarray:
-        columns = [batch.column(name).to_numpy() for batch in self._batches]
-        return np.concatenate([np.empty(0, SCHEMA.field(name).type.to_pandas_dtype()), *columns])
+        columns = [_to_numpy(batch.column(name)) for batch in self._batches]
+        return np.concatenate([np.empty(0, NUMBERS[SCHEMA.field(name).type]), *columns])
 
 
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    return column.offsets.to_numpy(), column.values.to_numpy()
+    return _to_numpy(column.offsets), _to_numpy(column.values)
 
 
 class TokenStore:

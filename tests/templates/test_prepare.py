@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -348,3 +350,19 @@ def test_what_a_killed_run_left_is_removed(data, make_tokenizer):
     prepare(replace(options, load_from_cache_file=False), make_tokenizer(), stage="sft")
     assert not dead.exists()
     assert alive.exists()
+
+
+def test_pandas_is_not_imported():
+    """It takes longer than all else of a run's beginning on data that is in the cache."""
+    program = """
+import sys, numpy as np, pyarrow as pa
+from megaswift.templates.store import _flat, record_batch
+batch = record_batch([(7, np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)])])
+assert batch.to_pydict() == {
+    "input_ids": [[1, 2, 3]], "run_lengths": [[1, 2]], "run_weights": [[0.0, 0.5]],
+    "length": [3], "weight": [1.0], "trained": [2], "row": [7],
+}
+assert _flat(batch.column("run_weights"))[1].tolist() == [0.0, 0.5]
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
