@@ -138,6 +138,8 @@ class Batches:
             sampler=sampler,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
+            # A whole step is ready, in pinned memory, before it is asked for (of very many micro batches, a good part).
+            prefetch_factor=min(max(2, -(-self.micro_batches // self.num_workers)), 16) if self.num_workers else None,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own: the loader must not move the model's random numbers
         )
