@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.tiny import VOCAB
 
 STEPS = 3
-SAMPLES = 8  # of a global batch
+SAMPLES = 4  # of a global batch
 PACK = 64  # tokens of a sample
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-3, 0.1, (0.9, 0.95), 1e-4, 1.0
 

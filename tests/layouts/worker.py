@@ -103,7 +103,8 @@ def plant(fault: str | None, model: Model) -> None:
                 weight.data = weight.data.roll(1, dims=1)
     elif fault == "infinite":  # on the last rank alone
         if dist.get_rank() == dist.get_world_size() - 1:
-            model.chunks[0].embedding.word_embeddings.weight.data[5] = torch.inf
+            seen = int(ref.samples(0)[-1][0][0][0])  # a token of this rank's
+            model.chunks[0].embedding.word_embeddings.weight.data[seen] = torch.inf
     elif fault is not None:
         raise ValueError(fault)
 
