@@ -60,6 +60,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     last = None
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
     clock = Clock()
+    gc.collect()
+    gc.freeze()  # collections during training need not go through all that was imported and built
     try:
         for step in range(1, max_steps + 1):
             with log.meter.paused():

@@ -135,6 +135,22 @@ def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
     assert log_of(folder)[-1]["tokens"] == log_of(alone)[-1]["tokens"]
 
 
+@pytest.mark.gpu
+def test_a_gpus_lines_come_a_step_later_and_say_the_same(alone, place):
+    megatron(
+        place,
+        f"sft --model qwen3 --dataset train.jsonl {COMMON.replace('--logging_steps 1', '--logging_steps 3')} "
+        "--num_train_epochs 1 --save_steps 5 --transformer_impl local --output_dir gpu",
+        gpu="0",
+    )
+    expected = {row["step"]: row for row in log_of(alone) if "loss" in row}
+    found = [row for row in log_of(run_folder(place / "gpu")) if "loss" in row]
+    assert [row["step"] for row in found] == [1, 3, 6, 9]
+    assert [row["tokens"] for row in found] == [expected[row["step"]]["tokens"] for row in found]
+    norms = [expected[row["step"]]["grad_norm"] for row in found]
+    assert [row["grad_norm"] for row in found] == pytest.approx(norms, rel=1e-3)
+
+
 def test_pretraining_streams_and_packs(place):
     printed = megatron(
         place,
