@@ -155,7 +155,8 @@ def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) 
     Raises NonFiniteError, on every rank, where the step before was such a one.
     """
     for chunk in training.chunks:
-        chunk.train()
+        if not chunk.training:  # after an evaluation
+            chunk.train()
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
     metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False)
