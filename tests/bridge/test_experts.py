@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megaswift.bridge import runtime
 from megaswift.bridge.layers.experts import GroupedExperts, SharedExperts
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 COUNTS = [5, 0, 11]  # rows of each expert
 HIDDEN, WIDTH = 16, 24
+runtime.enable()  # else megatron-core's quick_gelu is compiled, which takes a CPU 15 s
 
 
 def config(**changes):
