@@ -12,7 +12,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 COUNTS = [5, 0, 11]  # rows of each expert
 HIDDEN, WIDTH = 16, 24
-runtime.enable()  # else megatron-core's quick_gelu is compiled, which takes a CPU 15 s
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_compiled():
+    """megatron-core's quick_gelu would take 15 s."""
+    runtime.enable()
 
 
 def config(**changes):
