@@ -137,12 +137,11 @@ def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
 
 @pytest.mark.gpu
 def test_a_gpus_lines_come_a_step_later_and_say_the_same(alone, place):
-    megatron(
-        place,
-        f"sft --model qwen3 --dataset train.jsonl {COMMON.replace('--logging_steps 1', '--logging_steps 3')} "
-        "--num_train_epochs 1 --save_steps 5 --transformer_impl local --output_dir gpu",
-        gpu="0",
-    )
+    line = f"sft --model qwen3 --dataset train.jsonl {COMMON.replace('--logging_steps 1', '--logging_steps 3')}"
+    line += " --num_train_epochs 1 --save_steps 5 --transformer_impl local --output_dir gpu"
+    environment = os.environ | {"HF_HOME": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, "-m", "megaswift.cli.main", "megatron", *line.split()]
+    subprocess.run(command, cwd=place, env=environment, check=True, timeout=240)
     expected = {row["step"]: row for row in log_of(alone) if "loss" in row}
     found = [row for row in log_of(run_folder(place / "gpu")) if "loss" in row]
     assert [row["step"] for row in found] == [1, 3, 6, 9]
