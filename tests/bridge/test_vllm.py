@@ -12,7 +12,7 @@ import pytest
 
 from tests import tiny
 from tests.families.test_families import one_process  # noqa: F401  (a fixture)
-from tests.torchrun import ROOT
+from tests.prepared import ROOT
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
