@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 64  # queries, or keys, of a tile
 # Forward, and back to queries and to keys: of the other side at a time; warps; stages of loads in flight.
-FORWARD, TO_QUERIES, TO_KEYS = (64, 4, 3), (64, 4, 2), (64, 4, 2)
+FORWARD, TO_QUERIES, TO_KEYS = (64, 4, 3), (64, 4, 2), (32, 4, 3)
 SHARED_HEADS = 2  # query heads that a program goes through for its keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1e30)
