@@ -47,13 +47,14 @@ def convert(folder: Path, processes: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_memory_and_reading_in_proportion(tmp_path):
+def test_memory_and_reading_in_proportion(tmp_path, monkeypatch):
     """More than 300 MiB in bf16: a copy of the whole model anywhere would show."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))  # glibc gives back what is freed; it may keep 100 MiB else
     values = make(tmp_path / "source", layers=9, hidden=1024, vocabulary=32001, dtype=torch.float32)
     assert 2 * values > 300 * MIB
     (alone,) = convert(tmp_path, 1)
     assert alone["held"] == 2 * values
-    assert alone["peak"] < alone["held"] + 256 * MIB  # blocks of four readers, and what is first allocated or imported
+    assert alone["peak"] < alone["held"] + 192 * MIB  # blocks of four readers, and what is first allocated or imported
     assert 4 * values <= alone["read"] < 1.01 * 4 * values
     for rank in convert(tmp_path, 2):
         assert 0.49 < rank["read"] / (4 * values) < 0.52
