@@ -10,7 +10,7 @@ Of several runs of the same thing the last counts; a failure only where nothing 
   each document; recomputation not), over the same seconds, and over the chip's dense bf16 peak. A step of the peer has
   the FLOPs of ours on the row.
 - memory: `torch.cuda.max_memory_reserved` of the fullest GPU that the system names (its logs have it).
-- first step: seconds from the command to the log line of step 1.
+- first step: seconds from the command to the log line of step 1 (ours comes once step 2 is under way).
 """
 
 # pyright: reportMissingImports=false

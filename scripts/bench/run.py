@@ -10,7 +10,7 @@ run, behind those of earlier calls, and in DIR/results.md. A run that fails is a
 
 `--peer-site`: a folder with ms-swift's packages, for its runs alone; left out, ms-swift is the installed one.
 `--flags`: further flags of ours, for trials: `--flags="--apply_rope_fusion false"`.
-`--profile`: our runs go on for three steps, of which one is traced (see `megatron sft --profile`).
+`--profile`: our runs go on for three steps, of which two are traced, to DIR/runs/*/out/profile.
 """
 
 # pyright: reportMissingImports=false

@@ -13,7 +13,7 @@ import measure
 import report
 import run
 import systems
-from rows import ROWS
+from rows import ROWS, VARIANTS
 
 # Lines as both systems write them (ms-swift 4.6: swift/megatron/callbacks/print.py).
 OURS = {
@@ -117,11 +117,12 @@ def test_both_systems_get_the_same_work(tmp_path):
     assert systems.environment("ours", tmp_path, gpus=2, site=None)["NPROC_PER_NODE"] == "2"
 
 
-def test_our_flags_are_known(tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_our_flags_are_known(variant, tmp_path):
     from megaswift.cli.main import read_options
 
     for row in ROWS.values():
-        words = systems.command("local", row, tmp_path, tmp_path, tmp_path, gpus=8, steps=9, site=None, flags="")
+        words = systems.command(variant, row, tmp_path, tmp_path, tmp_path, gpus=8, steps=9, site=None, flags="")
         options, *_ = read_options("megatron", words[words.index("sft") :])
         assert (options.packing, options.max_length, options.logging_steps) == (True, row.length, 1)
 
