@@ -93,12 +93,12 @@ def same_work(one: Run, other: Run) -> bool:
 
 
 def baselines(run: Run, runs: list[Run]) -> list[Run]:
-    """What a run is held against, the best first: of the same call, where that has it."""
+    """What a run is held against, the best first: of the same call where that has it, else of the last."""
     wanted = AGAINST.get(run["system"])
     if run["flags"]:  # a trial is held against the defaults
         wanted = run["system"]
     found = [other for other in runs if other["system"] == wanted and not other["flags"] and same_work(run, other)]
-    return sorted(found, key=lambda other: (other["call"] != run["call"], other["device"] != run["device"]))
+    return sorted(reversed(found), key=lambda other: (other["call"] != run["call"], other["device"] != run["device"]))
 
 
 def markdown(runs: list[Run]) -> str:
@@ -119,15 +119,17 @@ def cells(run: Run, found: dict[str, Any]) -> list[str]:
     if "ratio" in found:
         least = f" ({found['least']})" if found["least"] and not run["flags"] else ""
         ratio = f"{found['ratio']:.2f} x {found['against']}{'' if found['one_call'] else ', another call'}{least}"
-    wanted = ROWS[run["row"]].mfu if run["system"] == "ours" and not run["flags"] else None
+    row = ROWS[run["row"]]
+    mfu, first = (row.mfu, row.first_step) if run["system"] == "ours" and not run["flags"] else (None, None)
     return [
         f"{found['seconds_per_step']:.3f}",
         f"{found['tokens_per_second_per_gpu']:,.0f}",
         f"{found['real_tokens_per_second_per_gpu']:,.0f}" if "real_tokens_per_second_per_gpu" in found else "",
         f"{found['tflops_per_gpu']:.0f}" if "tflops_per_gpu" in found else "",
-        (f"{found['mfu']:.1%}" if found.get("mfu") else "") + (f" ({wanted:.0%})" if wanted else ""),
+        (f"{found['mfu']:.1%}" if found.get("mfu") else "") + (f" ({mfu:.0%})" if mfu else ""),
         f"{found['memory_gib']:.1f} GiB",
-        f"{found['first_step']:.0f} s{'' if run['caches'] == 'warm' else ', cold'}",
+        f"{found['first_step']:.0f} s{'' if run['caches'] == 'warm' else ', cold'}"
+        + (f" ({first:.0f} s)" if first else ""),
         ratio,
     ]
 

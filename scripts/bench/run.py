@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,20 @@ from systems import command, environment, step_of, versions
 HERE = Path(__file__).parent
 
 
+@cache
 def device() -> str:
     """The first GPU's name, or the processor's kind."""
-    if visible_gpus():
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    return platform.machine()
+    if not visible_gpus():
+        return platform.machine()
+    for ask in (
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"],
+    ):
+        if shutil.which(ask[0]):
+            told = subprocess.run(ask, capture_output=True, text=True, check=False)
+            if not told.returncode:
+                return told.stdout.splitlines()[0].strip()
+    return "a GPU of unknown name"
 
 
 def prepare(name: str, work: Path, timeout: float) -> None:
