@@ -97,8 +97,9 @@ def baselines(run: Run, runs: list[Run]) -> list[Run]:
     wanted = AGAINST.get(run["system"])
     if run["flags"]:  # a trial is held against the defaults
         wanted = run["system"]
-    found = [other for other in runs if other["system"] == wanted and not other["flags"] and same_work(run, other)]
-    return sorted(reversed(found), key=lambda other: (other["call"] != run["call"], other["device"] != run["device"]))
+    last_first = reversed(runs)
+    found = [each for each in last_first if each["system"] == wanted and not each["flags"] and same_work(run, each)]
+    return sorted(found, key=lambda other: (other["call"] != run["call"], other["device"] != run["device"]))
 
 
 def markdown(runs: list[Run]) -> str:
