@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--peer-site", type=Path)
     parser.add_argument("--flags", default="")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds of a run, at most")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of a run, at most")
     parser.add_argument("--limit", type=float, help="seconds of the whole call: runs that come later are left out")
     arguments = parser.parse_args()
     started = time.monotonic()

@@ -13,6 +13,7 @@ full packs are and how long documents are is the same, and so is the work. (A pa
 import importlib.metadata
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,10 @@ def command(
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
     if system != "peer":
         return [sys.executable, "-m", "megaswift.cli.main", "megatron", "sft", *_words(common, VARIANTS[system], flags)]
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus or 1}", "--master_port=29511"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus or 1}", f"--master_port={port}"]
     kind = f"--model_type {row.config['model_type']}"
     return [*launch, str(peer_script(site)), *_words(common, kind, PEER, row.peer)]
 
