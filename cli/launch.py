@@ -110,6 +110,9 @@ def environment(options: ParallelOptions, processes: Processes, gpus: int) -> di
     if not gpus and processes.per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         wanted["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
+    if gpus and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Lengths differ from step to step: memory that has grown for one serves the next ones, too.
+        wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if gpus and max(options.tensor_model_parallel_size, options.context_parallel_size) > 1:
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # communication then overlaps in the order in which it is launched
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -1,5 +1,6 @@
 """Weight gradients of grouped products that are added to megatron-core's fp32 sums in the product's own kernel."""
-# Calls of kernels: pyright: reportArgumentType=false, reportCallIssue=false
+# Calls of kernels:
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import Any
 
