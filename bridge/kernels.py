@@ -36,7 +36,7 @@ class Kernels:
         return options.cp_comm_type if options.cp_comm_type in ("all_gather", "a2a") else "p2p"
 
     def __str__(self) -> str:
-        layers = "Transformer Engine" if self.transformer_engine else "plain PyTorch"
+        layers = "Transformer Engine" if self.transformer_engine else "ours"
         attention = {
             "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
             "varlen": "ours over documents, or torch's flash attention",

@@ -32,7 +32,8 @@ class KernelOptions:
     """Kernels and numerics (preferences: the nearest that this machine has runs, and the log names it)"""
 
     transformer_impl: Annotated[
-        Literal["auto", "transformer_engine", "local"], "Layers: Transformer Engine's, or ours in plain PyTorch."
+        Literal["auto", "transformer_engine", "local"],
+        "Layers: Transformer Engine's, or ours. auto: ours, with its attention where it is installed, and its for FP8.",
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "local"], "Attention kernel."
