@@ -52,7 +52,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
         six_n=flops.six_n_d(1),
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
-    profile = Profile(options, run.folder, max_steps, log.note if run.writes else print)
+    profile = Profile(options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused)
     window = _Window(names)
     steps = train.steps()
     if train.loss_tokens_are_local:
@@ -64,8 +64,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     gc.freeze()  # collections during training need not go through all that was imported and built
     try:
         for step in range(1, max_steps + 1):
-            with log.meter.paused():
-                profile.before(step)
+            profile.before(step)
             start = time.perf_counter()
             batches = next(steps)
             data_wait = time.perf_counter() - start
@@ -82,8 +81,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
             if evaluates or saves or not torch.cuda.is_available():
                 training.look()
                 record = record and record()
+            profile.after(step)
             with log.meter.paused():
-                profile.after(step)
                 if val is not None and evaluates:
                     collect = options.manual_gc and options.manual_gc_eval
                     if collect:

@@ -4,26 +4,36 @@ The trace opens in https://ui.perfetto.dev. A profiled step is slower than other
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..bridge import runtime
 from .options import ProfileOptions
 
 ROWS = 30  # of the table
 
 
 class Profile:
-    """Profiles this rank's steps --profile_step_start to --profile_step_end. `note` tells the user.
+    """Profiles this rank's steps --profile_step_start to --profile_step_end. `note` tells the user; what is no step's
+    time is spent within `paused()`.
 
         profile.before(step); train_step(...); profile.after(step)      # in each step
 
     Raises ValueError where the run ends before the first of them.
     """
 
-    def __init__(self, options: ProfileOptions, folder: Path, max_steps: int, note: Callable[[str], None]):
+    def __init__(
+        self,
+        options: ProfileOptions,
+        folder: Path,
+        max_steps: int,
+        note: Callable[[str], None],
+        paused: Callable[[], AbstractContextManager[None]],
+    ):
         if options.profile and options.profile_step_start > max_steps:
             raise ValueError(
                 f"--profile_step_start {options.profile_step_start}: the run has {max_steps} steps. Give an earlier one"
@@ -31,23 +41,28 @@ class Profile:
         mine = options.profile and dist.get_rank() in options.profile_ranks
         end = min(options.profile_step_end, max_steps)
         self.steps = range(options.profile_step_start, end + 1) if mine else range(0)
-        self.folder, self.note = folder / "profile", note
+        self.folder, self.note, self.paused = folder / "profile", note, paused
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
         if not self.steps or step != self.steps[0]:
             return
-        _wait()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._profiler.start()
+        runtime.synchronize()  # for the step before, whose time this is
+        with self.paused():
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler.start()
 
     def after(self, step: int) -> None:
         if not self.steps or step != self.steps[-1]:
             return
-        _wait()
+        runtime.synchronize()
+        with self.paused():
+            self._write(step)
+
+    def _write(self, step: int) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self.folder.mkdir(exist_ok=True)
@@ -60,11 +75,6 @@ class Profile:
         )
         trace.with_suffix(".txt").write_text(table)
         self.note(f"profiled steps {self.steps[0]} to {step}: {trace}, and a table beside it, in .txt")
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def table_of_kernels(kernels: list[Any], steps: int) -> str:
