@@ -207,7 +207,8 @@ def transformer_config(
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
         and architecture.transformer["activation_func"] is torch.nn.functional.silu,
-        "apply_rope_fusion": options.apply_rope_fusion and kernels.transformer_engine,
+        # Transformer Engine's kernel, for heads that ours (fused/qkv.py) does not know.
+        "apply_rope_fusion": options.apply_rope_fusion and kernels.attention == "transformer_engine",
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,

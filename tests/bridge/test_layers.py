@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megaswift.bridge.build import transformer_config
+from megaswift.bridge.families import family_of
 from megaswift.bridge.families.decoder import rope
+from megaswift.bridge.kernels import Kernels
 from megaswift.bridge.layers import logprobs
 from megaswift.bridge.layers.rope import inverse_frequencies, rotation
 from megaswift.bridge.layers.segments import Reach, describe_documents, make_segments
 from megaswift.bridge.layers.sinks import KernelAttention, masked_attention
+from megaswift.bridge.options import BuildOptions
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests import tiny
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {
@@ -207,3 +213,11 @@ def test_segments_find_every_key_that_a_query_may_see(cp_size, reach):
 def test_a_reach_beyond_every_document_costs_nothing():
     segments = make_segments([0, 8, 32, 48], 0, 1, torch.device("cpu"), Reach(window=24, chunk=24))
     assert (segments.window, segments.chunked, segments.queries) == (None, False, [8, 24, 16])
+
+
+@pytest.mark.parametrize(("attention", "fused"), [("transformer_engine", True), ("varlen", False), ("sdpa", False)])
+def test_latent_heads_turn_by_transformer_engine_where_attention_is_its_and_layers_are_ours(attention, fused):
+    about = tiny.config("deepseek_v2").to_dict()
+    architecture, options = family_of(about).describe(about), BuildOptions()
+    kernels = Kernels(False, attention, "alltoall", "plain")
+    assert transformer_config(architecture, options, kernels, torch.bfloat16).apply_rope_fusion == fused
