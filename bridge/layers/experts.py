@@ -1,4 +1,4 @@
-"""Experts in plain PyTorch: one stacked matrix for all the experts of a rank, and grouped products over it."""
+"""Experts: one stacked matrix for all the experts of a rank, and grouped products over it."""
 
 from functools import partial
 from typing import Any, cast

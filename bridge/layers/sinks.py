@@ -58,7 +58,9 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim]."""
-    own = OWN_KERNELS and query.shape[-1] <= WIDEST and usable(query)
+    # Ours count a document's elements in 32 bits.
+    largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
+    own = OWN_KERNELS and query.shape[-1] <= WIDEST and largest < 2**31 and usable(query)
     passes = (_own if own else _torch)(segments, query.shape[-1] ** -0.5 if scale is None else scale)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 
