@@ -34,6 +34,7 @@ def wrap_for_data_parallelism(
         grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=overlap_reduce,
         overlap_param_gather=overlap_gather,
+        align_param_gather=len(model.chunks) > 1,  # the interleaved schedule begins it, by param_sync_func
         use_distributed_optimizer=options.use_distributed_optimizer,
         # Else a pass of its own divides. gloo cannot, and megatron-core asks that rounding leaves the second as it is.
         average_in_collective=dist.get_backend() == "nccl" and experts / data_parallel / experts == 1 / data_parallel,
