@@ -1,8 +1,11 @@
-"""The table of a profile, of kernels whose times are known."""
+"""The table of a profile, of kernels whose times are known; and when a profile waits."""
 
+import contextlib
 from types import SimpleNamespace
 
-from megaswift.tasks.profile import table_of_kernels
+import torch
+from megaswift.tasks.options import ProfileOptions
+from megaswift.tasks.profile import Profile, table_of_kernels
 
 
 def kernel(name: str, start: float, end: float) -> SimpleNamespace:
@@ -20,3 +23,24 @@ def test_kernels_and_gaps():
         ["2.000", "33.3%", "0", "b"],
         ["0.500", "8.3%", "0", "c"],
     ]
+
+
+def test_what_earlier_steps_take_is_no_pause(tmp_path, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def paused():
+        seen.append("pause")
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("megaswift.tasks.profile.runtime.synchronize", lambda: seen.append("wait"))
+    options = ProfileOptions(profile=True, profile_step_start=2, profile_step_end=2)
+    profile = Profile(options, tmp_path, 3, lambda _: None, paused)
+    for step in (1, 2, 3):
+        profile.before(step)
+        torch.ones(2).sum()
+        seen.append(step)
+        profile.after(step)
+    assert seen == [1, "wait", "pause", "end", 2, "wait", "pause", "end", 3]
