@@ -2,18 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..bridge.families import family_of
 from ..bridge.hub import mcore_folder, read_config
-from ..bridge.options import BuildOptions, ModelOptions, ParallelOptions, RecomputeOptions
+from ..bridge.options import BuildOptions, Fp8Options, ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
 from ..tasks.log import require_reporters
 from ..tasks.options import InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..templates.options import PrepareOptions
-from .flags import UsageError
+from .flags import UsageError, show
 
 
 def check_training(options: SftOptions, layout: Layout, gpus: int, processes: int) -> list[str]:
@@ -211,9 +212,9 @@ def _overlap(options: SftOptions) -> None:
 def _fp8(options: SftOptions, gpus: int) -> None:
     """What can be seen without torch; what the chip and the weights are, bridge/fp8.py sees."""
     if options.fp8_format is None:
-        for name in ("fp8_param_gather", "first_last_layers_bf16"):
-            if getattr(options, name):
-                raise UsageError(f"--{name} true needs --fp8_format, as in --fp8_format hybrid.")
+        for name, default in ((each.name, each.default) for each in fields(Fp8Options)):
+            if (value := getattr(options, name)) != default:
+                raise UsageError(f"--{name} {show(value)} needs --fp8_format, as in --fp8_format hybrid.")
         return
     asked = f"--fp8_format {options.fp8_format}"
     if options.transformer_impl == "local":

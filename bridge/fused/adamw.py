@@ -64,7 +64,7 @@ def adamw(
         table.places,
         grad_scale,
         found_inf,
-        1 - lr * weight_decay,
+        lr * weight_decay,
         lr / (1 - beta1**step),
         (1 - beta2**step) ** 0.5,
         1 - beta1,
@@ -76,7 +76,7 @@ def adamw(
 
 @triton.jit
 def _adamw(
-    rows, places, grad_scale, found_inf, keep, rate, correction, share1, share2, eps,
+    rows, places, grad_scale, found_inf, decay, rate, correction, share1, share2, eps,
     HALF: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) == 0:
@@ -95,7 +95,8 @@ def _adamw(
         variance = tl.load(variances, mask=inside)
         variance += (gradient * gradient - variance) * share2
         change = tl.div_rn(mean, tl.sqrt_rn(variance) / correction + eps)
-        parameter = tl.load(parameters, mask=inside) * keep - change * rate
+        parameter = tl.load(parameters, mask=inside)
+        parameter -= parameter * decay + change * rate  # 1 - decay would lose most of a small one's digits
 
         tl.store(parameters, parameter, mask=inside)
         tl.store(means, mean, mask=inside)

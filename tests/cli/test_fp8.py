@@ -17,6 +17,7 @@ FP8 = "--fp8_format hybrid"
     [
         ("--fp8_param_gather true", 1, "--fp8_param_gather true needs --fp8_format, as in --fp8_format hybrid."),
         ("--first_last_layers_bf16 true", 1, "--first_last_layers_bf16 true needs --fp8_format"),
+        ("--fp8_recipe blockwise", 1, "--fp8_recipe blockwise needs --fp8_format"),
         (
             f"{FP8} --transformer_impl local",
             1,
