@@ -17,8 +17,7 @@ from torch import Tensor
 from ..fused import usable
 from .segments import Segments
 
-OWN_KERNELS = True  # fused/attention.py in place of torch's flash-attention 2
-WIDEST = 128  # heads that ours take: wider ones' sums do not fit into registers
+WIDEST = 128  # heads that fused/attention.py takes: wider ones' sums do not fit into registers
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # query, key, value -> output, L [heads, tokens]
 # grad of output, query, key, value, output, L' -> grads of query, key, value
@@ -60,7 +59,7 @@ def varlen_attention(
     """Flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim]."""
     # Ours count a document's elements in 32 bits.
     largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
-    own = OWN_KERNELS and query.shape[-1] <= WIDEST and largest < 2**31 and usable(query)
+    own = query.shape[-1] <= WIDEST and largest < 2**31 and usable(query)
     passes = (_own if own else _torch)(segments, query.shape[-1] ** -0.5 if scale is None else scale)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 
