@@ -22,6 +22,7 @@ def mend() -> None:
     if version("megatron-core").startswith("0.19."):
         _recompute_without_fp8()
     _weight_gradients_without_apex()
+    _optimizer_without_a_gpu()
 
 
 def _recompute_without_fp8() -> None:
@@ -45,3 +46,11 @@ def _weight_gradients_without_apex() -> None:
         wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add
     )
     layers._grad_accum_fusion_available = True
+
+
+def _optimizer_without_a_gpu() -> None:
+    # It begins with Transformer Engine's or apex's Adam where one is installed: neither can be made on a CPU, and
+    # tasks/optimizer.py puts ours in its place.
+    from megatron.core import optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER = True

@@ -115,7 +115,7 @@ def markdown(runs: list[Run]) -> str:
 
 def cells(run: Run, found: dict[str, Any]) -> list[str]:
     if "error" in found:
-        return [found["error"].replace("|", "/"), *[""] * 7]
+        return [found["error"].partition(": Train")[0].replace("|", "/")[:120], *[""] * 7]
     ratio = ""
     if "ratio" in found:
         least = f" ({found['least']})" if found["least"] and not run["flags"] else ""

@@ -77,6 +77,16 @@ ROWS = {
         peer="--moe_permute_fusion true",
         least={"ours": 3.0},
     ),
+    "moe-ep2": Row(
+        "Qwen3-30B-A3B, 8 layers, EP2",
+        QWEN3_MOE | {"num_hidden_layers": 8},
+        2,
+        32,
+        gpus=2,
+        layout=f"--expert_model_parallel_size 2 {OVERLAP}",
+        peer="--moe_permute_fusion true",
+        least={"ours": 3.0},
+    ),
     "8b": Row(
         "Qwen3-8B",
         QWEN3 | SIZES["8b"],
@@ -87,6 +97,16 @@ ROWS = {
         layout=OVERLAP,
         least={"ours": 1.1, "fp8-tensorwise": 1.25},
         mfu=0.57,
+    ),
+    "8b-mb1": Row(
+        "Qwen3-8B, micro batch of one pack",
+        QWEN3 | SIZES["8b"],
+        1,
+        8,
+        gpus=None,
+        steps=8,
+        layout=OVERLAP,
+        least={"ours": 1.1},
     ),
     "30b": Row(
         "Qwen3-30B-A3B",

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,7 +82,7 @@ def test_a_run_is_evaluated_and_saved_in_bf16(held, folder):
     )
     environment = os.environ | {"NPROC_PER_NODE": "1", "HF_HOME": str(folder / "cache")}
     done = subprocess.run(
-        [Path(sys.executable).parent / "megatron", *line.split()],
+        [sys.executable, "-m", "megaswift.cli.main", "megatron", *line.split()],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
