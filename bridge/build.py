@@ -1,12 +1,16 @@
 """The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -25,6 +29,12 @@ from .options import BuildOptions, RecomputeOptions
 from .rows import Architecture, Family, Layer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+}
 
 
 @dataclass
@@ -36,6 +46,7 @@ class Model:
     architecture: Architecture
     kernels: Kernels
     ropes: tuple[Rotation, ...]  # for each of the architecture's, on this rank's device
+    lora: Any = None  # lora/attach.py's Lora, where there are adapters
     prediction_scale: float = 0.0  # of the mean loss of the depths of multi-token prediction, beside the labels'
 
     def log_probs(
@@ -133,8 +144,13 @@ class Model:
         )
 
 
-def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype) -> Model:
-    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there: parallel.py."""
+def build_model(
+    hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype, *, adapters: bool = False
+) -> Model:
+    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there: parallel.py.
+
+    `adapters`: there will be some, which want to see what goes into each matrix.
+    """
     runtime.enable()
     compat.mend()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
@@ -147,10 +163,11 @@ def build_model(hf_config: dict[str, Any], options: BuildOptions, dtype: torch.d
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
     kernels = choose_kernels(options, architecture, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
+    config.norms_apart = adapters  # type: ignore[attr-defined]
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(rotation(rope, runtime.device()) for rope in architecture.ropes)
-    return Model(chunks, config, architecture, kernels, ropes, options.mtp_loss_scaling_factor)
+    return Model(chunks, config, architecture, kernels, ropes, prediction_scale=options.mtp_loss_scaling_factor)
 
 
 def _with_prediction(
@@ -178,6 +195,7 @@ def transformer_config(
     overlap_p2p = options.overlap_p2p_comm and interleaved
     settings: dict[str, Any] = {
         **architecture.transformer,
+        "activation_func": ACTIVATIONS[architecture.transformer["activation_func"]],
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -206,7 +224,7 @@ def transformer_config(
         # megatron-core's fused GELU is the approximation by tanh, under GELU's name.
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
-        and architecture.transformer["activation_func"] is torch.nn.functional.silu,
+        and architecture.transformer["activation_func"] == "silu",
         # Transformer Engine's kernel, for heads that ours (fused/qkv.py) does not know.
         "apply_rope_fusion": options.apply_rope_fusion and kernels.attention == "transformer_engine",
         "gradient_accumulation_fusion": False,  # see layers/spec.py
@@ -299,3 +317,37 @@ def _build_chunk(
         scale = float(torch.tensor(architecture.embedding_scale, dtype=config.params_dtype))
         model.embedding.register_forward_hook(lambda module, inputs, output: cast(Tensor, output) * scale)
     return model
+
+
+def heed_frozen(chunk: GPTModel) -> None:
+    """Let all parameters that are trained have gradients beside frozen ones: called once it is known which are.
+
+    Raises ValueError for biases beside frozen matrices in FP8.
+    """
+    trained = any(parameter.requires_grad for parameter in chunk.parameters())
+    if chunk.pre_process and trained and chunk.config.recompute_granularity:
+        # What is recomputed gives its parameters gradients only where what goes into it has one.
+        chunk.embedding.register_forward_hook(_with_gradient)
+    for name, module in chunk.named_modules():
+        bias, weight = getattr(module, "bias", None), getattr(module, "weight", None)
+        if bias is None or weight is None or not bias.requires_grad or weight.requires_grad or not _adds_bias(module):
+            continue
+        if chunk.config.fp8:
+            raise ValueError(f"--fp8_format: the bias of {name} is to be trained, and its matrix is not; leave one out")
+        module.register_forward_hook(_with_bias_gradient, prepend=True)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _adds_bias(module: Any) -> bool:
+    """Whether the bias is added in the same autograd function as the product, of megatron-core's or Transformer
+    Engine's: these give it no gradient where the matrix has none."""
+    if isinstance(module, ColumnParallelLinear):
+        return not module.skip_bias_add
+    return not getattr(module, "te_return_bias", True)
+
+
+def _with_bias_gradient(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return output[0] + (module.bias - module.bias.detach()), output[1]

@@ -11,6 +11,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,15 +34,21 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from .carried import Carried
 from .families import family_of
-from .hub import LATEST, mcore_folder
+from .hub import LATEST, mcore_folder, read_adapter_config
+from .lora.attach import Lora
+from .lora.files import write_adapter_config
+from .lora.settings import LoraSettings
 from .proof import peak_memory, prove_loading, sources, write_proof
 from .rows import EMBEDDING, Architecture, Family, table
 from .safetensors_io import names_of
 from .save import carry
-from .sharding import name_tensors, sharded_state
-from .tensors import architecture_of, some
+from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
+from .tensors import ADAPTER, architecture_of, some
 
 MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
+APART = "Do the folder and its config.json belong together?"
+ADAPTED = "adapted_modules"  # in an adapter's checkpoint: Hugging Face's names of what it is beside
+OF_ANOTHER_MODEL = "Is it an adapter of another model?"
 
 
 @torch.no_grad()
@@ -67,25 +74,8 @@ def save_distributed(
     architecture = architecture_of(chunks, family, hf_config)
     entries = table(family, hf_config, architecture, names_of(source))
     naming = name_tensors(entries)
-    inside = destination / f"iter_{iteration:07}"
-
-    def begin() -> None:
-        inside.mkdir()
-        (destination / LATEST).write_text(f"{iteration}\n")
-
-    _on_first_rank(begin)
-    state: dict[str, Any] = {
-        "model": sharded_state(chunks, hf_config, naming),
-        "args": _arguments(chunks[0].config, architecture),
-        "checkpoint_version": 3.0,
-        "iteration": iteration,
-    }
-    metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not naming.stacked}
-    try:
-        with _quiet():
-            save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
-    except CheckpointException as error:
-        raise _first_failure(error, destination) from None
+    state = {"model": sharded_state(chunks, hf_config, naming), "args": _arguments(chunks[0].config, architecture)}
+    inside = _write(state, destination, iteration, stacked=naming.stacked)
     names = sources(entries)
     along = Carried(source, hf_config, architecture, names, dtype)
 
@@ -101,6 +91,47 @@ def save_distributed(
     if converted:
         seconds = time.perf_counter() - started
         prove_loading(source, destination, hf_config, seconds, architecture.predicting)
+
+
+@torch.no_grad()
+def save_distributed_adapter(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    lora: Lora,
+    destination: str | Path,
+    *,
+    base: str,
+    iteration: int = 1,
+) -> None:
+    """Write the adapters of `chunks` alone, and what is trained whole beside them, into the empty folder `destination`.
+
+    To be called by every rank. Beside the checkpoint lies adapter_config.json, which names the model `base`. Raises as
+    `save_distributed`.
+    """
+    destination = Path(destination)
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    state = {"model": sharded_adapter(chunks, hf_config, lora.plan), ADAPTED: lora.plan.modules}
+    _write(state, destination, iteration, stacked=False)
+    _on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
+
+
+def _write(state: dict[str, Any], destination: Path, iteration: int, *, stacked: bool) -> Path:
+    """Write `state` as Megatron-LM's checkpoint of an iteration into `destination`. Returns where its files are."""
+    inside = destination / f"iter_{iteration:07}"
+
+    def begin() -> None:
+        inside.mkdir()
+        (destination / LATEST).write_text(f"{iteration}\n")
+
+    _on_first_rank(begin)
+    state = state | {"checkpoint_version": 3.0, "iteration": iteration}
+    metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
+    try:
+        with _quiet():
+            save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
+    except CheckpointException as error:
+        raise _first_failure(error, destination) from None
+    return inside
 
 
 @contextmanager
@@ -139,16 +170,59 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
     stored = _stored(folder)
     naming = name_tensors(entries, stored)
     _check_names(folder, stored.keys(), set(naming.names.values()), family)
+    _check_vocabulary(folder, stored[naming.names[EMBEDDING]][0], architecture)
+    _read(sharded_state(chunks, hf_config, naming), folder, stored, architecture, APART)
+
+
+def adapter_settings(folder: str | Path) -> LoraSettings:
+    """What the adapter of a checkpoint, that of `--mcore_adapter`, is like, and in which type its values are.
+
+    Raises FileNotFoundError or ValueError where the folder has none that can be read.
+    """
+    config, inside = read_adapter_config(folder, mcore=True), mcore_folder(folder, "--mcore_adapter")
+    modules = _common(inside).get(ADAPTED)
+    if modules is None:
+        raise ValueError(f"--mcore_adapter {folder} does not say what its adapters are of: was it saved here?")
+    dtype = next(entry.properties.dtype for name, entry in _tensors(inside).items() if ADAPTER in name)
+    return replace(LoraSettings.of_adapter(config, modules), dtype=str(dtype).removeprefix("torch."))
+
+
+@torch.no_grad()
+def load_distributed_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, folder: str | Path) -> None:
+    """Set the adapters of `chunks`, and what is trained whole beside them, from the adapter's checkpoint in `folder`.
+
+    As `load_distributed`. Raises ValueError where the folder has no such checkpoint, or one of another model.
+    """
+    folder = mcore_folder(folder, "--mcore_adapter")
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    stored, wanted = _stored(folder), set(name_adapter(lora.plan).names.values())
+    if lacking := wanted - stored.keys():
+        raise ValueError(f"{folder} lacks {some(lacking)}, which adapters of this model have. {OF_ANOTHER_MODEL}")
+    if extra := stored.keys() - wanted:
+        raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {OF_ANOTHER_MODEL}")
+    _read(sharded_adapter(chunks, hf_config, lora.plan), folder, stored, architecture, OF_ANOTHER_MODEL)
+
+
+def _read(
+    state: dict[str, ShardedTensor | ShardedTensorFactory],
+    folder: Path,
+    stored: dict[str, tuple[int, ...]],
+    architecture: Architecture,
+    doubt: str,
+) -> None:
+    """Read the checkpoint in `folder`, which has tensors of the shapes `stored`, into the tensors of `state`.
+
+    `doubt`: what a user should ask where shapes differ.
+    """
     pieces = {
         name: cast(list[ShardedTensor], one.build()) if isinstance(one, ShardedTensorFactory) else [one]
-        for name, one in sharded_state(chunks, hf_config, naming).items()
+        for name, one in state.items()
     }
-    _check_vocabulary(folder, stored[naming.names[EMBEDDING]][0], architecture)
     for of_tensor in pieces.values():
-        _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture)
+        _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture, doubt)
     try:
         with _quiet():
-            TorchDistLoadShardedStrategy().load(pieces, folder)  # into the tensors themselves
+            TorchDistLoadShardedStrategy().load(pieces, folder)
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
         raise _unreadable(folder, cause) from None
@@ -189,15 +263,16 @@ def _arguments(config: Any, architecture: Architecture) -> Namespace:
 
 def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's tensors in a checkpoint, by name. Raises ValueError where it cannot be read."""
+    return {name: tuple(entry.size) for name, entry in _tensors(folder).items() if "optimizer." not in name}
+
+
+def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint says of its tensors, by name. Raises ValueError where it cannot be read."""
     try:
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # of any kind: it is a pickle
         raise ValueError(f"{folder / '.metadata'} cannot be read ({error}): copy the folder again") from None
-    return {
-        name: tuple(entry.size)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and "optimizer." not in name
-    }
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def stored_depths(folder: str | Path) -> int:
@@ -219,13 +294,12 @@ def _check_names(folder: Path, stored: Iterable[str], wanted: set[str], family: 
         )
     if found:
         has = "has" if lacking else "has no place for"
-        raise ValueError(
-            f"{folder} {found[0]} a {family.name} model of config.json {has}. Do the folder and its config.json belong "
-            "together?"
-        )
+        raise ValueError(f"{folder} {found[0]} a {family.name} model of config.json {has}. {APART}")
 
 
-def _check_shape(folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture) -> None:
+def _check_shape(
+    folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture, doubt: str
+) -> None:
     wanted = tuple(tensor.global_shape)
     if tensor.allow_shape_mismatch:  # padded as the layout that saved it wanted it
         wanted = (architecture.vocab_size, *wanted[1:])
@@ -233,8 +307,7 @@ def _check_shape(folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], a
             return
     if stored != wanted:
         raise ValueError(
-            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(wanted)}. Do the folder "
-            "and its config.json belong together?"
+            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(wanted)}. {doubt}"
         )
 
 
@@ -242,18 +315,22 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
     """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
     if rows == architecture.vocab_size:
         return
-    try:
-        with _quiet():
-            said = load_common_state_dict(folder).get("args")
-    except (Exception, CheckpointException) as error:  # of any kind: it is a pickle
-        raise _unreadable(folder, error) from None
+    said = _common(folder).get("args")
     # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
     if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
         return
     raise ValueError(
-        f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. Do the "
-        "folder and its config.json belong together?"
+        f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. {APART}"
     )
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    """What of a checkpoint is no tensor."""
+    try:
+        with _quiet():
+            return load_common_state_dict(folder)
+    except (Exception, CheckpointException) as error:  # of any kind: it is a pickle
+        raise _unreadable(folder, error) from None
 
 
 def _unreadable(folder: Path, cause: BaseException) -> ValueError:

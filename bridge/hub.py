@@ -1,12 +1,15 @@
-"""From `--model` to a folder (local as it is, else downloaded from Hugging Face or ModelScope) and its config.json."""
+"""From `--model` and `--adapters` to folders (local as they are, else downloaded from Hugging Face or ModelScope) and
+their config.json and adapter_config.json."""
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .options import ModelOptions
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
 
 # Weights in other formats (consolidated: Mistral's own, beside the same in transformers'), and what is no part of a
@@ -23,12 +26,59 @@ def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
 
     Raises FileNotFoundError, ImportError or (where a hub does not give it) OSError, each with a cure.
     """
-    name = options.model
+    ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
+    revision = options.model_revision
+    return _folder("--model", options.model, options, revision=revision, ignore_patterns=ignored)
+
+
+def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
+    """The folder of `--adapters`, None where none is given; of a hub's, the adapter's own files alone are fetched.
+
+    Raises what `model_folder` raises, and ValueError for several.
+    """
+    if not adapters:
+        return None
+    if len(adapters) > 1:
+        raise ValueError(f"--adapters {' '.join(adapters)}: give one. Several are not added up")
+    return _folder("--adapters", adapters[0], options, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+
+
+def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
+    """`options` with the model that an adapter is of as `--model`, where neither that nor `--mcore_model` is given.
+
+    Raises what `read_adapter_config` and `base_of` raise.
+    """
+    if adapter is None or options.model or getattr(options, "mcore_model", None):
+        return options
+    mcore = bool(getattr(options, "mcore_adapter", None))
+    return replace(options, model=base_of(adapter, read_adapter_config(adapter, mcore=mcore)))
+
+
+def base_of(adapter: Path, config: dict[str, Any]) -> str:
+    """The model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
+
+    Raises ValueError or FileNotFoundError where it says none, or one that is gone or no Hugging Face checkpoint.
+    """
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{adapter / ADAPTER_CONFIG} does not name the model that it is of: give --model")
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and not _is_hub_id(name):
+        raise FileNotFoundError(f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is gone: give --model")
+    if (folder / LATEST).is_file():
+        raise ValueError(
+            f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is in megatron-core's format: give it as "
+            "--mcore_model where a command has that, or the model's Hugging Face checkpoint as --model"
+        )
+    return name
+
+
+def _folder(flag: str, name: str, options: ModelOptions, **wanted: Any) -> Path:
+    """A folder that is there, or a hub's of which `wanted` tells snapshot_download the files."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"--model {name}: no such folder (a hub's model is named owner/name)")
-    ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
+    if not _is_hub_id(name):
+        raise FileNotFoundError(f"{flag} {name}: no such folder (what a hub has is named owner/name)")
     if options.use_hf:
         hub = "Hugging Face"
         from huggingface_hub import snapshot_download
@@ -36,20 +86,22 @@ def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
         hub = "ModelScope"
         if importlib.util.find_spec("modelscope") is None:
             raise ImportError(
-                f"--model {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
+                f"{flag} {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
                 "or `pip install modelscope` to take it from ModelScope"
             )
         from modelscope import snapshot_download  # type: ignore[import-not-found]
     try:
-        return Path(
-            snapshot_download(name, revision=options.model_revision, token=options.hub_token, ignore_patterns=ignored)
-        )
+        return Path(snapshot_download(name, token=options.hub_token, **wanted))
     except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
         reason = " ".join(str(error).split())
         raise OSError(
-            f"--model {name}: {hub} did not give it ({reason}). Look at the name, the network and, for a model that "
-            "is not public, --hub_token; or give a folder"
+            f"{flag} {name}: {hub} did not give it ({reason}). Look at the name, the network and, for what is "
+            "not public, --hub_token; or give a folder"
         ) from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def source_folder(options: ModelOptions, mcore_model: str | None) -> Path:
@@ -64,14 +116,14 @@ def source_folder(options: ModelOptions, mcore_model: str | None) -> Path:
     return folder
 
 
-def mcore_folder(folder: str | Path) -> Path:
+def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
     """Where the files of a megatron-core checkpoint are: in `folder`, or in what Megatron-LM's tracker file names.
 
-    Raises FileNotFoundError or ValueError where there is none.
+    Raises FileNotFoundError or ValueError, which name the folder's `flag`, where there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"--mcore_model {folder}: no such folder. Give that of a megatron-core checkpoint")
+        raise FileNotFoundError(f"{flag} {folder}: no such folder. Give that of a megatron-core checkpoint")
     tracker, inside = folder / LATEST, folder
     if tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
@@ -89,6 +141,8 @@ def mcore_folder(folder: str | Path) -> Path:
         hint = f": {inside.name} has *.distcp files, and no {' nor '.join(lacking)}. Copy the folder again"
     elif any(inside.glob("mp_rank_00*")):
         hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
+    elif (inside / ADAPTER_WEIGHTS).is_file():
+        hint = ". It is an adapter in PEFT's format: give it as --adapters"
     elif any(inside.glob("*.safetensors")):
         hint = ". It is a Hugging Face checkpoint: give it as --model"
     elif found := sorted(
@@ -98,7 +152,7 @@ def mcore_folder(folder: str | Path) -> Path:
         hint = f". Is it {found[-1].parent} that you mean?"
         if found[-1].name != LATEST and (folder / "config.json").is_file():
             hint = f". {found[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
-    raise ValueError(f"--mcore_model {folder}: no megatron-core distributed checkpoint there{hint}")
+    raise ValueError(f"{flag} {folder}: no megatron-core distributed checkpoint there{hint}")
 
 
 def _check_format(path: Path) -> None:
@@ -134,6 +188,47 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
     if fault := _fault(config):
         raise ValueError(f"{path} {fault}: copy it again from the original checkpoint")
     return config
+
+
+def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+    """The raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
+
+    `mcore`: of `--mcore_adapter`. Raises FileNotFoundError or ValueError with a cure.
+    """
+    folder = Path(folder)
+    for name in (ADAPTER_CONFIG,) if mcore else (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            flag, hint = ("--mcore_adapter", _mcore_hint(folder)) if mcore else ("--adapters", _adapter_hint(folder))
+            raise FileNotFoundError(f"{flag} {folder}: there is no {name} in it{hint}")
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy the adapter again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: copy the adapter again")
+    return config
+
+
+def _mcore_hint(folder: Path) -> str:
+    above = folder.parent
+    if (above / ADAPTER_CONFIG).is_file():
+        return f". Is it {above} that you mean?"
+    return ", so it is no adapter's. A whole model is given as --mcore_model"
+
+
+def _adapter_hint(folder: Path) -> str:
+    """What to do about a folder that has no adapter."""
+    if any(folder.glob("adapter_model.bin")):
+        return ". Its adapter_model.bin is not read: load it with PEFT and save it again, as safetensors"
+    inside = [file for above in ("", "*/") for file in folder.glob(f"{above}checkpoint-*/{ADAPTER_WEIGHTS}")]
+    if inside:
+        return f". Is it {max(inside, key=lambda file: file.stat().st_mtime).parent} that you mean?"
+    if (folder / LATEST).is_file():
+        return ". It is in megatron-core's format: give it as --mcore_adapter where a command has that"
+    if (folder / "config.json").is_file():
+        return ". It is a whole model: give it as --model"
+    return ": give the folder of an adapter in PEFT's format"
 
 
 def _fault(config: Any) -> str | None:

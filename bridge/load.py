@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     _check_names(source, entries, architecture, family.name)
     tensors = held(chunks)
     _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
+    read_tensors(tensors, entries, architecture, source)
+
+
+@torch.no_grad()
+def read_tensors(
+    tensors: Mapping[Key, Tensor], entries: Mapping[Key, Entry], architecture: Architecture, source: Weights
+) -> None:
+    """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError where a shape differs."""
     # Several threads: a disk of many channels, or a network's, wants several requests at a time.
     with ThreadPoolExecutor(READERS) as pool:
         reading = []

@@ -28,6 +28,73 @@ class McoreOptions:
 
 
 @dataclass
+class AdapterOptions:
+    """Adapters"""
+
+    adapters: Annotated[
+        list[str], "The folder of an adapter in PEFT's format (or its hub id): to go on from, to merge, or to run."
+    ] = field(default_factory=list)
+    merge_lora: Annotated[
+        bool | None,
+        "Put the adapter into the weights: sft, pt save them as well, beside the adapter (left out: as "
+        "--save_safetensors is), export makes them (left out: of --mcore_adapter), infer runs them.",
+    ] = None
+
+
+@dataclass
+class McoreAdapterOptions:
+    """Adapters in megatron-core's format"""
+
+    mcore_adapter: Annotated[str | None, "An adapter's megatron-core checkpoint, in place of --adapters."] = None
+
+
+@dataclass
+class LoraOptions:
+    """LoRA (with --tuner_type lora)"""
+
+    lora_rank: Annotated[int, "Rank of each adapter."] = 8
+    lora_alpha: Annotated[float, "Adapters count this much, divided by the rank."] = 32
+    lora_dropout: Annotated[
+        float | None, "Dropout on what goes into adapters; left out: 0.05, and 0 with experts or DoRA."
+    ] = None
+    lora_bias: Annotated[
+        Literal["none", "all", "lora_only"], "Train the model's biases: none, all, or those beside adapters."
+    ] = "none"
+    lora_dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None, "Type of the adapters; left out: the model's."
+    ] = None
+    use_rslora: Annotated[bool, "Divide --lora_alpha by the root of the rank."] = False
+    use_dora: Annotated[bool, "DoRA: train the length of each row of a matrix apart from its direction."] = False
+    target_modules: Annotated[
+        list[str],
+        "What has adapters: all-linear, all-router, all-embedding, or names of modules, Hugging Face's (q_proj ...) or "
+        "megatron-core's (linear_qkv ...).",
+    ] = field(default_factory=lambda: ["all-linear"])
+    target_regex: Annotated[
+        str | None, "A regular expression for whole Hugging Face module names, in place of --target_modules."
+    ] = None
+    modules_to_save: Annotated[
+        list[str], "Modules that are trained whole and saved with the adapter: embed_tokens, lm_head."
+    ] = field(default_factory=list)
+
+
+@dataclass
+class TrainableOptions:
+    """Which parameters are trained"""
+
+    tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or adapters beside them."] = "full"
+    freeze_parameters: Annotated[
+        list[str], "Prefixes of the names, Hugging Face's or megatron-core's, of weights that stay as they are."
+    ] = field(default_factory=list)
+    freeze_parameters_regex: Annotated[str | None, "The same by a regular expression that is found in a name."] = None
+    freeze_parameters_ratio: Annotated[float, "Share of the parameters that stays, counted from the embedding."] = 0.0
+    trainable_parameters: Annotated[list[str], "Prefixes of the names of weights that are trained all the same."] = (
+        field(default_factory=list)
+    )
+    trainable_parameters_regex: Annotated[str | None, "The same by a regular expression."] = None
+
+
+@dataclass
 class KernelOptions:
     """Kernels and numerics (preferences: the nearest that this machine has runs, and the log names it)"""
 

@@ -46,7 +46,8 @@ class Routing:
 class Architecture:
     """What a family makes of a raw config.json."""
 
-    transformer: dict[str, Any]  # arguments of megatron-core's TransformerConfig: no parallelism, no dtype, no kernels
+    # Arguments of megatron-core's TransformerConfig: no parallelism, no dtype, no kernels; the activation by its name.
+    transformer: dict[str, Any]
     vocab_size: int  # rows of the embedding in the checkpoint, before any padding
     tied: bool  # the output layer is the embedding
     max_positions: int

@@ -3,9 +3,10 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 from . import runtime
 from .carried import WHAT, Carried
 from .families import family_of
+from .lora.merge import merging
 from .proof import described, left_out, peak_memory, sources, write_proof
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
 from .safetensors_io import Form, finish_shards, names_of, sync
@@ -39,6 +41,7 @@ class _Piece(NamedTuple):
     spans: list[Span]
     holders: Sequence[int]  # the ranks of the group that hold its shards, in order; none: each of them holds all of it
     shard: Tensor  # this rank's, where it is one of them; else one that looks like it
+    merge: Callable[[Tensor], Tensor] | None = None  # makes of the shard what is written
 
 
 class _Job(NamedTuple):
@@ -61,9 +64,11 @@ def save_weights(
     *,
     dtype: torch.dtype,
     max_shard_bytes: int,
+    merge: bool = False,
 ) -> None:
     """Write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in `dtype`.
 
+    `merge`: with the adapters in the weights, which stay as they are.
     To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
     along; conversion.json is made (proof.py). Beyond its shard a rank holds one whole tensor (of one expert), and what
     waits for its disk (writer.py). Each file of at most `max_shard_bytes` (or one row's tensors, where these are
@@ -77,25 +82,9 @@ def save_weights(
     tensors = held(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    ep_rank = parallel_state.get_expert_model_parallel_rank()
     writer, started = Writer(destination), time.perf_counter()
-    for sort, (jobs, group, replicas) in enumerate(_jobs(tensors, entries, architecture, dtype)):
-        at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
-        # One file after another goes to the next replica, then to the next rank of its group.
-        files: list[list[tuple[str, list[_Job]]]] = [[] for _ in range(group.size())]
-        for number, contents in enumerate(_files(jobs, max_shard_bytes)):
-            if number % replicas.size() == replicas.rank():
-                name = f"part-{at}-{number:05}.safetensors"
-                files[number // replicas.size() % group.size()].append((name, contents))
-        if jobs and group.size() > 1:  # NCCL wants all ranks of a group in the first exchange, not just two of them
-            dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
-        for rank, begun, job in _in_turn(files):
-            if begun and rank == group.rank():
-                name, contents = begun
-                writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
-            for tensor, run in _gathered(job, group, rank):
-                writer.put(tensor, run)
+    merges = merging(chunks) if merge else {}
+    write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
     along = Carried(source, hf_config, architecture, sources(entries), dtype)
     for number, forms in enumerate(along.files(max_shard_bytes)):
         if number % dist.get_world_size() == dist.get_rank():
@@ -103,7 +92,7 @@ def save_weights(
             for name in forms:
                 writer.put(name, along.read(name))
     writer.finish()
-    ranks = _agree((writer.written, peak_memory()), writer.error)
+    ranks = agree((writer.written, peak_memory()), writer.error)
     failure = None
     if dist.get_rank() == 0:
         shards = sorted((shard for written, _ in ranks for shard in written), key=lambda shard: shard[0])
@@ -133,11 +122,46 @@ def save_weights(
             )
         except (OSError, RuntimeError) as error:
             failure = error
-    _agree(None, failure)
+    agree(None, failure)
+
+
+def write_tensors(
+    writer: Writer,
+    tensors: dict[Key, Tensor],
+    entries: Mapping[Key, Entry],
+    architecture: Architecture,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    merges: Mapping[Key, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> None:
+    """Give `writer` this rank's share of the Hugging Face tensors that all ranks' `tensors` make, in files of names of
+    their own. Every rank calls this. `dtype` None: each tensor's. `merges`: what is written in a shard's place."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    for sort, (jobs, group, replicas) in enumerate(_jobs(tensors, entries, architecture, dtype, merges)):
+        at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
+        # One file after another goes to the next replica, then to the next rank of its group.
+        files: list[list[tuple[str, list[_Job]]]] = [[] for _ in range(group.size())]
+        for number, contents in enumerate(_files(jobs, max_shard_bytes)):
+            if number % replicas.size() == replicas.rank():
+                name = f"part-{at}-{number:05}.safetensors"
+                files[number // replicas.size() % group.size()].append((name, contents))
+        if jobs and group.size() > 1:  # NCCL wants all ranks of a group in the first exchange, not just two of them
+            dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
+        for rank, begun, job in _in_turn(files):
+            if begun and rank == group.rank():
+                name, contents = begun
+                writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
+            for tensor, run in _gathered(job, group, rank):
+                writer.put(tensor, run)
 
 
 def _jobs(
-    tensors: dict[Key, Tensor], entries: dict[Key, Entry], architecture: Architecture, dtype: torch.dtype
+    tensors: dict[Key, Tensor],
+    entries: Mapping[Key, Entry],
+    architecture: Architecture,
+    dtype: torch.dtype | None,
+    merges: Mapping[Key, Callable[[Tensor], Tensor]],
 ) -> list[tuple[list[_Job], ProcessGroup, ProcessGroup]]:
     """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
 
@@ -149,12 +173,12 @@ def _jobs(
         ranks, _ = split_of(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
         forms = {
-            name: Form(torch.float32 if entry.fp32 else dtype, entry.stored(shape))
+            name: Form(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored(shape))
             for name, shape in entry.shapes(tensor.shape, spans).items()
         }
         if entry.place is None:
             holders = range(ranks) if ranks > 1 else ()
-            sorts[key.expert is not None].append(_Job(forms, [_Piece(entry, spans, holders, tensor)]))
+            sorts[key.expert is not None].append(_Job(forms, [_Piece(entry, spans, holders, tensor, merges.get(key))]))
         elif entry.place == local_experts(entry.stack).start:
             pieces = []
             for expert in range(entry.stack):
@@ -216,13 +240,14 @@ def _gathered(job: _Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str
 def _gather(piece: _Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
     """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
     here, holders = group.rank(), piece.holders or (writer,)
-    shards, exchange = [piece.shard], []
+    own = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
+    shards, exchange = [own], []
     if here == writer:
-        shards = [piece.shard if holder == here else torch.empty_like(piece.shard) for holder in holders]
+        shards = [own if holder == here else torch.empty_like(own) for holder in holders]
         pairs = zip(holders, shards, strict=True)
         exchange = [P2POp(dist.irecv, shard, group=group, group_peer=peer) for peer, shard in pairs if peer != here]
     elif here in holders:
-        exchange = [P2POp(dist.isend, piece.shard.contiguous(), group=group, group_peer=writer)]
+        exchange = [P2POp(dist.isend, own.contiguous(), group=group, group_peer=writer)]
     for work in batch_isend_irecv(exchange) if exchange else ():
         work.wait()
     return shards
@@ -247,7 +272,7 @@ def _runs(piece: _Piece, shards: list[Tensor], part: int) -> list[Tensor]:
     return [whole]
 
 
-def _agree(value: Any, failure: Exception | None) -> list[Any]:
+def agree(value: Any, failure: Exception | None) -> list[Any]:
     """Every rank's value, on rank 0. Raises on all of them where one of them failed: OSError, or what it raised."""
     said = None if failure is None else (getattr(failure, "errno", None), str(failure))
     failures: list[Any] = [None] * dist.get_world_size()

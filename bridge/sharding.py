@@ -8,8 +8,9 @@ checkpoints. What `sharded_state` returns is also what megatron-core's optimizer
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from .families import family_of
+from .lora.rows import Plan
 from .rows import EMBEDDING, OUTPUT, VOCAB, Architecture, Entry, Key, table, window
 from .tensors import architecture_of, held_whole, split_group, split_of
 
@@ -48,12 +50,29 @@ def sharded_state(
     architecture = architecture_of(chunks, family, hf_config)
     entries = table(family, hf_config, architecture)
     naming = naming or name_tensors(entries)
-    state = {}
-    for chunk, tensor, views in held_whole(chunks):
-        key = next(iter(views))
-        entry = entries[OUTPUT] if key == OUTPUT and architecture.tied else entries[key]
-        state[str(key)] = _sharded(chunk, tensor, views, entry, naming, architecture)
-    return state
+    return _state(held_whole(chunks), entries, naming, architecture)
+
+
+def sharded_adapter(
+    chunks: Sequence[Any], hf_config: dict[str, Any], plan: Plan
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    entries, naming = plan.entries | plan.whole, name_adapter(plan)
+    whole = (held for held in held_whole(chunks) if plan.whole.keys() & held[2].keys())
+    return _state(chain(held_whole(chunks, adapters=True), whole), entries, naming, architecture)
+
+
+def _state(
+    held: Iterable[tuple[Any, Tensor, dict[Key, Tensor]]],
+    entries: Mapping[Key, Entry],
+    naming: "Naming",
+    architecture: Architecture,
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    return {
+        str(key := next(iter(views))): _sharded(chunk, tensor, views, entries[key], naming, architecture)
+        for chunk, tensor, views in held
+    }
 
 
 @dataclass(frozen=True)
@@ -79,9 +98,19 @@ def name_tensors(entries: Mapping[Key, Entry], stored: Mapping[str, Any] | None 
         where = where.replace("mtp_model_layer.", "transformer_layer.")  # as megatron-core saves it
         spellings = [where + spelling for spelling in _spellings(rest, siblings[prefix, key.layer])]
         names[key] = next((name for name in spellings if stored and name in stored), spellings[0])
-    if names.get(OUTPUT) and entries[OUTPUT] == entries[EMBEDDING]:
-        names[OUTPUT] = names[EMBEDDING]
-    return Naming(names, stacked)
+    return Naming(_with_tied(names, entries), stacked)
+
+
+def name_adapter(plan: Plan) -> Naming:
+    """As the model itself names the adapters, and what is trained whole; layers count over the whole model."""
+    entries = plan.entries | plan.whole
+    return Naming(_with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
+
+
+def _with_tied(names: dict[Key, str], entries: Mapping[Key, Entry]) -> dict[Key, str]:
+    """A copy of the embedding, for the output layer, has the embedding's name."""
+    tied = OUTPUT in names and entries[OUTPUT] == entries.get(EMBEDDING)
+    return names | {OUTPUT: names[EMBEDDING]} if tied else names
 
 
 def _layer_and_rest(name: str) -> tuple[str, str]:

@@ -20,7 +20,8 @@ FUSED_NORMS = {
 }
 LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
 # `weight3`: expert 3 of this rank, by Transformer Engine; `weight`: all of them, stacked.
-EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d*)")
+EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.lora_[AB]))(\d*)")
+ADAPTER = ".adapter."  # in the names of the tensors of lora/
 
 
 def architecture_of(chunks: Sequence[Any], family: Family, hf_config: dict[str, Any]) -> Architecture:
@@ -29,22 +30,23 @@ def architecture_of(chunks: Sequence[Any], family: Family, hf_config: dict[str, 
     return replace(family.describe(hf_config), predicting=depths)
 
 
-def held(chunks: Sequence[Any]) -> dict[Key, Tensor]:
+def held(chunks: Sequence[Any], *, adapters: bool = False) -> dict[Key, Tensor]:
     """Every parameter and persistent buffer of this rank's GPTModel chunks, experts one by one (views where stacked).
 
-    In the order of the model.
+    In the order of the model. Without adapters, or those of the adapters alone.
     """
-    return {key: tensor for _, _, views in held_whole(chunks) for key, tensor in views.items()}
+    return {key: tensor for _, _, views in held_whole(chunks, adapters=adapters) for key, tensor in views.items()}
 
 
-def held_whole(chunks: Sequence[Any]) -> Iterator[tuple[Any, Tensor, dict[Key, Tensor]]]:
+def held_whole(chunks: Sequence[Any], *, adapters: bool = False) -> Iterator[tuple[Any, Tensor, dict[Key, Tensor]]]:
     """The same as its modules have it: each chunk with each parameter or buffer, and what of it stands for which key.
 
     A parameter in which experts are stacked has several keys.
     """
     for chunk in chunks:
         for name, tensor in _state(chunk):
-            yield chunk, tensor, dict(_keyed(chunk, name, tensor))
+            if (ADAPTER in name) == adapters:
+                yield chunk, tensor, dict(keyed(chunk, name, tensor))
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +57,8 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def _keyed(chunk: Any, name: str, tensor: Tensor) -> Iterator[tuple[Key, Tensor]]:
+def keyed(chunk: Any, name: str, tensor: Tensor) -> Iterator[tuple[Key, Tensor]]:
+    """The keys for which the parameter `name` of a chunk stands, each with what of `tensor` it means."""
     found = LAYER.fullmatch(name)
     if not found:
         yield Key(name), tensor

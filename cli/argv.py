@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import ALWAYS, ELSEWHERE, LATER, NEEDLESS, RLHF, SAVED_LATER, today, written
+from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, RLHF, SAVED_LATER, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -102,6 +102,8 @@ def _take(
     if name in SAVED_LATER:
         if name == "no_save_optim":
             given.weights_only = show(values).lower() in ("", "true")
+    elif later := LATER_VALUES.get((name, show(values))):
+        raise UsageError(f"{asked}{where}: this version does not have {later.feature}. {later.cure}")
     elif name in flags:
         if values or flags[name].is_bool or (flags[name].is_list and where):
             given.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, where)
@@ -149,4 +151,8 @@ def resolve(options: type, typed: dict[str, Any], filed: Given | None) -> tuple[
             values[name] = convert(flags[name], value, given.sources[name])
             if given.sources[name] != "default" or values[name] != flags[name].default:
                 sources[name] = given.sources[name]
-    return options(**values), sources
+    resolved = options(**values)
+    for name, flag in flags.items():
+        if getattr(resolved, name) != values.get(name, flag.default):  # the class filled it in
+            sources[name] = "derived"
+    return resolved, sources

@@ -1,28 +1,34 @@
 """What options cannot be together, found before anything heavy is imported. Each error names flag, value and cure."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..bridge.families import family_of
-from ..bridge.hub import mcore_folder, read_config
+from ..bridge.hub import ADAPTER_CONFIG, mcore_folder, read_config
 from ..bridge.options import BuildOptions, Fp8Options, ModelOptions, ParallelOptions, RecomputeOptions
 from ..tasks.folders import default_output_dir
 from ..tasks.log import require_reporters
 from ..tasks.options import InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..templates.options import PrepareOptions
+from .checks_lora import check_adapters, check_base, check_tuner, take_base
 from .flags import UsageError, show
 
 
-def check_training(options: SftOptions, layout: Layout, gpus: int, processes: int) -> list[str]:
+def check_training(
+    options: SftOptions, layout: Layout, gpus: int, processes: int, sources: Mapping[str, str]
+) -> list[str]:
     """Raise UsageError for what cannot run; what can be put right is put right, and told in the notes returned.
 
-    `gpus`: those that this machine shows (0: a CPU); `processes`: those that are to run on this machine.
+    `gpus`: those that this machine shows (0: a CPU); `processes`: those that are to run on this machine; `sources`:
+    where each value came from.
     """
     notes = list(_put_right(options))
+    check_tuner(options, sources)
+    notes += take_base(options, options)
     model = known_model(options)
     check_positive(options)
     _data(options)
@@ -32,6 +38,9 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     _overlap(options)
     _fp8(options, gpus)
     check_pipeline(options)
+    if options.tuner_type == "lora":
+        notes += check_base(options, options, model)
+        notes += check_adapters(options, sources, model)
     if model is not None:
         check_divisible(options, layout, model)
     check_processes(layout, gpus, processes)
@@ -43,8 +52,13 @@ def check_training(options: SftOptions, layout: Layout, gpus: int, processes: in
     return notes
 
 
-def check_infer(options: InferOptions) -> None:
-    read_model_config(options)
+def check_infer(options: InferOptions) -> list[str]:
+    """Raise UsageError for what cannot be; notes for the user."""
+    if options.merge_lora and not options.adapters:
+        raise UsageError("--merge_lora true needs --adapters: what is to be merged.")
+    notes = list(take_base(options, options))
+    if options.model or not options.adapters:  # of a hub's adapter the task finds the model
+        notes += check_base(options, options, read_model_config(options))
     for name, least in (("temperature", 0), ("max_new_tokens", 1), ("max_batch_size", 1), ("vllm_max_model_len", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             raise UsageError(f"--{name} {value}: must be at least {least}.")
@@ -53,6 +67,7 @@ def check_infer(options: InferOptions) -> None:
             raise UsageError(f"--{name} {value}: must be above 0 and at most 1.")
     if options.repetition_penalty is not None and options.repetition_penalty <= 0:
         raise UsageError(f"--repetition_penalty {options.repetition_penalty}: must be above 0.")
+    return notes
 
 
 def _put_right(options: SftOptions) -> Iterator[str]:
@@ -79,6 +94,8 @@ def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
                 f"--model {options.model}: no such model folder. Give a folder, or a hub id as OWNER/NAME."
             )
         return None
+    if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
+        raise UsageError(f"--model {options.model}: is an adapter. Give it as --adapters.")
     try:
         config = read_config(folder)
     except (ValueError, FileNotFoundError) as error:
@@ -133,14 +150,14 @@ POSITIVE = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
     "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
-    "ddp_timeout", "fp8_amax_history_len",
+    "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",
     "dataloader_num_workers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 )  # fmt: skip
 SHARE = (
-    "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout",
+    "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout", "lora_dropout",
 )  # fmt: skip
 
 

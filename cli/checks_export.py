@@ -12,6 +12,7 @@ from ..tasks.folders import check_free
 from ..tasks.options import ExportOptions, MegatronExportOptions
 from ..tasks.plan import Layout, build_options, export_folder, shard_bytes
 from .checks import check_divisible, check_pipeline, check_positive, check_processes, known_model
+from .checks_lora import check_base, check_fits, settings_of, source_of, take_base
 from .flags import UsageError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,31 +20,67 @@ USABLE = 0.9  # share of a GPU's memory that weights may take
 BESIDE = 2 * 2**30  # bytes that a process takes on its GPU beside the weights
 
 
-def check_export(options: ExportOptions) -> dict[str, Any] | None:
-    """config.json of what is to be exported (None: a hub's, which is not here yet). Raises UsageError."""
-    if options.to_mcore == options.to_hf:
-        both = "cannot be together" if options.to_hf else "are both left out"
-        raise UsageError(f"--to_mcore true and --to_hf true {both}: give one of them, for the format to export to.")
+def check_export(options: ExportOptions) -> tuple[dict[str, Any] | None, list[str]]:
+    """config.json of what is to be exported (None: a hub's, which is not here yet), and notes for the user.
+
+    Raises UsageError.
+    """
+    _formats(options)
+    _adapter(options)
     try:
         shard_bytes(options.max_shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if options.to_hf:
-        if not options.mcore_model:
-            raise UsageError("--to_hf true needs --mcore_model: the folder of a megatron-core checkpoint.")
-    elif options.mcore_model:
+    notes = list(take_base(options, options))
+    of_hub = options.adapters and not options.model and not options.mcore_model
+    config = None if of_hub else known_model(options)  # the task finds the model
+    notes += check_base(options, options, config)
+    adapter = settings_of(options)
+    if config is not None and adapter is not None:
+        check_fits(adapter, config, options, source_of(options))
+    if config is not None:
+        sources = [options.mcore_model or options.model, *options.adapters, *filter(None, [options.mcore_adapter])]
+        for source in sources:
+            try:
+                check_free(export_folder(options), Path(source).expanduser(), exist_ok=options.exist_ok)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+    return config, notes
+
+
+def _formats(options: ExportOptions) -> None:
+    if options.to_mcore and options.to_hf:
+        raise UsageError(
+            "--to_mcore true and --to_hf true cannot be together: give one of them, for the format to export to."
+        )
+    if not options.to_mcore and not options.to_hf and not options.merge_lora:
+        raise UsageError(
+            "--to_mcore true and --to_hf true are both left out: give one of them, for the format to export to, or "
+            "--adapters and --merge_lora true."
+        )
+    if options.to_hf and not options.mcore_model:
+        raise UsageError("--to_hf true needs --mcore_model: the folder of a megatron-core checkpoint.")
+    if options.mcore_model and not options.to_hf:
         raise UsageError(
             f"--mcore_model {options.mcore_model}: it is in megatron-core's format already. Give --to_hf true, or a "
             "Hugging Face checkpoint as --model."
         )
-    config = known_model(options)
-    if config is not None:
-        source = Path(options.mcore_model or options.model).expanduser()
-        try:
-            check_free(export_folder(options), source, exist_ok=options.exist_ok)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-    return config
+
+
+def _adapter(options: ExportOptions) -> None:
+    source = source_of(options)
+    if options.merge_lora and not source:
+        raise UsageError("--merge_lora true needs --adapters: what is to be merged.")
+    if options.adapters and not options.merge_lora:
+        raise UsageError(
+            f"{source}: it is in PEFT's format already. Give --merge_lora true to put it into the weights."
+        )
+    if source and not options.merge_lora and options.test_convert_precision:
+        raise UsageError(
+            "--test_convert_precision true compares models: it needs --merge_lora true here. Leave it out."
+        )
+    if options.mcore_adapter and not options.to_hf:
+        raise UsageError(f"{source}: give --mcore_model with the weights that it is of, and --to_hf true.")
 
 
 def check_export_layout(
@@ -65,7 +102,7 @@ def gpus_needed(options: ExportOptions, config: dict[str, Any] | None, gpus: int
     Raises UsageError where all of them together are too small.
     """
     memory = _gpu_bytes() if gpus > 1 else None
-    if memory is None:
+    if memory is None or not (options.mcore_model or options.model):  # of a hub's adapter the task finds the model
         return 1, [], ""
     folder = Path(options.mcore_model).expanduser() if options.mcore_model else model_folder(options)
     config = config or read_config(folder)

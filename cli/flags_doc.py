@@ -20,6 +20,7 @@ DEPARTURES = {
     "attention_backend": ("flash", "the fastest that is there; flash needs a package that takes long to build"),
     "ddp_backend": ("nccl", "left out: nccl on GPUs, gloo on a CPU"),
     "load_from_cache_file": ("false", "tokens are found again by content, so that a stale cache cannot be met"),
+    "lora_dropout": ("0.05", "0.05 where PEFT can take it: not for experts, nor routers, nor with DoRA"),
     "moe_permute_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
     "overlap_grad_reduce": ("false", "the same numbers, sooner; on where processes share gradients"),
     "overlap_param_gather": ("false", "the same numbers, sooner; on with it and --use_distributed_optimizer"),

@@ -123,8 +123,8 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
     processes = Processes.of_environment(gpus)
     layout = Layout.of(options, processes.world)
     before = dict(vars(options))
-    notes += check_training(options, layout, gpus, processes.per_node)
-    sources |= {name: "derived" for name, value in before.items() if getattr(options, name) != value}
+    notes += check_training(options, layout, gpus, processes.per_node, sources)
+    sources |= _derived(before, options)
     _tell(notes)
     settings = environment(options, processes, gpus)
     if options.dry_run:
@@ -143,7 +143,10 @@ def _start_export(command: Command, options: Any, sources: dict[str, str], notes
     from .launch import Processes, environment, start, visible_gpus
 
     gpus = visible_gpus()
-    config = check_export(options)
+    before = dict(vars(options))
+    config, said = check_export(options)
+    notes += said
+    sources |= _derived(before, options)
     if argv[0] == "megatron":
         processes = Processes.of_environment(gpus)
         layout = build_options(options)
@@ -160,9 +163,13 @@ def _start_export(command: Command, options: Any, sources: dict[str, str], notes
 def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from .checks import check_infer
 
-    check_infer(options)
-    _tell(notes)
+    _tell([*notes, *check_infer(options)])
     return _run(command, options, sources)
+
+
+def _derived(before: dict[str, Any], options: Any) -> dict[str, str]:
+    """The source of each option that the checks have changed."""
+    return {name: "derived" for name, value in before.items() if getattr(options, name) != value}
 
 
 def _run(command: Command, options: Any, sources: dict[str, str]) -> int:

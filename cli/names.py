@@ -93,6 +93,8 @@ NEEDLESS = {
     "perform_initialization": "every weight comes from the checkpoint",
     "no_initialization": "every weight comes from the checkpoint",
     "use_cpu_initialization": "every weight comes from the checkpoint",
+    "vllm_enable_lora": "with --adapters it is so",
+    "vllm_max_lora_rank": "it is the adapter's rank",
     "use_persistent_ckpt_worker": "checkpoints are written without one",
 }
 
@@ -111,19 +113,13 @@ def _later(feature: str, cure: str, **neutral: tuple[str, ...] | str) -> dict[st
 
 NEVER: tuple[str, ...] = ()
 LATER: dict[str, Later] = {
-    **_later("LoRA", "Leave it out to train all weights.", tuner_type="full", target_modules=NEVER,
-             target_regex=NEVER, modules_to_save=NEVER, merge_lora="false", lora_rank=NEVER, lora_alpha=NEVER,
-             lora_dropout=NEVER, lora_bias="none", lora_dtype=NEVER, use_rslora="false", adapters=NEVER,
-             mcore_adapter=NEVER),
-    **_later("training of chosen parameters alone", "Leave it out to train all weights.", freeze_parameters=NEVER,
-             freeze_parameters_regex=NEVER, freeze_parameters_ratio=("0", "0.0"), trainable_parameters=NEVER,
-             trainable_parameters_regex=NEVER),
+    **_later("other implementations of LoRA", "Leave it out.", tuner_backend="peft", use_swift_lora="false"),
     **_later("FP4", "Leave it out.", fp4_format=NEVER, fp4_recipe=NEVER, fp4_param_gather="false"),
     **_later("offload of the optimizer", "Leave it out, and use more processes where memory is short.",
              optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
              optimizer_cuda_graph="false"),
-    **_later("resuming", "Give the checkpoint's folder as --model (or --mcore_model): its weights are trained on as a "
-             "new run.", finetune="true", no_load_optim="true", no_load_rng="true", load_args="false"),
+    **_later("resuming", "Give the checkpoint's folder as --model (--mcore_model, --adapters): its weights are trained "
+             "on as a new run.", finetune="true", no_load_optim="true", no_load_rng="true", load_args="false"),
     **_later("saving while training goes on, and links to checkpoints", "Leave it out.", async_save="false",
              dist_ckpt_optim_fully_reshardable="false", create_checkpoint_symlink="false"),
     **_later("exports other than to_mcore and to_hf", "Leave it out.", quant_bits=NEVER, quant_method=NEVER,
@@ -158,6 +154,11 @@ LATER: dict[str, Later] = {
              stopping_strategy=NEVER),
     **_later("a model type as a flag", "The model's config.json says it.", model_type=NEVER),
 }  # fmt: skip
+
+# Values of flags that ask for what this version does not have.
+LATER_VALUES: dict[tuple[str, str], Later] = {
+    ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
+}
 
 # Accepted with any value: a note says what is saved.
 SAVED_LATER = ("no_save_optim", "no_save_rng")

@@ -1,95 +1,201 @@
-"""`swift export` and `megatron export`: from a Hugging Face folder to a megatron-core checkpoint, and back."""
+"""`swift export` and `megatron export`: from a Hugging Face folder to a megatron-core checkpoint, and back.
+
+With an adapter, what is written has it in its weights (`--merge_lora`), or is the adapter alone in PEFT's format.
+"""
 
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..bridge import hub
-from ..bridge.build import build_model
-from ..bridge.distributed import load_distributed, save_distributed, stored_depths
+from ..bridge.build import Model, build_model
+from ..bridge.distributed import (
+    adapter_settings,
+    load_distributed,
+    load_distributed_adapter,
+    save_distributed,
+    stored_depths,
+)
 from ..bridge.load import load_weights
+from ..bridge.lora.attach import attach
+from ..bridge.lora.files import load_adapter, save_adapter, settings_of
+from ..bridge.lora.merge import settle
+from ..bridge.lora.settings import LoraSettings
+from ..bridge.options import BuildOptions
 from ..bridge.parallel import barrier, initialize
 from ..bridge.proof import prove_loading
+from ..bridge.safetensors_io import names_of
 from ..bridge.save import save_weights
 from .args import save_args
 from .folders import MANIFEST, begin, check_free, commit, damage, explained, listed
 from .options import ExportOptions
 from .plan import Layout, build_options, export_folder, shard_bytes
-from .precision import as_json, check_precision
+from .precision import Comparison, as_json, check_precision, round_weights
 from .run import dtype_of, first_of_each_node, on_every_rank, on_first_rank
 
 WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of files end
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    folder: Path  # of the model
+    mcore: bool  # in megatron-core's format, else Hugging Face's
+    hf_config: dict[str, Any]
+    adapter: Path | None = None  # its folder
+    mcore_adapter: bool = False
+    merged: bool = False  # the adapter is to be in the weights, else it is exported alone
+
+    @classmethod
+    def of(cls, options: ExportOptions) -> "Source":
+        """Raises what bridge/hub.py raises."""
+        if mcore_adapter := bool(options.mcore_adapter):
+            adapter = Path(options.mcore_adapter or "").expanduser()
+        else:
+            adapter = hub.adapter_folder(options, options.adapters)
+        options, mcore = hub.with_base(options, adapter), bool(options.mcore_model)
+        folder = hub.source_folder(options, options.mcore_model)
+        hf_config = hub.read_config(folder, mcore=mcore)
+        return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
+
+    @property
+    def folders(self) -> list[Path]:
+        return [self.folder, self.adapter] if self.adapter else [self.folder]
+
+    def __str__(self) -> str:
+        return " with ".join(map(str, self.folders))
 
 
 def run(options: ExportOptions, sources: dict[str, str]) -> None:
     """Do what the options say. `sources`: where each option's value came from, for args.json."""
     layout = build_options(options)
     initialize(layout, seed=0)
-    source = first_of_each_node(lambda: hub.source_folder(options, options.mcore_model))
-    hf_config = hub.read_config(source, mcore=bool(options.mcore_model))
-    dtype = dtype_of(options, hf_config)
+    source = first_of_each_node(lambda: Source.of(options))
+    dtype = dtype_of(options, source.hf_config)
     destination = export_folder(options)
-    on_first_rank(lambda: check_free(destination, source, exist_ok=options.exist_ok))
+    on_first_rank(lambda: _check_free(destination, source, options))
     world = dist.get_world_size()
     processes = str(Layout.of(layout, world)) if world > 1 else "one process"
     _say(f"{processes}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
     on_every_rank(lambda: _check_weights(source))
     if options.test_convert_precision:  # what it needs last is looked for first
-        on_first_rank(lambda: hub.load_tokenizer(source) and None)
+        on_first_rank(lambda: hub.load_tokenizer(source.folder) and None)
     if options.to_hf:  # everything that the checkpoint has
-        layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source)) or None
+        layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source.folder)) or None
     with _whole_or_absent(destination) as temporary:
-        began = started = time.perf_counter()
-        model = on_every_rank(lambda: build_model(hf_config, layout, dtype))
-        read = load_distributed if options.to_hf else load_weights
-        on_every_rank(lambda: read(model.chunks, hf_config, source))
-        _say(f"read in {time.perf_counter() - started:.1f} s")
         started = time.perf_counter()
-        if options.to_mcore:
-            save_distributed(model.chunks, hf_config, source, temporary, dtype=dtype, converted=True)
-            seconds = time.perf_counter() - began
-            on_every_rank(lambda: prove_loading(source, temporary, hf_config, seconds, model.architecture.predicting))
-        else:
-            most = shard_bytes(options.max_shard_size)
-            save_weights(model.chunks, hf_config, source, temporary, dtype=dtype, max_shard_bytes=most)
-        _say(f"written in {time.perf_counter() - started:.1f} s")
+        model = _open(source, layout, dtype)
+        _say(f"read in {time.perf_counter() - started:.1f} s")
+        between = time.perf_counter()
+        _write(model, source, temporary, options, dtype, started)
+        _say(f"written in {time.perf_counter() - between:.1f} s")
         facts = {}
         if options.test_convert_precision:
             del model
-            hf, mcore = (source, temporary) if options.to_mcore else (temporary, source)
-            load = partial(_load, hf_config, mcore)
-            facts["precision"] = as_json(check_precision(hf, hf_config, load, layout, dtype))
+            facts["precision"] = as_json(_compare(source, temporary, options, layout, dtype))
         on_first_rank(lambda: save_args(temporary / "args.json", options, sources, **facts))
-        on_first_rank(lambda: check_free(destination, source, exist_ok=options.exist_ok))  # another may have been first
+        on_first_rank(lambda: _check_free(destination, source, options))  # another may have been first
     _say(f"exported: {destination}")
     barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def _check_weights(source: Path) -> None:
-    """Raise ValueError where files of weights are not those that were written, by the folder's manifest if it has one.
+def _check_free(destination: Path, source: Source, options: ExportOptions) -> None:
+    for folder in source.folders:
+        check_free(destination, folder, exist_ok=options.exist_ok)
+
+
+def _check_weights(source: Source) -> None:
+    """Raise ValueError where files of weights are not those that were written, by a folder's manifest if it has one.
 
     Each rank reads its share of them.
     """
-    names = sorted(name for name in listed(source) if name.endswith(WEIGHTS))
-    if faults := damage(source, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
-        raise ValueError(
-            f"{source} is not as it was written ({'; '.join(faults)}): copy it again, or take another. Where this is "
-            f"meant to be, remove its {MANIFEST}"
-        )
+    for folder in source.folders:
+        names = sorted(name for name in listed(folder) if name.endswith(WEIGHTS))
+        if faults := damage(folder, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
+            raise ValueError(
+                f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another. Where this "
+                f"is meant to be, remove its {MANIFEST}"
+            )
 
 
-def _load(hf_config: dict[str, Any], folder: Path, chunks: Sequence[Any]) -> None:
-    on_every_rank(lambda: load_distributed(chunks, hf_config, folder))
+def _open(source: Source, layout: BuildOptions, dtype: torch.dtype, computed: torch.dtype | None = None) -> Model:
+    """The model of `source`, read: with weights of `dtype`, that computes in `computed` (left out: in the same).
+
+    Every rank calls this.
+    """
+    hf_config, adapter = source.hf_config, source.adapter
+    adapters = adapter is not None
+    model = on_every_rank(lambda: build_model(hf_config, layout, computed or dtype, adapters=adapters))
+    read = load_distributed if source.mcore else load_weights
+    on_every_rank(lambda: read(model.chunks, hf_config, source.folder))
+    if adapter:
+        round_weights(model, hf_config, dtype)
+        settings = on_every_rank(lambda: _settings(source, adapter))
+        names = names_of(source.folder)
+        on_every_rank(lambda: attach(model, hf_config, settings, seed=0, names=names))
+        read_adapter = load_distributed_adapter if source.mcore_adapter else load_adapter
+        on_every_rank(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
+        if source.merged:
+            settle(model.chunks)
+    return model
+
+
+def _settings(source: Source, adapter: Path) -> LoraSettings:
+    if source.mcore_adapter:
+        settings = adapter_settings(adapter)
+    else:
+        settings = settings_of(adapter, hub.read_adapter_config(adapter))
+    return replace(settings, dtype="float32") if source.merged else settings
+
+
+def _write(
+    model: Model, source: Source, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
+) -> None:
+    """Write what is exported into `folder`; `started`: when reading it did."""
+    chunks, hf_config = model.chunks, source.hf_config
+    if source.adapter and not source.merged:
+        config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
+        base = config.get("base_model_name_or_path") or str(source.folder.absolute())
+        save_adapter(chunks, hf_config, model.lora, folder, base=base)
+    elif options.to_mcore:
+        converted = source.adapter is None
+        save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=converted)
+        if converted:
+            seconds, predicting = time.perf_counter() - started, model.architecture.predicting
+            on_every_rank(lambda: prove_loading(source.folder, folder, hf_config, seconds, predicting))
+    else:
+        most = shard_bytes(options.max_shard_size)
+        save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=most)
+
+
+def _compare(
+    source: Source, written: Path, options: ExportOptions, layout: BuildOptions, dtype: torch.dtype
+) -> list[Comparison]:
+    """`--test_convert_precision`: one side is opened here, the other by transformers.
+
+    That is the source where transformers (with PEFT) can open it, else what was written.
+    """
+    if source.mcore or source.mcore_adapter:
+        ours, theirs, adapter = source, written, None
+    else:
+        ours, theirs, adapter = Source(written, options.to_mcore, source.hf_config), source.folder, source.adapter
+
+    def build(computed: torch.dtype) -> Model:
+        return _open(ours, layout, dtype, computed)
+
+    return check_precision(theirs, source.hf_config, build, dtype, adapter=adapter)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
 token visits, the router, and the output layer for the tokens that are trained on), and attention over the causal pairs
-within each document. Not counted are embedding look-ups, norms, activations, and what recomputation repeats. A backward
-pass takes twice a forward pass.
+within each document. Not counted are embedding look-ups, norms, activations, adapters, and what recomputation repeats.
+A backward pass takes twice a forward pass; without the gradients of weights, where adapters are trained, as much.
 (PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
 """
 
@@ -44,9 +44,10 @@ class Flops:
     # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
     output: int = 0  # of the matrix parameters, those of the output layer
+    frozen: bool = False  # adapters are trained, and no weight has a gradient
 
     @classmethod
-    def of(cls, sizes: "TransformerConfig", vocab_size: int) -> "Flops":
+    def of(cls, sizes: "TransformerConfig", vocab_size: int, *, frozen: bool = False) -> "Flops":
         """From the model's sizes; `vocab_size` is its own, without the padding that tensor parallelism adds."""
         hidden, heads = sizes.hidden_size, sizes.num_attention_heads
         head_dim = sizes.kv_channels or hidden // heads
@@ -82,7 +83,7 @@ class Flops:
         limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
         everything = attending + depths - reaches.total()
         output = hidden * vocab_size
-        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output)
+        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, frozen)
 
     def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
         """FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
@@ -96,7 +97,8 @@ class Flops:
             for window, chunk, cost in ((None, None, self.pair), *self.limited)
             for length in lengths
         )
-        return 3 * (2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped + attention)
+        products = 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped
+        return (2 if self.frozen else 3) * products + 3 * attention
 
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""

@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -158,20 +158,42 @@ def commit(temporary: Path, path: str | Path) -> Path:
     """
     path = Path(path).absolute()
     with explained(path):
-        files = sorted(file for file in temporary.rglob("*") if file.is_file())
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing and fsync let go of the GIL
-            entries = dict(pool.map(lambda file: (_name(file, temporary), _seal(file)), files))
-        (temporary / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
-        _sync(temporary / MANIFEST)
-        for folder in [entry for entry in temporary.rglob("*") if entry.is_dir()] + [temporary]:
-            _sync(folder)
-        replaced = _hidden(path, "-replaced")
-        if path.exists():
-            path.rename(replaced)
-        temporary.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _finish(temporary)
+        _place(temporary, path)
     return path
+
+
+def commit_together(temporary: Path, paths: Sequence[Path]) -> None:
+    """The same for folders that were made inside `temporary`, each by the name that it has among `paths`.
+
+    The first is put in its place when all are finished: the last is there only where all are.
+    """
+    with explained(paths[-1]):
+        for path in paths:
+            _finish(temporary / path.name)
+        for path in paths:
+            _place(temporary / path.name, path)
+        temporary.rmdir()
+
+
+def _finish(folder: Path) -> None:
+    """Write the manifest; all of the folder is on the disk when this returns."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing and fsync let go of the GIL
+        entries = dict(pool.map(lambda file: (_name(file, folder), _seal(file)), files))
+    (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
+    _sync(folder / MANIFEST)
+    for inner in [entry for entry in folder.rglob("*") if entry.is_dir()] + [folder]:
+        _sync(inner)
+
+
+def _place(folder: Path, path: Path) -> None:
+    replaced = _hidden(path, "-replaced")
+    if path.exists():
+        path.rename(replaced)
+    folder.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _seal(file: Path) -> dict[str, int | str]:
@@ -231,19 +253,28 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return [entry for _, entry in sorted(entries)]
 
 
+def merged_beside(checkpoint: Path) -> Path:
+    """Where the merged weights of an adapter's checkpoint are."""
+    return checkpoint.with_name(f"{checkpoint.name}-merged")
+
+
 def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
-    The newest is never deleted, also where an earlier run into this folder has left checkpoints of later steps.
+    Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
+    an earlier run into this folder has left checkpoints of later steps.
     """
     if save_total_limit is None:
         return []
     found = sorted(checkpoints(folder), key=lambda path: path.stat().st_mtime_ns)
     doomed = found[: max(0, len(found) - max(1, save_total_limit))]
     for path in doomed:
-        hidden = _hidden(path)
-        path.rename(hidden)  # absent at once: deleting many gigabytes takes a while
-        shutil.rmtree(hidden, ignore_errors=True)
+        merged = merged_beside(path)
+        going = [path, merged] if merged.is_dir() and not _of_export(merged / "args.json") else [path]
+        for each in going:
+            each.rename(_hidden(each))  # absent at once: deleting many gigabytes takes a while
+        for each in going:
+            shutil.rmtree(_hidden(each), ignore_errors=True)
     return doomed
 
 
@@ -260,6 +291,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FolderError):  # explained already, further within
+            raise
         if error.filename and not _is_of(Path(error.filename), path):  # a source's, which cannot be read
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

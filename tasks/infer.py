@@ -2,6 +2,7 @@
 
     swift infer --model DIR --stream true                          # a chat
     swift infer --model DIR --val_dataset test.jsonl --temperature 0 --max_batch_size 32
+    swift infer --adapters DIR                                     # an adapter, on the model that it is of
 
 Both engines are given the same token ids, made by the tokenizer's own chat template. A dataset's last answer is kept
 out of the prompt. The result file has a JSON object a row: `messages` (with the answer at the end), `response`, and
@@ -23,21 +24,29 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..bridge.hub import load_tokenizer, model_folder
+from ..bridge.hub import adapter_folder, load_tokenizer, model_folder, read_adapter_config, with_base
 from ..templates.files import sources
 from ..templates.formats import Conversation, UnusableRow, to_conversation
+from .adapted import adapted, merged
 from .folders import damage
 from .options import InferOptions
 
 Emit = Callable[[str], None]  # takes a piece of an answer as it comes
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
+NOT_BY_VLLM = {  # what of an adapter_config.json vLLM refuses, or leaves out without a word
+    "use_dora": "DoRA (use_dora)",
+    "modules_to_save": "modules that are trained whole (modules_to_save)",
+}
 
 
 def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError, each with its cure."""
     rows = list(read_prompts(options)) if options.val_dataset else []
+    adapter = checked_adapter(options)
+    options = with_base(options, adapter and adapter.folder)
     folder = checked_folder(options)
-    path = result_path(folder, options) if options.val_dataset else None
-    engine = (VllmEngine if options.infer_backend == "vllm" else TransformersEngine)(folder, options)
+    path = result_path(adapter.folder if adapter else folder, options) if options.val_dataset else None
+    engine = (VllmEngine if options.infer_backend == "vllm" else TransformersEngine)(folder, adapter, options)
     if path is None:
         chat(engine, options)
     else:
@@ -49,15 +58,35 @@ def checked_folder(options: InferOptions) -> Path:
     folder = model_folder(options)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {folder}: there is no config.json in it. Give the folder of a checkpoint-N.")
+    _check_whole("--model", folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Adapter:
+    folder: Path
+    config: dict[str, Any]  # adapter_config.json
+
+
+def checked_adapter(options: InferOptions) -> Adapter | None:
+    """The adapter of `--adapters`, once its folder is known to be whole; None where none is given."""
+    folder = adapter_folder(options, options.adapters)
+    if folder is None:
+        return None
+    adapter = Adapter(folder, read_adapter_config(folder))
+    _check_whole("--adapters", folder)
+    return adapter
+
+
+def _check_whole(flag: str, folder: Path) -> None:
     if faults := damage(folder):
         raise ValueError(
-            f"--model {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
+            f"{flag} {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
         )
     if any(folder.glob("*.safetensors")):
         from ..bridge.safetensors_io import SafetensorsFolder
 
         SafetensorsFolder(folder)  # raises for what a manifest does not tell: shards that are missing or cut short
-    return folder
 
 
 @dataclass
@@ -191,7 +220,7 @@ class Engine(ABC):
 class TransformersEngine(Engine):
     """`model.generate` on batches padded on the left; on every GPU that is visible, or on the CPU."""
 
-    def __init__(self, folder: Path, options: InferOptions):
+    def __init__(self, folder: Path, adapter: Adapter | None, options: InferOptions):
         super().__init__(folder)
         import torch
         from transformers import AutoModelForCausalLM, set_seed
@@ -203,6 +232,10 @@ class TransformersEngine(Engine):
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=options.torch_dtype or "auto", device_map="auto" if torch.cuda.is_available() else None
         ).eval()
+        if adapter:
+            self.model = adapted(self.model, adapter.folder, folder)
+            if options.merge_lora:
+                self.model = merged(self.model)
         self.settings = self._settings(options)
 
     def _settings(self, options: InferOptions) -> Any:
@@ -260,14 +293,19 @@ def _streamer(tokenizer: Any, emit: Emit) -> Any:
 class VllmEngine(Engine):
     """vLLM in this process."""
 
-    def __init__(self, folder: Path, options: InferOptions):
+    def __init__(self, folder: Path, adapter: Adapter | None, options: InferOptions):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
                 "'megaswift[vllm]'), or leave the flag out to use transformers."
             )
+        lora = {}
+        if adapter:
+            _check_for_vllm(adapter, options)
+            lora = {"enable_lora": True, "max_lora_rank": min(r for r in VLLM_RANKS if r >= adapter.config.get("r", 8))}
         super().__init__(folder)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         self.llm = LLM(
             str(folder),
@@ -277,7 +315,9 @@ class VllmEngine(Engine):
             gpu_memory_utilization=options.vllm_gpu_memory_utilization,
             max_model_len=options.vllm_max_model_len,
             enforce_eager=options.vllm_enforce_eager,
+            **lora,
         )
+        self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
         self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
             if (value := getattr(options, name)) is not None:
@@ -289,7 +329,8 @@ class VllmEngine(Engine):
         if emit:
             return [self._stream(prompts[0], emit)]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(requests, self.settings, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
+        shown = len(prompts) > 1 and sys.stderr.isatty()
+        outputs = self.llm.generate(requests, self.settings, use_tqdm=shown, lora_request=self.adapter)
         return [output.outputs[0].text for output in outputs]
 
     def _stream(self, prompt: list[int], emit: Emit) -> str:
@@ -302,7 +343,7 @@ class VllmEngine(Engine):
         request = f"chat-{self._requests}"
         engine = self.llm.llm_engine
         (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt}])
-        engine.add_request(request, rendered, settings)
+        engine.add_request(request, rendered, settings, lora_request=self.adapter)
         pieces = []
         try:
             while engine.has_unfinished_requests():
@@ -313,3 +354,26 @@ class VllmEngine(Engine):
             engine.abort_request([request])
             raise
         return "".join(pieces)
+
+
+def _check_for_vllm(adapter: Adapter, options: InferOptions) -> None:
+    """Raise ValueError for what vLLM does not do."""
+    from ..bridge.safetensors_io import SafetensorsFolder
+
+    config = adapter.config
+    found = [what for name, what in NOT_BY_VLLM.items() if config.get(name)]
+    for name, what in (("rank_pattern", "ranks"), ("alpha_pattern", "scales")):
+        # A pattern for fused experts is PEFT's own affair: vLLM takes these one by one.
+        modules = [module for module in config.get(name) or {} if not module.endswith("gate_up_proj")]
+        found += [f"{what} of their own for some modules ({name})"] * bool(modules)
+    if any(".kv_b_proj." in name for name in SafetensorsFolder(adapter.folder).tensors):
+        found.append("adapters of kv_b_proj, whose weight it takes apart")  # and goes on without them
+    found += ["biases (bias)"] * (config.get("bias", "none") != "none")
+    found += [f"a rank of {config['r']}"] * (config.get("r", 8) > VLLM_RANKS[-1])
+    found += ["weights that are merged in memory (--merge_lora true)"] * bool(options.merge_lora)
+    if found:
+        raise ValueError(
+            f"--adapters {adapter.folder}: vLLM does not take {', '.join(found)}. Make a merged folder (swift export "
+            f"--adapters {adapter.folder} --merge_lora true) and give it as --model, or leave --infer_backend out to "
+            "use transformers."
+        )

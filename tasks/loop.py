@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,14 +43,14 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     """Train for the whole run. `names`: the metrics that `loss` returns; they are logged under these names."""
     options, model = run.options, training.model
     max_steps = steps_of(options, train.samples)
-    flops = Flops.of(model.config, model.architecture.vocab_size)
+    flops = Flops.of(model.config, model.architecture.vocab_size, frozen=model.lora is not None)
     log = RunLog(
         run.folder if run.writes else None,
         options,
         max_steps,
         peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
         dist.get_world_size(),
-        six_n=flops.six_n_d(1),
+        six_n=None if model.lora else flops.six_n_d(1),
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
     profile = Profile(options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused)
@@ -57,7 +58,7 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     steps = train.steps()
     if train.loss_tokens_are_local:
         steps = streamed(steps, options.ddp_timeout)
-    last = None
+    saved: dict[str, Path] = {}  # the last checkpoint
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
     clock = Clock()
     gc.collect()
@@ -91,15 +92,19 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
                     if collect:
                         gc.collect()
                 if saves:
-                    last = save_checkpoint(run, training, step)
+                    saved = save_checkpoint(run, training, step)
                     log.draw()
-                    log.note(f"checkpoint: {last}")
+                    log.note("; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in saved.items()))
             if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
                 gc.collect()
     except NonFiniteError as error:
-        log.close({"stopped": str(error), "last_checkpoint": last and str(last)})
+        log.close({"stopped": str(error), "last_checkpoint": None} | _last(saved))
         raise
-    log.close({"last_checkpoint": str(last)})
+    log.close(_last(saved))
+
+
+def _last(saved: dict[str, Path]) -> dict[str, str]:
+    return {f"last_{what}": str(path) for what, path in saved.items()}
 
 
 def _record(

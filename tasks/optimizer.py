@@ -1,14 +1,21 @@
 """Data parallelism, optimizer and learning-rate schedule, from the options."""
 
 import math
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -69,7 +76,10 @@ def _overlaps(options: ParallelOptions, shared: int) -> tuple[bool, bool]:
 def build_optimizer(
     model: Model, chunks: list[DistributedDataParallel], options: OptimizerOptions, rates: ScheduleOptions
 ) -> MegatronOptimizer:
-    """AdamW or SGD over the chunks' parameters, with fp32 master weights where these are in half precision."""
+    """AdamW or SGD over the parameters of the chunks that are trained, with fp32 masters of those in half precision.
+
+    Biases and what has one dimension do not decay. --lorap_lr_ratio: LoRA+ (https://arxiv.org/abs/2402.12354).
+    """
     dtype = model.config.params_dtype
     config = OptimizerConfig(
         optimizer=options.optimizer,
@@ -89,7 +99,12 @@ def build_optimizer(
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         fp8_recipe=model.config.fp8_recipe if model.config.fp8_param else None,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    groups = get_standard_config_overrides(config)
+    if (ratio := options.lorap_lr_ratio) is not None:
+        groups[ParamKey(name="*.lora_B")] = {"max_lr": ratio * rates.lr, "min_lr": ratio * min(rates.min_lr, rates.lr)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # of dense weights, where all are frozen
+        optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
     for part in _parts(optimizer):
         _use_our_own(part, in_fp8=model.config.fp8_param)
     model.config.grad_scale_func = optimizer.scale_loss

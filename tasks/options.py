@@ -3,7 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ..bridge.options import BuildOptions, LayoutOptions, McoreOptions, ModelOptions, PredictionLayers
+from ..bridge.options import (
+    AdapterOptions,
+    BuildOptions,
+    LayoutOptions,
+    LoraOptions,
+    McoreAdapterOptions,
+    McoreOptions,
+    ModelOptions,
+    PredictionLayers,
+    TrainableOptions,
+)
 from ..templates.options import PrepareOptions
 
 
@@ -37,13 +47,16 @@ class OptimizerOptions:
     adam_beta2: Annotated[float, "Adam's decay of the variance."] = 0.95
     adam_eps: Annotated[float, "Adam's epsilon."] = 1e-8
     sgd_momentum: Annotated[float, "SGD's momentum."] = 0.9
+    lorap_lr_ratio: Annotated[
+        float | None, "LoRA+: the B matrices of adapters learn at this multiple of --lr (2 to 16)."
+    ] = None
 
 
 @dataclass
 class ScheduleOptions:
     """Learning rate"""
 
-    lr: Annotated[float, "Highest learning rate."] = 1e-5
+    lr: Annotated[float, "Highest learning rate; left out: 1e-5, and 1e-4 with LoRA."] = None  # type: ignore[assignment]
     min_lr: Annotated[float, "Lowest learning rate, where the decay ends."] = 0.0
     lr_decay_style: Annotated[Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"], "Decay."] = (
         "cosine"
@@ -148,6 +161,10 @@ class ConversionOptions:
 class SftOptions(
     ModelOptions,
     McoreOptions,
+    TrainableOptions,
+    LoraOptions,
+    AdapterOptions,
+    McoreAdapterOptions,
     PrepareOptions,
     BatchOptions,
     ScheduleOptions,
@@ -159,6 +176,14 @@ class SftOptions(
 ):
     """megatron sft"""
 
+    def __post_init__(self) -> None:
+        """Fill in what is left out and follows from other options."""
+        lora = self.tuner_type == "lora"
+        if self.lr is None:
+            self.lr = 1e-4 if lora else 1e-5
+        if self.merge_lora is None and lora:
+            self.merge_lora = self.save_safetensors
+
 
 @dataclass
 class PtOptions(SftOptions):
@@ -168,8 +193,14 @@ class PtOptions(SftOptions):
 
 
 @dataclass
-class ExportOptions(ModelOptions, McoreOptions, PredictionLayers, ConversionOptions):
+class ExportOptions(
+    ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions, PredictionLayers, ConversionOptions
+):
     """swift export"""
+
+    def __post_init__(self) -> None:
+        if self.merge_lora is None:
+            self.merge_lora = self.mcore_adapter is not None
 
 
 @dataclass
@@ -178,5 +209,5 @@ class MegatronExportOptions(ExportOptions, LayoutOptions):
 
 
 @dataclass
-class InferOptions(ModelOptions, GenerationOptions):
+class InferOptions(ModelOptions, AdapterOptions, GenerationOptions):
     """swift infer"""

@@ -65,10 +65,16 @@ def build_options(options: ExportOptions) -> BuildOptions:
 
 
 def export_folder(options: ExportOptions) -> Path:
-    """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's model's name."""
+    """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's name of it.
+
+    The source of what has an adapter is the adapter.
+    """
     if options.output_dir:
         return Path(options.output_dir).expanduser().resolve()  # a link stays, and leads to what is made
-    source, ending = options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
+    adapter = next(iter(options.adapters), options.mcore_adapter)
+    source, ending = adapter or options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
+    if adapter and options.merge_lora:
+        ending = "merged-mcore" if options.to_mcore else "merged"
     folder = Path(source).expanduser().absolute()
     return (
         folder.with_name(f"{folder.name}-{ending}")

@@ -5,7 +5,7 @@ fit into that rank's memory once in fp32. Both sides' weights are rounded to the
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..bridge import hub, runtime
-from ..bridge.build import Model, build_model
+from ..bridge.build import Model
 from ..bridge.families import family_of
-from ..bridge.options import BuildOptions
 from ..bridge.rows import table
 from ..bridge.tensors import held
 from ..templates.layout import Layout
+from .adapted import adapted, merged
 from .run import on_first_rank
 from .train import run_schedule
+
+Build = Callable[[torch.dtype], Model]  # our model, which computes in a type, with weights set
 
 LONGEST = 64  # tokens of each text
 SAMPLED = 8  # of so many tokens, the hidden states of one are compared
@@ -92,28 +94,25 @@ class _Run:
 
 
 def check_precision(
-    folder: Path,
-    hf_config: dict[str, Any],
-    load: Callable[[Sequence[Any]], None],
-    layout: BuildOptions,
-    dtype: torch.dtype,
+    folder: Path, hf_config: dict[str, Any], build: Build, dtype: torch.dtype, *, adapter: Path | None = None
 ) -> list[Comparison]:
-    """Compare the Hugging Face checkpoint in `folder` with the model whose weights `load(chunks)` sets.
+    """Compare the Hugging Face checkpoint in `folder`, with an adapter merged into it by PEFT, with what `build` gives.
 
-    To be called by every rank, in the layout of `layout`; prints a line for each dtype. Returns the comparisons.
-    Raises PrecisionError on every rank where one of them is beyond its bound, with the layers that are furthest apart.
+    To be called by every rank; prints a line for each dtype. Returns the comparisons. Raises PrecisionError on every
+    rank where one of them is beyond its bound, with the layers that are furthest apart.
     """
     documents = on_first_rank(lambda: _documents(folder))
     dtypes = list(dict.fromkeys([torch.float32, dtype]))
     ours = []
     for computed in dtypes:
-        ours.append(_run_ours(hf_config, load, layout, documents, computed, dtype))
+        ours.append(_run_ours(hf_config, build, documents, computed, dtype))
         _free()
 
     def compare() -> tuple[list[Comparison], list[str]]:
         mine = [run for run in ours if run is not None]
         experts = bool(family_of(hf_config).describe(hf_config).transformer.get("num_moe_experts"))
-        return _compare(mine, _run_theirs(folder, hf_config, documents, dtypes, dtype), dtypes, experts)
+        theirs = _run_theirs(folder, adapter, hf_config, documents, dtypes, dtype)
+        return _compare(mine, theirs, dtypes, experts)
 
     comparisons, report = on_first_rank(compare)
     if dist.get_rank() == 0:
@@ -135,22 +134,16 @@ def _documents(folder: Path) -> list[list[int]]:
 
 @torch.no_grad()
 def _run_ours(
-    hf_config: dict[str, Any],
-    load: Callable[[Sequence[Any]], None],
-    layout: BuildOptions,
-    documents: list[list[int]],
-    computed: torch.dtype,
-    dtype: torch.dtype,
+    hf_config: dict[str, Any], build: Build, documents: list[list[int]], computed: torch.dtype, dtype: torch.dtype
 ) -> _Run | None:
     """Our model on the texts, packed, with weights of `dtype` and computing in `computed`; the result on rank 0."""
-    model = _LogitsModel(**vars(build_model(hf_config, layout, computed)))
+    model = _LogitsModel(**vars(build(computed)))
     split = model.config.sequence_parallel
-    load(model.chunks)
     round_weights(model, hf_config, dtype)
     batch = Layout(
         padding_free=True,
         pack_length=None,
-        length_multiple=layout.tensor_model_parallel_size,
+        length_multiple=model.config.tensor_model_parallel_size,
         context_parallel_rank=0,
         context_parallel_size=1,
     ).batch([[(np.array(ids), np.ones(len(ids), np.float32)) for ids in documents]], 1.0)
@@ -211,7 +204,12 @@ def round_weights(model: Model, hf_config: dict[str, Any], dtype: torch.dtype) -
 
 @torch.no_grad()
 def _run_theirs(
-    folder: Path, hf_config: dict[str, Any], documents: list[list[int]], dtypes: list[torch.dtype], dtype: torch.dtype
+    folder: Path,
+    adapter: Path | None,
+    hf_config: dict[str, Any],
+    documents: list[list[int]],
+    dtypes: list[torch.dtype],
+    dtype: torch.dtype,
 ) -> list[_Run]:
     """transformers' model on the texts, one by one, with weights of `dtype`: once computing in each of `dtypes`."""
     from transformers import AutoModelForCausalLM
@@ -227,6 +225,8 @@ def _run_theirs(
     except Exception as error:  # of any kind: transformers, and code that a checkpoint brings, raise what they like
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PrecisionError(f"--test_convert_precision: transformers cannot open the checkpoint ({reason})") from error
+    if adapter:
+        model = merged(adapted(model, adapter, folder))
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
     device = runtime.device()
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:

@@ -33,6 +33,7 @@ class Run:
 
     options: SftOptions
     model_folder: Path
+    adapter_folder: Path | None  # of the adapter to start from
     hf_config: dict[str, Any]
     folder: Path  # of the run: v{N}-{time}
     dtype: torch.dtype
@@ -44,6 +45,13 @@ class Run:
         """Whether this process writes the logs."""
         return dist.get_rank() == 0
 
+    @property
+    def base(self) -> str:
+        """What an adapter's files call the model: a folder, as it is found from anywhere, or a hub's id."""
+        name = self.options.mcore_model or self.options.model
+        folder = Path(name).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else name
+
 
 def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sft", "pt"]) -> Run:
     """Process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
@@ -53,6 +61,9 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     if options.manual_gc:
         gc.disable()
     model_folder = first_of_each_node(lambda: hub.source_folder(options, options.mcore_model))
+    adapter_folder = first_of_each_node(lambda: hub.adapter_folder(options, options.adapters))
+    if options.mcore_adapter:
+        adapter_folder = Path(options.mcore_adapter).expanduser()
     hf_config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
     dtype = dtype_of(options, hf_config)
     tokenizer = hub.load_tokenizer(model_folder)
@@ -68,7 +79,7 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     )
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
     on_every_rank(lambda: _must_see(folder))
-    return Run(options, model_folder, hf_config, folder, dtype, tokenizer, data)
+    return Run(options, model_folder, adapter_folder, hf_config, folder, dtype, tokenizer, data)
 
 
 def train_batches(run: Run) -> Batches:

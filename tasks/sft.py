@@ -15,16 +15,19 @@ from .options import PtOptions, SftOptions
 from .plan import Layout, steps_of
 from .run import eval_batches, on_every_rank, on_first_rank, open_run, train_batches
 from .train import Training, sft_loss
+from .tuner import choose_trained
 
 
 def run(options: SftOptions, sources: dict[str, str]) -> None:
     """Do what the options say. `sources`: where each option's value came from, for args.json."""
     opened = open_run(options, sources, stage="pt" if isinstance(options, PtOptions) else "sft")
     train, val = train_batches(opened), eval_batches(opened)
-    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype))
+    adapters = options.tuner_type == "lora"
+    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
     read = load_distributed if options.mcore_model else load_weights
     with reading_in_bf16(model.chunks):
         on_every_rank(lambda: read(model.chunks, opened.hf_config, opened.model_folder))
+    trained = choose_trained(model, opened)
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     steps = steps_of(options, train.samples)
@@ -39,6 +42,7 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
             )
         if train.padding_share is not None:
             print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
+        print(*trained, sep="\n")
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
     training = Training(model, chunks, optimizer, schedule, options.clip_grad)
     names = ["loss", "mtp_loss"] if model.architecture.predicting else ["loss"]

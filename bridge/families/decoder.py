@@ -4,9 +4,8 @@ A family starts from these and adds its own. All of them read the raw config.jso
 default of the family's config class in transformers.
 """
 
-import functools
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from ..rows import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
@@ -129,15 +128,11 @@ def qwen_windows(config: dict[str, Any], layers: int) -> tuple[Layer, ...]:
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 
-def activation(name: str) -> Callable[[Any], Any]:
-    """Raises ValueError for one that the layers do not know."""
-    import torch.nn.functional as F
-
+def activation(name: str) -> str:
+    """Its name in build.py. Raises ValueError for one that the layers do not know."""
     if name not in ACTIVATIONS:
         raise ValueError(f"config.json has hidden_act {name!r}; known are {', '.join(ACTIVATIONS)}")
-    if name == "gelu_pytorch_tanh":
-        return functools.partial(F.gelu, approximate="tanh")
-    return F.gelu if name == "gelu" else F.silu
+    return "silu" if name == "swish" else name
 
 
 def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transformer: Any) -> Architecture:

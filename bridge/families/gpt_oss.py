@@ -55,8 +55,6 @@ ALTERNATING = Kind(0, _alternating)
 
 
 def describe(config: dict[str, Any]) -> Architecture:
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
     settings = with_defaults(config, DEFAULTS)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = config | {"rope_scaling": YARN}
@@ -70,7 +68,7 @@ def describe(config: dict[str, Any]) -> Architecture:
         moe_router_score_function="softmax",
         moe_router_pre_softmax=True,
         moe_ffn_hidden_size=settings["intermediate_size"],
-        activation_func=quick_gelu,
+        activation_func="quick_gelu",
         activation_func_clamp_value=settings["swiglu_limit"],
         glu_linear_offset=1.0,
     )

@@ -84,13 +84,15 @@ class _SplitHeads(torch.autograd.Function):
         grad_mixed = query.new_empty(ctx.shape)
         (tiles, groups), constants = _launch(heads, sequence * batch, q_weight, cos, *JOIN)
         programs = min(tiles, -(-PROGRAMS // groups))
-        sums = query.new_empty(programs * groups, 2, heads.dim, dtype=torch.float32)
+        sums = None
+        if any(ctx.needs_input_grad[1:3]):
+            sums = query.new_empty(programs * groups, 2, heads.dim, dtype=torch.float32)
         strides = [stride for x in (query, key, value, gate) for stride in ((0, 0) if x is None else x.stride()[:2])]
         _join[programs, groups](
             query, key, value, gate, mixed, grad_mixed, sums, q_weight, k_weight, cos, sin, sequence * batch, tiles,
             batch, *strides, *_strides(cos), heads.eps, **constants,
         )  # fmt: skip
-        if q_weight is None:
+        if sums is None:
             return grad_mixed, None, None, None, None, None
         of_query, of_key = sums.sum(0)
         return grad_mixed, of_query.to(q_weight.dtype), of_key.to(k_weight.dtype), None, None, None
@@ -289,12 +291,16 @@ def _join(
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """query, key, value, gate: gradients, each with the strides of its tokens and of its heads."""
+    """query, key, value, gate: gradients, each with the strides of its tokens and of its heads.
+
+    sums: the norms' gradients, or None where nobody needs them.
+    """
     program, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, BLOCK)[:, None]
     WIDTH: tl.constexpr = (QUERIES * (2 if GATED else 1) + 2) * DIM
     of_row: tl.constexpr = GROUPS * WIDTH
-    sums += (program * GROUPS + group) * 2 * DIM
+    if sums is not None:
+        sums += (program * GROUPS + group) * 2 * DIM
     # Queries first, then keys: what a program must keep in registers is one norm's.
     w_one, w_two = _weights(q_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     sum_one = tl.zeros([BLOCK, PLANES], tl.float32)
@@ -325,7 +331,7 @@ def _join(
                 )
                 at = into + (QUERIES + head) * DIM
                 _store(grad_mixed + at, of_row, row, here, one, two, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
-    if NORM:
+    if sums is not None:
         _store_sum(sums, sum_one, sum_two, DIM, TURNING, INTERLEAVED, PLANES)
     w_one, w_two = _weights(k_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     sum_one = tl.zeros([BLOCK, PLANES], tl.float32)
@@ -347,5 +353,5 @@ def _join(
         of_value = value + start * value_token + group * value_head
         one, two = _load(of_value, value_token, row, here, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
         _store(grad_mixed + at + DIM, of_row, row, here, one, two, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
-    if NORM:
+    if sums is not None:
         _store_sum(sums + DIM, sum_one, sum_two, DIM, TURNING, INTERLEAVED, PLANES)

@@ -46,10 +46,10 @@ class _SwiGLU(torch.autograd.Function):
         grad = grad.contiguous()
         rows, width = grad.shape
         grad_x = x.new_empty(x.shape)
-        grad_weights = None if weights is None else torch.empty_like(weights)
+        grad_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
         if rows:
             # The gradient of a row's weight is a sum over the row: one program has all of it.
-            grid, blocks = _blocks(rows, width, whole_rows=weights is not None)
+            grid, blocks = _blocks(rows, width, whole_rows=grad_weights is not None)
             _backward[grid](grad, x, weights, grad_x, grad_weights, rows, width, x.stride(0), *ctx.form, **blocks)
         return grad_x, grad_weights, None, None, None
 
@@ -129,7 +129,7 @@ def _backward(
         gate, up, gate_within, up_within = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
         given = tl.load(grad + row * width + column, there, other=0.0).to(tl.float32)
         share = tl.sigmoid(SLOPE * gate)
-        if weights is not None:
+        if grad_weights is not None:
             grad_weight += tl.sum(given * gate * share * up, 1, keep_dims=True)
         given *= weight
         grad_gate = given * up * share * (1 + SLOPE * gate * (1 - share))
@@ -139,5 +139,5 @@ def _backward(
         target = grad_x + row * width * 2 + column
         tl.store(target, grad_gate.to(grad_x.dtype.element_ty), there)
         tl.store(target + width, grad_up.to(grad_x.dtype.element_ty), there)
-    if weights is not None:
+    if grad_weights is not None:
         tl.store(grad_weights + row, grad_weight.to(grad_weights.dtype.element_ty), row < rows)

@@ -49,12 +49,9 @@ class _StackedLinear(torch.nn.Module):
 
         The bias is not in it: see `bias_rows`.
         """
-        if counts is None:
-            if self.accumulates:
-                return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
-            return F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
-        parts = zip(x.split(counts), self.weight, strict=True)
-        return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+        if counts is None and self.accumulates:
+            return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
+        return grouped_product(x, self.weight, ends, counts)
 
     def bias_rows(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor | None:
         """What the bias adds to each row of `forward`'s result, [rows, out]; None without biases."""
@@ -70,6 +67,16 @@ class _StackedLinear(torch.nn.Module):
         return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
 
 
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
+    """Rows x [rows, in], sorted by expert, by their experts' matrices weight [experts, out, in] -> [rows, out]
+
+    `counts`: of each expert's rows, known on the host; None: they are `ends` on the device, and one product is made.
+    """
+    if counts is None:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
+
+
 class _AccumulatingProduct(torch.autograd.Function):
     """The grouped product of rows with each expert's matrix, whose gradient is added to `main_grad` where there is one.
 
@@ -78,7 +85,7 @@ class _AccumulatingProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod

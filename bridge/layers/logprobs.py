@@ -47,8 +47,8 @@ class _LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         hidden, weight, local_labels, held, normalizer = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if ctx.columns:
             used = weight[: ctx.columns]
             for part in _chunks(len(hidden)):
@@ -57,9 +57,11 @@ class _LabelLogProbs(torch.autograd.Function):
                 slope = logits.sub_(normalizer[part, None]).exp_().neg_()
                 slope.scatter_add_(1, local_labels[part, None], held[part, None].float())
                 slope = slope.mul_(grad[part, None] / ctx.temperature).to(weight.dtype)
-                grad_hidden[part] = slope @ used
-                grad_weight[: ctx.columns] += slope.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+                if grad_hidden is not None:
+                    grad_hidden[part] = slope @ used
+                if grad_weight is not None:
+                    grad_weight[: ctx.columns] += slope.t() @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _over_ranks(normalizer: Tensor, chosen: Tensor, group) -> tuple[Tensor, Tensor]:

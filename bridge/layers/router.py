@@ -44,6 +44,12 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """input [sequence, batch, hidden_size] -> logits [sequence, batch, experts]"""
+        logits = self._logits(input)
+        # The matrix is used without a call of its module, behind which an adapter would stand by itself.
+        adapter: Any = getattr(self, "adapter", None)
+        return logits if adapter is None else adapter(input, logits)
+
+    def _logits(self, input: Tensor) -> Tensor:
         wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", input.dtype)
         if self.weight.dtype == torch.float32:
             # megatron-core would give it to Transformer Engine where that is installed, which takes it in TF32.
@@ -128,15 +134,17 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        high = grad.to(x.dtype)
-        parts = torch.cat([high, (grad - high).to(x.dtype)], dim=1)
-        grad_x = parts @ torch.cat([weight, weight])
+        high = grad.to(weight.dtype)
+        parts = torch.cat([high, (grad - high).to(weight.dtype)], dim=1)
+        grad_x = parts @ torch.cat([weight, weight]) if ctx.needs_input_grad[0] else None
+        if x is None:
+            return grad_x, None
         grad_weight = torch.mm(parts.t(), x, out_dtype=torch.float32)
         return grad_x, grad_weight.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
 

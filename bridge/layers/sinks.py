@@ -45,7 +45,7 @@ class KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         grads = ctx.kernel(grad.contiguous(), query, key, value, output, log_sum)
-        if sinks is None:
+        if not ctx.needs_input_grad[3]:
             return *grads, None, None, None
         # The sink's value is zero: of the softmax's derivative only the share of the output is left.
         share = (sinks.float().unsqueeze(1) - log_sum).exp()

@@ -63,6 +63,8 @@ def predicting_spec(config: TransformerConfig, *, transformer_engine: bool) -> t
 
 def _engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
     """Whether norms are Transformer Engine's: with FP8, in which they give what is multiplied. Else ours are faster."""
+    if config.norms_apart:  # type: ignore[attr-defined]
+        return False
     return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
 
 

@@ -128,6 +128,7 @@ VARIANTS = {
     "local": "--transformer_impl local",
     "fp8-tensorwise": "--fp8_format hybrid --fp8_recipe tensorwise",
     "fp8-blockwise": "--fp8_format e4m3 --fp8_recipe blockwise",
+    "lora": "--tuner_type lora --merge_lora false",
 }
 LEAST = {"local": 0.95}  # on every row
 AGAINST = {"ours": "peer"} | dict.fromkeys([name for name in VARIANTS if name != "ours"], "ours")

@@ -11,7 +11,9 @@ import json
 import os
 import re
 import sys
+import zlib
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,20 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge import parallel, runtime
 from megaswift.bridge.build import build_model
-from megaswift.bridge.distributed import load_distributed, save_distributed
+from megaswift.bridge.distributed import (
+    load_distributed,
+    load_distributed_adapter,
+    save_distributed,
+    save_distributed_adapter,
+)
 from megaswift.bridge.hub import mcore_folder, read_config
 from megaswift.bridge.load import load_weights
+from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.options import BuildOptions
+from megaswift.bridge.rows import window
 from megaswift.bridge.sharding import sharded_state
-from megaswift.bridge.tensors import held, local_experts
+from megaswift.bridge.tensors import held, local_experts, split_of
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver
 from megatron.core.models.gpt import GPTModel
@@ -34,6 +44,35 @@ from tests.families import LAYOUTS
 
 VOCABULARY = re.compile("word_embeddings|output_layer")
 PLAIN = ("qwen2", "qwen3", "qwen3_moe")  # models that a plain megatron-core is built for too
+EVERYTHING = LoraSettings(
+    rank=3,
+    alpha=6,
+    dropout=0.0,
+    bias="none",
+    dtype=None,
+    rslora=False,
+    dora=False,
+    targets=("all-linear", "all-router"),
+    regex=None,
+    modules_to_save=("lm_head",),
+)
+ADAPTERS = {
+    "everything": EVERYTHING,
+    "words": replace(EVERYTHING, targets=("all-linear", "all-embedding"), modules_to_save=()),
+    # Of fused matrices a part only, and magnitudes; biases that are trained beside them.
+    "parts": replace(
+        EVERYTHING,
+        dora=True,
+        bias="all",
+        targets=("q_proj", "v_proj", "up_proj", "down_proj"),
+        modules_to_save=("embed_tokens",),
+    ),
+}
+ADAPTED = {  # models that have adapters
+    "qwen2": ("parts",),
+    "qwen3_moe": ("everything",),
+    "deepseek_v3": ("everything", "words"),
+}
 
 
 def fresh(config: dict[str, Any], options: BuildOptions):
@@ -71,6 +110,60 @@ def round_trips(folder: Path, name: str, options: BuildOptions, layout: str) -> 
     values = sharded_state(model.chunks, config).values()
     lost = {id(p) for chunk in model.chunks for p in chunk.parameters()} - {id(value.data) for value in values}
     problems[f"{name} {layout}: parameters"] = f"{len(lost)} are nobody's data" if lost else ""
+    return problems
+
+
+def adapted(config: dict[str, Any], options: BuildOptions, kind: str):
+    """A model with adapters, of which nothing is set."""
+    model = fresh(config, options)
+    attach(model, config, ADAPTERS[kind], seed=0)
+    with torch.no_grad():
+        for tensor in trained(model).values():
+            tensor.fill_(torch.nan)
+    return model
+
+
+def trained(model: Any) -> dict[Any, torch.Tensor]:
+    plan = model.lora.plan
+    tensors = held(model.chunks) | held(model.chunks, adapters=True)
+    return {key: tensor for key, tensor in tensors.items() if key in plan.entries | plan.whole}
+
+
+@torch.no_grad()
+def fill(model: Any) -> None:
+    """Set each of PEFT's tensors to random numbers of its own, as they are in every layout."""
+    entries = model.lora.plan.entries | model.lora.plan.whole
+    for key, tensor in trained(model).items():
+        entry, size = entries[key], tensor.shape[entries[key].dim]
+        ranks, rank = split_of(key, entry)
+        spans = entry.spans(tensor.shape, ranks, model.architecture)
+        shapes = entry.shapes(tensor.shape, spans)
+        tensor.zero_()
+        for at, span in window(spans, rank * size, (rank + 1) * size):
+            if span.part is not None:
+                name = entry.hf[span.part]
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole = torch.randn(shapes[name], generator=generator)
+                whole = whole.t() if entry.transposed else whole
+                tensor.narrow(entry.dim, at, span.length).copy_(whole.narrow(entry.dim, span.start, span.length))
+
+
+def adapters_round_trip(folder: Path, name: str, options: BuildOptions, layout: str, kind: str) -> dict[str, str]:
+    """What is lost of adapters between any layout that has been here before, or this one, and this one."""
+    config = read_config(folder / name / "fp32")
+    model = adapted(config, options, kind)
+    fill(model)
+    wanted = trained(model)
+    destination = folder / "adapters" / f"{name} {kind}@{dist.get_world_size()} {layout}"
+    if dist.get_rank() == 0:
+        destination.mkdir(parents=True)
+    dist.barrier()
+    save_distributed_adapter(model.chunks, config, model.lora, destination, base="the base")
+    problems = {}
+    for written in sorted((folder / "adapters").glob(f"{name} {kind}@*")):
+        read = adapted(config, options, kind)
+        load_distributed_adapter(read.chunks, config, read.lora, written)
+        problems[f"{written.name} -> {layout}"] = differing(wanted, trained(read))
     return problems
 
 
@@ -174,6 +267,8 @@ def main(folder: Path) -> None:
                 problems |= round_trips(folder, name, options, layout)
                 if name in PLAIN and "VPP" not in layout and "uneven" not in layout:
                     problems |= with_plain(folder, name, options, layout)
+                for kind in ADAPTED.get(name, ()):
+                    problems |= adapters_round_trip(folder, name, options, layout, kind)
         parallel_state.destroy_model_parallel()
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, {case: problem for case, problem in problems.items() if problem})

@@ -36,3 +36,7 @@ def test_every_family_from_any_layout_to_any_other(tmp_path: Path) -> None:
     assert "qwen3_moe@2 TP2 SP EP2 -> " in cases
     assert "qwen3_moe@2 TP2 SP ETP2 -> plain " in cases
     assert "qwen3@2 PP2 -> plain " in cases
+    # Adapters: every expert's, parts of fused matrices, an embedding's; what is trained whole.
+    assert "qwen3_moe everything@2 TP2 SP EP2 -> " in cases
+    assert "deepseek_v3 words@2 TP2 -> PP2" in cases
+    assert "qwen2 parts@2 TP2 -> PP2" in cases

@@ -1,12 +1,14 @@
 """Where `--model` comes from: a folder, Hugging Face, ModelScope. The hubs are fakes of their packages' functions."""
 
+import json
 import sys
 import types
 from fnmatch import fnmatch
 
 import pytest
-from megaswift.bridge.hub import load_tokenizer, model_folder, read_config
+from megaswift.bridge.hub import adapter_folder, load_tokenizer, model_folder, read_config, with_base
 from megaswift.bridge.options import ModelOptions
+from megaswift.tasks.options import ExportOptions
 
 
 @pytest.fixture
@@ -39,6 +41,31 @@ def test_hugging_face(asked, tmp_path):
         assert any(fnmatch(file, pattern) for pattern in ignored) != taken
     model_folder(options, weights=False)
     assert "*.safetensors" in asked["ignore_patterns"]
+
+
+def test_of_an_adapter_only_its_own_files_are_fetched(asked, tmp_path):
+    options = ModelOptions(model="Qwen/Qwen3-0.6B", use_hf=True, model_revision="v2", hub_token="secret")
+    assert adapter_folder(options, ["someone/adapter"]) == tmp_path
+    wanted = {"adapter_config.json", "adapter_model.safetensors"}
+    assert asked["name"] == "someone/adapter"
+    assert asked["token"] == "secret"
+    assert set(asked["allow_patterns"]) == wanted
+    assert "revision" not in asked  # that of the model
+    assert adapter_folder(options, [str(tmp_path)]) == tmp_path
+    assert adapter_folder(options, []) is None
+    with pytest.raises(ValueError, match=r"--adapters a/b c/d: give one"):
+        adapter_folder(options, ["a/b", "c/d"])
+    with pytest.raises(FileNotFoundError, match=r"--adapters \./nowhere: no such folder"):
+        adapter_folder(options, ["./nowhere"])
+
+
+def test_an_adapter_names_its_model(tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
+    assert with_base(ModelOptions(use_hf=True), tmp_path) == ModelOptions(model="owner/base", use_hf=True)
+    for options in (ModelOptions(model="own"), ExportOptions(mcore_model="own")):
+        assert with_base(options, tmp_path) is options
+    assert with_base(ModelOptions(), None) == ModelOptions()
 
 
 def test_modelscope(asked, tmp_path, monkeypatch):

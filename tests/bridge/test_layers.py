@@ -124,6 +124,9 @@ def test_sinks_by_a_flash_kernel_and_with_every_score_in_memory():
     found, expected = (torch.autograd.grad((x * slopes).sum(), (*inputs, sinks)) for x in (flash, plain))
     for mine, autograds in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, autograds)
+    frozen = KernelAttention.apply(*inputs, sinks.detach(), forward, backward)
+    for mine, autograds in zip(torch.autograd.grad((frozen * slopes).sum(), inputs), expected[:3], strict=True):
+        torch.testing.assert_close(mine, autograds)
     assert (plain - tokens(masked_attention(*map(batched, inputs), None, sinks - 9, 0.3, 0.0))).abs().max() > 0.1
 
 

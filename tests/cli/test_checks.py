@@ -14,8 +14,8 @@ from .conftest import DENSE, write_model
 
 def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[object, list[str]]:
     line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
-    options, _, _ = read_options("megatron", line)
-    notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world)
+    options, sources, _ = read_options("megatron", line)
+    notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world, sources=sources)
     return options, notes
 
 

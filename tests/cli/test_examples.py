@@ -15,15 +15,13 @@ EXAMPLES = dict(
         r"^## (.+?)\n(.+?)(?=\n## |\Z)", (Path(__file__).parent / "examples.sh").read_text(), re.DOTALL | re.MULTILINE
     )
 )
-LATER = {
-    "LoRA SFT (Dense Model)": "--tuner_type lora: this version does not have LoRA",
-    "MoE LoRA Training": "--tuner_type lora: this version does not have LoRA",
-}
 MULTIMODAL = "Multimodal SFT (e.g., Qwen3-VL)"
 STEPS = {  # rows / global batch, rounded up; packed: what the packs give
     "Full Parameter SFT (Dense Model)": (2, "2 processes = TP 2 x PP 1 x CP 1 x DP 1"),
     "MoE Model SFT (e.g., Qwen3-30B-A3B)": (1, "8 processes = TP 4 x PP 2 x CP 1 x DP 1"),
     "Pre-training": (1, "8 processes = TP 2 x PP 1 x CP 1 x DP 4"),
+    "LoRA SFT (Dense Model)": (2, "2 processes = TP 2 x PP 1 x CP 1 x DP 1"),
+    "MoE LoRA Training": (1, "experts: EP 2 x ETP 1 x PP 1 x DP 1"),
 }
 
 
@@ -36,7 +34,7 @@ def parse(name: str) -> tuple[dict[str, str], list[str]]:
 
 
 def test_the_examples_are_there() -> None:
-    assert set(EXAMPLES) == {*STEPS, *LATER, MULTIMODAL}
+    assert set(EXAMPLES) == {*STEPS, MULTIMODAL}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -66,15 +64,12 @@ def test_dry_run(name: str, tmp_path: Path, rows: Path, monkeypatch: pytest.Monk
     assert layout in printed.out
     assert f"-m megaswift.cli.main megatron {words[0]}" in printed.out
     assert f"--nproc_per_node={environment['NPROC_PER_NODE']} " in printed.out
-    assert re.search(r"lr +1e-05   \(command line\)", printed.out)
+    lora = "LoRA" in name
+    assert re.search(rf"lr +{1e-4 if lora else 1e-5}   \(command line\)", printed.out)
+    assert re.search(rf"tuner_type +{'lora' if lora else 'full'}\b", printed.out)
+    assert bool(re.search(r"merge_lora +false   \(command line\)", printed.out)) is lora
     assert "this version saves weights only" not in printed.err  # they say --no_save_optim true
     assert not (tmp_path / "megatron_output").exists()
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_refused_until_their_feature_is_there(name: str, capsys) -> None:
-    assert main("megatron", [*parse(name)[1], "--dry_run", "true"]) == 2
-    assert LATER[name] in capsys.readouterr().err
 
 
 def test_multimodal_models_are_refused_until_they_are_there(tmp_path: Path, capsys) -> None:

@@ -222,8 +222,6 @@ def test_training_from_mcore(dense: Path, tmp_path: Path, rows: Path, capsys) ->
 @pytest.mark.parametrize(
     ("words", "feature"),
     [
-        ("--merge_lora true", "LoRA"),
-        ("--adapters x", "LoRA"),
         ("--quant_bits 4", "exports other than to_mcore and to_hf"),
         ("--push_to_hub true", "exports other than to_mcore and to_hf"),
         ("--to_peft_format true", "exports other than to_mcore and to_hf"),

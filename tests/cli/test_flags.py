@@ -75,6 +75,30 @@ def test_what_no_flag_takes(words: list[str], message: str) -> None:
     assert message in refusal(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "lr", "merge"),
+    [
+        ([], 1e-5, None),
+        (["--tuner_type", "lora"], 1e-4, True),
+        (["--tuner_type", "lora", "--save_safetensors", "false"], 1e-4, False),
+    ],
+)
+def test_what_follows_from_the_tuner(words: list[str], lr: float, merge: bool | None, tmp_path: Path) -> None:
+    options, sources, _ = read(*words)
+    assert (options.lr, options.merge_lora) == (lr, merge)
+    assert sources["lr"] == "derived"
+    assert sources["merge_lora"] == ("default" if merge is None else "derived")
+    save_args(tmp_path / "args.json", options, sources)
+    assert json.loads((tmp_path / "args.json").read_text())["options"]["lr"] == {"value": lr, "source": "derived"}
+    other = "full" if words else "lora"
+    again, sources, _ = read("--config", str(tmp_path / "args.json"), "--tuner_type", other)
+    assert (again.lr, sources["lr"]) == ({"lora": 1e-4, "full": 1e-5}[other], "derived")
+
+    options, sources, _ = read(*words, "--lr", "3e-5", "--merge_lora", "false")
+    assert (options.lr, options.merge_lora) == (3e-5, False)
+    assert sources["lr"] == sources["merge_lora"] == "command line"
+
+
 def test_a_flag_of_training_is_not_one_of_infer() -> None:
     assert "--lr is a flag of `megatron pt`" in refusal("infer", "--model", "m", "--lr", "1", program="swift")
 
@@ -97,6 +121,8 @@ def test_a_word_that_is_no_flag() -> None:
         (["--distributed_timeout_minutes", "10"], "ddp_timeout", 600),
         (["--bf16", "true"], "torch_dtype", "bfloat16"),
         (["--fp16"], "torch_dtype", "float16"),
+        (["--train_type", "lora"], "tuner_type", "lora"),
+        (["--adapter_load", "a"], "mcore_adapter", "a"),
         (["--num_virtual_stages_per_pipeline_rank", "2"], "virtual_pipeline_model_parallel_size", 2),
     ],
 )
@@ -133,7 +159,7 @@ def test_older_values() -> None:
     ]
 
 
-NEUTRAL = """--tuner_type full --finetune true --optimizer_cpu_offload false --merge_lora false --save_safetensors true
+NEUTRAL = """--tuner_backend peft --finetune true --optimizer_cpu_offload false --use_swift_lora false
     --no_save_rng true --optimizer_offload_fraction 1.0 --no_load_optim --freeze_vit true --freeze_llm false"""
 
 
@@ -144,10 +170,8 @@ def test_later_features_switched_off_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("words", "feature"),
     [
-        ("--tuner_type lora", "LoRA"),
-        ("--train_type lora", "LoRA"),
-        ("--lora_rank 8", "LoRA"),
-        ("--adapters a b", "LoRA"),
+        ("--tuner_type lora_llm", "multimodal"),
+        ("--tuner_backend unsloth", "LoRA"),
         ("--fp4_format e2m1", "FP4"),
         ("--optimizer_cpu_offload true", "offload"),
         ("--optimizer_offload_fraction 0.5", "offload"),
@@ -201,7 +225,11 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ("c.yaml", "- lr", "--config {file}: a table of flag: value is needed."),
         ("c.yaml", "lr: [", "--config {file}: cannot be read:"),
         ("c.json", '{"lr": 1,}', "--config {file}: cannot be read:"),
-        ("c.json", '{"tuner_type": "lora"}', "--tuner_type lora (from {file}): this version does not have LoRA."),
+        (
+            "c.json",
+            '{"tuner_type": "lora_llm"}',
+            "--tuner_type lora_llm (from {file}): this version does not have multimodal models. Give --tuner_type lora",
+        ),
         ("c.json", '{"micro_batch_size": true}', "--micro_batch_size true: a whole number is needed (from {file})."),
     ],
 )

@@ -38,7 +38,7 @@ def make(folder: Path, tiny: Tiny) -> None:
     """
     for seed in range(20):
         model = random_model(tiny, seed)
-        with _margins() as margins:
+        with routing_margins() as margins:
             log_probs, loss = _run(model)
         if min(margins, default=1.0) > SMALLEST_MARGIN:
             break
@@ -113,7 +113,7 @@ def _run(model) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _margins() -> Iterator[list[float]]:
+def routing_margins() -> Iterator[list[float]]:
     """Within, every torch.topk leaves the distance between the least that it takes and the most that it leaves."""
     margins: list[float] = []
     real, real_method = torch.topk, torch.Tensor.topk

@@ -47,3 +47,19 @@ def test_a_products_gradient_is_in_main_grad_alone(device, monkeypatch):
     assert (seen, weight.grad_added_to_main_grad) == ([True], True)
     assert torch.equal(x.grad, wanted_x)
     torch.testing.assert_close(weight.main_grad - 1, wanted.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_frozen_matrix_keeps_no_rows(device):
+    from megaswift.bridge.layers.experts import _AccumulatingProduct
+
+    torch.manual_seed(0)
+    x, slopes = (torch.randn(138, size, device=device, dtype=torch.bfloat16) for size in (200, 136))
+    weight = torch.randn(4, 136, 200, device=device, dtype=torch.bfloat16)
+    ends = torch.tensor(COUNTS["uneven"], device=device).cumsum(0, dtype=torch.int32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.shape), tensor)[1], lambda t: t):
+        made = _AccumulatingProduct.apply(x.requires_grad_(), weight, ends)
+    assert x.shape not in kept
+    made.backward(slopes)
+    parts = zip(slopes.double().split(COUNTS["uneven"]), weight.double(), strict=True)
+    torch.testing.assert_close(x.grad.double(), torch.cat([a @ b for a, b in parts]), rtol=2e-2, atol=2e-2)

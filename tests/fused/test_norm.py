@@ -10,6 +10,18 @@ def formula(x, weight, zero_centred):
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight + 1 if zero_centred else weight)
 
 
+def test_a_frozen_weight(device):
+    from megaswift.bridge.fused.norm import rms_norm
+
+    torch.manual_seed(0)
+    x, weight, slopes = (torch.randn(*size, device=device) for size in ((70, 48), (48,), (70, 48)))
+    x.requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    rms_norm(x, weight, EPS).backward(slopes)
+    formula(exact, weight.double(), False).backward(slopes.double())
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(

@@ -36,6 +36,18 @@ def test_agrees_with_the_formula(device, rows, width, weighted, form):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_weights_without_a_gradient(device):
+    from megaswift.bridge.fused.swiglu import swiglu
+
+    torch.manual_seed(0)
+    x, weights, slopes = (torch.randn(*size, device=device) for size in ((9, 3072), (9,), (9, 1536)))
+    x.requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    swiglu(x, weights).backward(slopes)
+    formula(exact, weights.double()).backward(slopes.double())
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_no_number_stays_so(device):
     from megaswift.bridge.fused.swiglu import swiglu
 

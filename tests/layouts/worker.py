@@ -19,6 +19,7 @@ from megaswift.bridge.fp8 import reading_in_bf16
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.parallel import barrier, initialize
+from megaswift.bridge.trainable import count_parameters, freeze
 from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.plan import length_multiple
@@ -50,6 +51,7 @@ def open_model(job: dict, options: SftOptions) -> Model:
     model = build_model(read_config(folder), options, dtype)
     with reading_in_bf16(model.chunks):
         load_weights(model.chunks, read_config(folder), folder)
+    freeze(model, read_config(folder), options)
     return model
 
 
@@ -114,6 +116,7 @@ def run(job: dict) -> dict:
     initialize(options, seed=7)
     model = open_model(job, options)
     plant(job.get("planted"), model)
+    counts = count_parameters(model, read_config(Path(job["model"]))) if job.get("counts") else ()
     training = open_training(model, options, job.get("bucket_size"))
     before = [parameter.detach().clone() for chunk in model.chunks for parameter in chunk.parameters()]
     losses, norms, log_probs = [], [], []
@@ -149,7 +152,7 @@ def run(job: dict) -> dict:
             save_weights(
                 model.chunks, config, Path(job["model"]), destination, dtype=torch.float32, max_shard_bytes=200_000
             )
-    return {"losses": losses, "grad_norms": norms, "log_probs": log_probs}
+    return {"losses": losses, "grad_norms": norms, "log_probs": log_probs, "counts": list(counts)}
 
 
 def close() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megaswift.bridge import parallel
+from megaswift.bridge.build import Model, build_model
 from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.tensors import held
@@ -31,15 +32,17 @@ def attempt(folder: Path, options: SftOptions, fault: str | None = None) -> Any:
     """The comparisons, or the error's text. The tensor that `fault` names is wrong by a factor."""
     config = read_config(folder)
 
-    def load(chunks) -> None:
-        load_weights(chunks, config, folder)
-        for key, tensor in held(chunks).items():
+    def build(dtype: torch.dtype) -> Model:
+        model = build_model(config, options, dtype)
+        load_weights(model.chunks, config, folder)
+        for key, tensor in held(model.chunks).items():
             if str(key) == fault:
                 tensor.mul_(1.2)
+        return model
 
     with torch.no_grad():
         try:
-            return as_json(check_precision(folder, config, load, options, torch.bfloat16))
+            return as_json(check_precision(folder, config, build, torch.bfloat16))
         except PrecisionError as error:
             return str(error)
 

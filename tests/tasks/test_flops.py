@@ -76,6 +76,17 @@ def test_agrees_with_pytorchs_counter(sizes):
     assert flops.training([length]) - causal_attention + full_attention == expected
 
 
+def test_frozen_weights_have_no_gradients_to_count():
+    length, vocab = 17, 53
+    model = hugging_face(SIZES, vocab).requires_grad_(False)
+    flops = Flops.of(SimpleNamespace(**SIZES), vocab, frozen=True)
+    full_attention = 3 * flops.pair * length**2
+    causal_attention = 3 * flops.pair * length * (length + 1) // 2
+    rotary = 2 * (SIZES["kv_channels"] // 2) * length
+    expected = counted(model, length) - rotary
+    assert flops.training([length]) - causal_attention + full_attention == expected
+
+
 @pytest.mark.parametrize("rank", [None, 7])
 def test_multi_latent_attention_agrees_with_pytorchs_counter(rank):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

@@ -133,3 +133,53 @@ def test_a_source_that_cannot_be_read_is_not_the_folders_fault(tmp_path):
         wanted = pytest.raises(folders.FolderError, match=r"cannot be written: .*out: Permission denied")
         with wanted, folders.explained(tmp_path / "out"):
             raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+
+
+def test_folders_that_belong_together_are_there_together(tmp_path, monkeypatch):
+    merged, path = tmp_path / "checkpoint-5-merged", tmp_path / "checkpoint-5"
+
+    def fill():
+        temporary = folders.begin(path)
+        for each in (merged, path):
+            (temporary / each.name).mkdir()
+            (temporary / each.name / "weights").write_text(each.name)
+        return temporary
+
+    temporary = fill()
+    with monkeypatch.context() as patch:
+
+        def full(file, *arguments, **named):
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+        real = Path.write_text
+        patch.setattr(
+            Path, "write_text", lambda file, *rest: (full if file.parent.name == path.name else real)(file, *rest)
+        )
+        with pytest.raises(OSError, match=r"^The disk is full: .*checkpoint-5: No space left.*--save_total_limit"):
+            folders.commit_together(temporary, [merged, path])
+    assert not merged.exists()  # its manifest was written, and the other's was not
+    assert not path.exists()
+    folders.commit_together(fill(), [merged, path])
+    assert sorted(tmp_path.iterdir()) == [path, merged]
+    for each in (merged, path):
+        assert (each / "weights").read_text() == each.name
+        assert folders.listed(each).keys() == {"weights"}
+        assert not folders.damage(each, checksums=True)
+
+
+def test_merged_weights_go_with_their_checkpoint_and_an_exports_stay(tmp_path):
+    for age, step in enumerate((1, 2, 3)):
+        for ending, option in (("", "lr"), ("-merged", "to_mcore" if step == 2 else "lr")):
+            folder = tmp_path / f"checkpoint-{step}{ending}"
+            folder.mkdir()
+            (folder / "args.json").write_text(json.dumps({"options": {option: {}}}))
+        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
+    folders.rotate(tmp_path, 1)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"checkpoint-2-merged", "checkpoint-3", "checkpoint-3-merged"}
+
+
+def test_an_error_is_explained_once(tmp_path):
+    wanted = pytest.raises(OSError, match=r"^The disk is full: .*inner: No space left on device\. [^:]*$")
+    with wanted, folders.explained(tmp_path / "outer"), folders.explained(tmp_path / "inner"):
+        raise OSError(errno.ENOSPC, "No space left on device")

@@ -44,11 +44,30 @@ def model(tmp_path_factory):
     return folder
 
 
-def expected(folder, question, system=None, **settings):
-    """One prompt at a time, no padding: transformers as its documentation has it."""
+def make_adapter(model, folder, seed=1, **settings):
+    """An adapter of random values that PEFT saves; its folder."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"} | settings
+    network = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    network.save_pretrained(folder)
+    return folder
+
+
+def expected(folder, question, system=None, adapter=None, **settings):
+    """One prompt at a time, no padding: transformers (and PEFT) as their documentation has it."""
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
     tokenizer, network = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    network = PeftModel.from_pretrained(network, adapter) if adapter else network
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     set_seed(42)
@@ -58,8 +77,8 @@ def expected(folder, question, system=None, **settings):
 
 def ask(folder, dataset, tmp_path, **options):
     path = tmp_path / "result.jsonl"
-    settings = {"temperature": 0.0, "max_new_tokens": 12, "result_path": str(path)} | options
-    infer.run(InferOptions(model=str(folder), val_dataset=[str(dataset)], **settings))
+    settings = {"model": str(folder), "temperature": 0.0, "max_new_tokens": 12, "result_path": str(path)} | options
+    infer.run(InferOptions(val_dataset=[str(dataset)], **settings))
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -85,6 +104,59 @@ def test_sampling_options_are_transformers(model, tmp_path):
     sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 12}
     (row,) = ask(model, data, tmp_path, **sampling)
     assert row["response"] == expected(model, QUESTIONS[0], do_sample=True, **sampling)
+
+
+ADAPTERS = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "whole modules": {"modules_to_save": ["lm_head", "embed_tokens"], "use_rslora": True},
+    "embedding": {"target_modules": ["embed_tokens", "gate_proj"], "rank_pattern": {"gate_proj": 3}},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_answers_as_with_peft(model, tmp_path, kind):
+    """Without --model it is of the one that it names; merged it says the same."""
+    adapter = make_adapter(model, tmp_path / "adapter", **ADAPTERS[kind])
+    data = dataset_of(tmp_path, [{"query": question} for question in QUESTIONS])
+    given = {"model": "", "adapters": [str(adapter)], "max_batch_size": 3}
+    rows = ask(model, data, tmp_path, **given)
+    (tmp_path / "result.jsonl").unlink()
+    merged = ask(model, data, tmp_path, **given, merge_lora=True)
+    wanted = [expected(model, question, adapter=adapter, do_sample=False, max_new_tokens=12) for question in QUESTIONS]
+    assert [row["response"] for row in rows] == wanted
+    assert [row["response"] for row in merged] == wanted
+    assert wanted != [expected(model, question, do_sample=False, max_new_tokens=12) for question in QUESTIONS]
+
+
+def test_answers_lie_beside_the_adapter(model, tmp_path):
+    adapter = make_adapter(model, tmp_path / "adapter")
+    data = dataset_of(tmp_path, [{"query": "a"}])
+    infer.run(InferOptions(adapters=[str(adapter)], val_dataset=[str(data)], max_new_tokens=1))
+    assert len(list((adapter / "infer_result").glob("*.jsonl"))) == 1
+    assert not (model / "infer_result").exists()
+
+
+def test_merged_weights_are_rounded_once(model, tmp_path):
+    """In bf16 each weight is the rounded fp32 sum of itself and the adapter's product, which no two roundings give."""
+    import torch
+    from safetensors.torch import load_file
+
+    adapter = make_adapter(model, tmp_path / "adapter", use_rslora=True)
+    options = InferOptions(adapters=[str(adapter)], torch_dtype="bfloat16", merge_lora=True)
+    engine = infer.TransformersEngine(model, infer.checked_adapter(options), options)
+    base, low = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights = dict(engine.model.named_parameters())
+    assert weights.keys() == base.keys()
+    twice = 0
+    for name, weight in weights.items():
+        wanted, module = base[name].bfloat16(), f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in low:
+            product = low[f"{module}.lora_B.weight"] @ low[f"{module}.lora_A.weight"] * 8 / 4**0.5
+            twice += not torch.equal(wanted + product.bfloat16(), (wanted.float() + product).bfloat16())
+            wanted = (wanted.float() + product).bfloat16()
+        assert torch.equal(weight, wanted), name
+    assert twice
 
 
 def test_labels_are_kept_out_of_the_prompt_and_counted(model, tmp_path, capsys):
@@ -179,3 +251,100 @@ def test_damaged_and_templateless_checkpoints(model, tmp_path):
     (plain / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"no chat template"):
         ask(plain, data, tmp_path)
+
+
+def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    data = dataset_of(tmp_path, [{"query": "a"}])
+    whole = make_adapter(model, tmp_path / "checkpoint-2")
+
+    def failing(adapter, **options):
+        ask(model, data, tmp_path, adapters=[str(adapter)], **options)
+
+    def changed(name, **changes):
+        folder = shutil.copytree(whole, tmp_path / name)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    with pytest.raises(FileNotFoundError, match=r"--adapters .*nowhere: no such folder"):
+        failing(tmp_path / "nowhere")
+    with pytest.raises(
+        FileNotFoundError, match=r"no adapter_config\.json in it\. It is a whole model: give it as --model"
+    ):
+        failing(model)
+    with pytest.raises(FileNotFoundError, match=r"config\.json in it\. Is it .*checkpoint-2 that you mean\?"):
+        failing(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"orphan.adapter_config.json: the model that it is of, /gone, is gone: give --model"
+    ):
+        failing(changed("orphan", base_model_name_or_path="/gone"), model="")
+    with pytest.raises(ValueError, match=r"does not name the model that it is of: give --model"):
+        failing(changed("nameless", base_model_name_or_path=None), model="")
+    mcore = tmp_path / "mcore"
+    mcore.mkdir()
+    (mcore / "latest_checkpointed_iteration.txt").touch()
+    with pytest.raises(ValueError, match=r"of, .*mcore, is in megatron-core's format: .* checkpoint as --model"):
+        failing(changed("of mcore", base_model_name_or_path=str(mcore)), model="")
+    with pytest.raises(FileNotFoundError, match=r"It is in megatron-core's format: give it as --mcore_adapter"):
+        failing(mcore)
+    broken = changed("broken")
+    (broken / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is not valid JSON .* copy the adapter again"):
+        failing(broken)
+    short = changed("short")
+    os.truncate(short / "adapter_model.safetensors", 100)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a whole safetensors file"):
+        failing(short)
+    (short / "adapter_model.safetensors").rename(short / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin is not read: load it with PEFT and save it again"):
+        failing(short)
+
+    lacking, more = changed("lacking"), changed("more")
+    tensors = load_file(whole / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != first}, lacking / "adapter_model.safetensors"
+    )
+    save_file(tensors | {first.replace("layers.0", "layers.7"): torch.zeros(1)}, more / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit --model .* \(it lacks .*layers\.0\..*Give the model that"):
+        failing(lacking)
+    with pytest.raises(ValueError, match=r"does not fit --model .* \(there is no place for its .*layers\.7"):
+        failing(more)
+    wide = shutil.copytree(model, tmp_path / "wide")
+    network = AutoModelForCausalLM.from_pretrained(model)
+    config = network.config
+    config.intermediate_size = 56
+    AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+    with pytest.raises(ValueError, match=r"does not fit --model .*wide \(.*size mismatch .*Give the model that"):
+        failing(whole, model=str(wide))
+    tied = shutil.copytree(model, tmp_path / "tied")
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tied)
+    of_embedding = make_adapter(tied, tmp_path / "of embedding", target_modules=["embed_tokens"])
+    with pytest.raises(ValueError, match=r"--merge_lora true: the adapter is of the embedding"):
+        failing(of_embedding, model=str(tied), merge_lora=True)
+
+    monkeypatch.setattr(infer.importlib.util, "find_spec", lambda name: name)
+    for changes, options, what in (
+        ({"use_dora": True}, {}, r"DoRA \(use_dora\)"),
+        ({"modules_to_save": ["lm_head"], "bias": "all"}, {}, r"\(modules_to_save\), biases \(bias\)"),
+        ({"alpha_pattern": {"q_proj": 3}}, {}, r"\(alpha_pattern\)"),
+        ({"r": 600}, {}, r"a rank of 600"),
+        ({}, {"merge_lora": True}, r"merged in memory \(--merge_lora true\)"),
+    ):
+        name = f"for vllm {len(list(tmp_path.iterdir()))}"
+        cure = rf"swift export --adapters .*{name} --merge_lora true"
+        with pytest.raises(ValueError, match=rf"vLLM does not take .*{what}\. Make a merged folder \({cure}\)"):
+            failing(changed(name, **changes), infer_backend="vllm", **options)
+    save_file({"base_model.model.x.kv_b_proj.lora_A.weight": torch.zeros(1)}, lacking / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="vLLM does not take adapters of kv_b_proj"):
+        failing(lacking, infer_backend="vllm")
+    one_by_one = {"rank_pattern": {r".*\.gate_up_proj": 8}, "alpha_pattern": {r".*\.gate_up_proj": 16}}
+    adapter = infer.checked_adapter(InferOptions(adapters=[str(changed("experts", **one_by_one))]))
+    infer._check_for_vllm(adapter, InferOptions())  # our own experts are taken

@@ -1,13 +1,20 @@
-"""The learning-rate schedules, against transformers' of the same name."""
+"""The learning-rate schedules, against transformers' of the same name; groups of parameters, against PEFT's."""
 
 import math
 
 import pytest
 import torch
 import transformers
+from megaswift.bridge import parallel
+from megaswift.bridge.build import build_model
+from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.options import ParallelOptions
-from megaswift.tasks.optimizer import _overlaps, build_schedule
-from megaswift.tasks.options import ScheduleOptions
+from megaswift.tasks.optimizer import _overlaps, build_optimizer, build_schedule, wrap_for_data_parallelism
+from megaswift.tasks.options import ScheduleOptions, SftOptions
+
+from tests import tiny
+from tests.layouts.worker import close
 
 STEPS, LR = 40, 2.0
 
@@ -95,3 +102,87 @@ def test_a_warmup_longer_than_the_run_is_an_error():
 )
 def test_communication_is_overlapped_where_there_is_some(flags, processes, expected):
     assert _overlaps(ParallelOptions(**flags), processes) == expected
+
+
+@pytest.fixture(scope="module")
+def alone():
+    parallel.initialize(SftOptions(), seed=1)
+    yield
+    close()
+    torch.distributed.destroy_process_group()
+
+
+ADAPTED = {"lora_rank": 4, "target_modules": ["q_proj", "down_proj"], "lora_bias": "all"}
+RATES = {"lr": 0.02, "min_lr": 0.005, "weight_decay": 0.1, "lr_warmup_iters": 4, "use_distributed_optimizer": False}
+
+
+def adapted(**flags):
+    """A tiny Qwen2 with adapters and trained biases, wrapped, and its optimizer."""
+    options = SftOptions(**ADAPTED | RATES | flags)
+    config = tiny.config("qwen2").to_dict()
+    model = build_model(config, options, torch.float32, adapters=True)
+    attach(model, config, LoraSettings.of_options(options), seed=0)
+    chunks = wrap_for_data_parallelism(model, options)
+    return options, model, chunks, build_optimizer(model, chunks, options, options)
+
+
+def groups_of(model, optimizer) -> dict[str, dict]:
+    """The group of each parameter that the optimizer has, by name."""
+    names = {id(parameter): name for name, parameter in model.chunks[0].named_parameters()}
+    return {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_b_learns_faster_in_lora_plus(kind, alone):
+    """Learning rates and decay by kind of parameter as in PEFT, throughout the schedule."""
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+
+    peft = get_peft_model(tiny.model("qwen2"), LoraConfig(r=4, target_modules=ADAPTED["target_modules"]))
+    settings = {"lr": RATES["lr"], "loraplus_lr_ratio": 8.0, "loraplus_weight_decay": RATES["weight_decay"]}
+    reference = create_loraplus_optimizer(peft, torch.optim.AdamW, **settings)
+    kinds = {id(parameter): name.split(".")[-3] for name, parameter in peft.named_parameters() if "lora_" in name}
+    expected = {
+        kinds[id(p)]: (group["lr"], group["weight_decay"]) for group in reference.param_groups for p in group["params"]
+    }
+    assert expected["lora_B"][0] == 8 * expected["lora_A"][0]
+
+    options, model, _, optimizer = adapted(lorap_lr_ratio=8.0, optimizer=kind)
+    schedule = build_schedule(optimizer, options, options.weight_decay, STEPS)
+    schedule.step(4)  # the warmup
+    groups = groups_of(model, optimizer)
+    found = {name.split(".")[-1]: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
+    assert found.pop("bias") == (RATES["lr"], 0.0)
+    assert found == {name: pytest.approx(values) for name, values in expected.items()}
+    for _ in range(STEPS):
+        schedule.step(1)
+        now = {name.split(".")[-1]: group["lr"] for name, group in groups.items()}
+        assert now["lora_B"] == pytest.approx(8 * now["lora_A"])
+
+
+def test_without_lora_plus_all_learn_alike(alone):
+    options, model, _, optimizer = adapted()
+    build_schedule(optimizer, options, options.weight_decay, STEPS).step(4)
+    assert {group["lr"] for group in groups_of(model, optimizer).values()} == {RATES["lr"]}
+
+
+def test_magnitudes_do_not_decay(alone):
+    options, model, _, optimizer = adapted(use_dora=True)
+    build_schedule(optimizer, options, options.weight_decay, STEPS)
+    decays = {name.split(".")[-1]: group["weight_decay"] for name, group in groups_of(model, optimizer).items()}
+    assert decays == {"lora_A": 0.1, "lora_B": 0.1, "magnitude": 0.0, "bias": 0.0}
+
+
+def test_frozen_weights_have_neither_gradients_nor_state(alone):
+    _, model, chunks, optimizer = adapted()
+    trained = [parameter for parameter in model.chunks[0].parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.chunks[0].parameters() if not parameter.requires_grad]
+    assert sum(buffer.grad_data.numel() for buffer in chunks[0].buffers) == sum(p.numel() for p in trained)
+    assert not any(hasattr(parameter, "main_grad") for parameter in frozen)
+    [part] = optimizer.chained_optimizers
+    assert {id(parameter) for parameter in part.optimizer.state} == {id(parameter) for parameter in trained}
+
+
+def test_adapters_in_a_half_precision_of_their_own_are_refused(alone):
+    with pytest.raises(ValueError, match="--lora_dtype float16 beside a model in another type: give float32"):
+        adapted(lora_dtype="float16")

@@ -1,0 +1,150 @@
+"""Adapters are put beside the matrices of a model, and everything else stands still."""
+
+import hashlib
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..build import DTYPES, Model, heed_frozen
+from ..families import family_of
+from ..rows import OUTPUT, Architecture, Entry, Key, Span, table, window
+from ..tensors import architecture_of, held, keyed, split_group, split_of
+from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, Place
+from .rows import ROUTER, WORDS, Plan, plan_adapters
+from .settings import LoraSettings
+
+
+@dataclass
+class Lora:
+    """The adapters of a model that has some."""
+
+    settings: LoraSettings
+    plan: Plan
+
+
+def attach(
+    model: Model, hf_config: dict[str, Any], settings: LoraSettings, *, seed: int, names: Container[str] = ()
+) -> None:
+    """Give the model's chunks, whose weights are read, adapters at their beginning, and freeze the rest.
+
+    `names`: of the tensors of the checkpoint, where a family has several spellings. Every layout begins alike.
+    Raises ValueError for settings that are not for this model.
+    """
+    family = family_of(hf_config)
+    architecture = architecture_of(model.chunks, family, hf_config)
+    entries = table(family, hf_config, architecture, names)
+    plan = plan_adapters(entries, settings, architecture)
+    dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
+    if dtype not in (model.config.params_dtype, torch.float32):  # the optimizer has masters for one half precision
+        raise ValueError(f"--lora_dtype {settings.dtype} beside a model in another type: give float32, or leave it out")
+    for chunk in model.chunks:
+        for name, parameter in list(chunk.named_parameters()):
+            key, view = next(keyed(chunk, name, parameter))
+            parameter.requires_grad_(key in plan.whole or (key == OUTPUT and bool(plan.copies)))
+            if key in plan.adapted:
+                _check_rank(settings, key, entries[key], view, architecture)
+                module = chunk.get_submodule(name.rpartition(".")[0])
+                module.adapter = adapter = _adapter(model, module, parameter, key, entries[key], plan, settings, dtype)
+                if not key.name.endswith(f"{ROUTER}.weight"):  # which calls it by itself
+                    adapter.hook = module.register_forward_hook(_add)
+        heed_frozen(chunk)
+    model.lora = Lora(settings, plan)
+    _initialise(model, plan.entries, seed)
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if isinstance(module, LinearAdapter):
+                module.measure()
+
+
+def _add(module: Any, inputs: tuple, output: Any) -> Any:
+    return module.adapter(inputs[0], output, *inputs[1:])
+
+
+def _adapter(
+    model: Model, module: Any, weight: Tensor, key: Key, entry: Entry, plan: Plan, settings: LoraSettings,
+    dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    config: TransformerConfig = model.config
+    experts = key.expert is not None
+    group = split_group(expert=experts)
+    split = entry.kind.dim if group.size() > 1 else None
+    # Shared experts under --moe_shared_expert_overlap: what their linears send otherwise goes by itself.
+    apart = getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None
+    place = Place(split, group, config.sequence_parallel, not experts and not apart)
+    if key.name.endswith(f"{WORDS}.weight"):
+        reduces = getattr(module, "reduce_scatter_embeddings", False)
+        place = place._replace(sequence_parallel=reduces)
+        return EmbeddingAdapter(weight, settings.rank, settings.scaling, dtype, place, module.vocab_start_index)
+    shape = weight.shape[1:] if experts else weight.shape
+    parts = _parts(key, entry, shape, plan.adapted[key], model).to(weight.device)
+    if experts:
+        adapter = ExpertsAdapter(weight, parts, settings.rank, settings.scaling, dtype, place)
+    else:
+        bias = getattr(module, "bias", None)
+        adapter = LinearAdapter(
+            weight, parts, settings.rank, settings.scaling, dtype, place,
+            dropout=plan.dropout, dora=settings.dora, bias=bias,
+        )  # fmt: skip
+    for parameter in adapter.parameters():
+        parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+    return adapter
+
+
+def _parts(key: Key, entry: Entry, shape: Any, chosen: tuple[int, ...], model: Model) -> Tensor:
+    """For each of this rank's outputs the number among `chosen` of the part that it belongs to, or -1."""
+    parts = torch.full((shape[0],), -1)
+    if entry.kind.dim == 1:
+        return parts.zero_()
+    ranks, rank = split_of(key, entry)
+    for at, span in window(entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]):
+        if span.part in chosen:
+            parts[at : at + span.length] = chosen.index(span.part)
+    return parts
+
+
+def _check_rank(settings: LoraSettings, key: Key, entry: Entry, shard: Tensor, architecture: Architecture) -> None:
+    spans = entry.spans(shard.shape, split_of(key, entry)[0], architecture)
+    for name, shape in entry.shapes(shard.shape, spans).items():
+        if settings.rank > min(shape):
+            raise ValueError(f"--lora_rank {settings.rank} is larger than {name} {list(shape)}: give a lower one")
+
+
+@torch.no_grad()
+def _initialise(model: Model, entries: dict[Key, Entry], seed: int) -> None:
+    """As PEFT does: one of the two matrices is 0, the other random, by the tensor's name and `seed` alone."""
+    for key, tensor in held(model.chunks, adapters=True).items():
+        if key.name.endswith("magnitude"):
+            continue
+        tensor.zero_()
+        entry = entries[key]
+        ranks, rank = split_of(key, entry)
+        spans = entry.spans(tensor.shape, ranks, model.architecture)
+        whole = {
+            name: _beginning(name, shape, seed)
+            for name, shape in entry.shapes(tensor.shape, spans).items()
+            if name.endswith(("lora_A.weight", "lora_embedding_B"))
+        }
+        size = tensor.shape[entry.dim]
+        for at, span in window(spans, rank * size, (rank + 1) * size):
+            if span.part is not None and entry.hf[span.part] in whole:
+                tensor.narrow(entry.dim, at, span.length).copy_(_cut(whole[entry.hf[span.part]], entry, span))
+
+
+def _cut(whole: Tensor, entry: Entry, span: Span) -> Tensor:
+    return whole.narrow(entry.dim, span.start, span.stop - span.start)
+
+
+def _beginning(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """PEFT's: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    whole = torch.empty(shape)
+    if name.endswith("lora_embedding_B"):
+        return whole.normal_(generator=generator)
+    bound = 1 / math.sqrt(shape[1])
+    return whole.uniform_(-bound, bound, generator=generator)

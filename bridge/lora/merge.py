@@ -1,0 +1,47 @@
+"""Which tensors of a model have adapters beside them, and what they are with these in them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rows import Key
+from ..tensors import ADAPTER, held, keyed
+from .layers import ExpertsAdapter
+
+
+def merging(chunks: Sequence[Any]) -> dict[Key, Callable[[Tensor], Tensor]]:
+    """For each weight of `chunks` that has an adapter: this rank's shard -> the same with it, a copy in fp32.
+
+    Where DoRA's matrices are split by their inputs, the ranks of a tensor-parallel group call it together.
+    """
+    found: dict[Key, Callable[[Tensor], Tensor]] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            adapter: Any = getattr(chunk.get_submodule(module), "adapter", None)
+            if leaf != "weight" or ADAPTER in name or adapter is None:
+                continue
+            for number, (key, _) in enumerate(keyed(chunk, name, parameter)):
+                inside = isinstance(adapter, ExpertsAdapter)
+                found[key] = partial(adapter.merged, expert=number) if inside else adapter.merged
+    return found
+
+
+@torch.no_grad()
+def settle(chunks: Sequence[Any]) -> None:
+    """Put the adapters of `chunks` into their weights, and take them away: of a model that is written, never trained.
+
+    Each sum is made in fp32 and rounded once. Every rank calls this.
+    """
+    tensors = held(chunks)
+    for key, merged in merging(chunks).items():
+        tensors[key].copy_(merged(tensors[key]))
+    for chunk in chunks:
+        for module in list(chunk.modules()):
+            if adapter := getattr(module, "adapter", None):
+                if hook := getattr(adapter, "hook", None):
+                    hook.remove()
+                del module.adapter

@@ -1,0 +1,100 @@
+"""What adapters are to be like, as the options or PEFT's adapter_config.json say it. No torch here."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..options import LoraOptions
+
+# Keys of an adapter_config.json with which an adapter computes something else, and the values with which it does not.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),  # a bias behind B
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "megatron_config": (None,),
+}
+# What PEFT is told of gates and ups of experts, which it holds as one matrix, with both adapters side by side.
+FUSED = r".*\.gate_up_proj"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapters of a model."""
+
+    rank: int
+    alpha: float
+    dropout: float | None  # None: the usual one
+    bias: str  # which of the model's own biases are trained: none, all, lora_only
+    dtype: str | None  # None: the model's
+    rslora: bool  # https://arxiv.org/abs/2312.03732
+    dora: bool  # https://arxiv.org/abs/2402.09353
+    targets: tuple[str, ...]  # see rows.py
+    regex: str | None  # in place of targets
+    modules_to_save: tuple[str, ...]
+
+    @property
+    def scaling(self) -> float:
+        """By what an adapter's product is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @classmethod
+    def of_options(cls, options: LoraOptions) -> "LoraSettings":
+        return cls(
+            options.lora_rank,
+            options.lora_alpha,
+            options.lora_dropout,
+            options.lora_bias,
+            options.lora_dtype,
+            options.use_rslora,
+            options.use_dora,
+            () if options.target_regex else tuple(options.target_modules),
+            options.target_regex,
+            tuple(options.modules_to_save),
+        )
+
+    @classmethod
+    def of_adapter(cls, config: dict[str, Any], modules: Iterable[str] | None = None) -> "LoraSettings":
+        """As a raw adapter_config.json says it; `modules`: the names of those that have adapters in the file beside it.
+
+        Raises ValueError for one that is no LoRA adapter, or has what is not known here.
+        """
+        kind = config.get("peft_type")
+        if kind != "LORA":
+            raise ValueError(f"adapter_config.json has peft_type {kind!r}: only LORA is known")
+        for key, values in PLAIN.items():
+            if key in config and config[key] not in (None, *values):
+                raise ValueError(f"adapter_config.json has {key} {config[key]!r}, which is not known here")
+        for key, value in (("rank_pattern", config.get("r", 8)), ("alpha_pattern", config.get("lora_alpha", 8))):
+            if config.get(key) and config[key] != {FUSED: 2 * value}:
+                raise ValueError(
+                    f"adapter_config.json has {key} {config[key]!r}: adapters are of one rank and alpha here"
+                )
+        initial = config.get("init_lora_weights")
+        if isinstance(initial, str) and initial.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+            raise ValueError(
+                f"adapter_config.json has init_lora_weights {initial!r}, which changes the base model: save the "
+                "adapter with PEFT's path_initial_model_for_weight_conversion"
+            )
+        targets, regex = config.get("target_modules") or [], None
+        if isinstance(targets, str):
+            targets, regex = ([targets], None) if targets == "all-linear" else ([], targets)
+        if modules is not None:
+            targets, regex = modules, None
+        return cls(
+            rank=config.get("r", 8),
+            alpha=config.get("lora_alpha", 8),
+            dropout=config.get("lora_dropout", 0.0),
+            bias=config.get("bias", "none"),
+            dtype=None,
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+            targets=tuple(targets),
+            regex=regex,
+            modules_to_save=tuple(config.get("modules_to_save") or ()),
+        )

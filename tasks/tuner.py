@@ -1,0 +1,52 @@
+"""What a run trains: all weights, those that are not frozen, or adapters beside them."""
+
+from dataclasses import replace
+
+from ..bridge.build import Model
+from ..bridge.distributed import adapter_settings, load_distributed_adapter
+from ..bridge.hub import read_adapter_config
+from ..bridge.lora.attach import attach
+from ..bridge.lora.files import load_adapter, settings_of
+from ..bridge.lora.settings import LoraSettings
+from ..bridge.safetensors_io import names_of
+from ..bridge.tensors import some
+from ..bridge.trainable import count_parameters, freeze
+from .run import Run, on_every_rank
+
+
+def choose_trained(model: Model, run: Run) -> list[str]:
+    """Freeze what is not to be trained of a model whose weights are read, and attach adapters where they are.
+
+    Every rank calls this; errors reach every rank. Returns what a user should know of it, as lines.
+    """
+    options, names = run.options, names_of(run.model_folder)
+    if options.tuner_type == "lora":
+        settings = on_every_rank(lambda: _settings(run))
+        on_every_rank(lambda: attach(model, run.hf_config, settings, seed=options.seed, names=names))
+        _read_adapter(model, run)
+    else:
+        on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
+    trained, total = count_parameters(model, run.hf_config)
+    lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
+    if model.lora and model.lora.plan.left_out:
+        lines.append(f"no adapters: {some(model.lora.plan.left_out)}, which have all experts in one")
+    return lines
+
+
+def _settings(run: Run) -> LoraSettings:
+    """As the options say; of an adapter that the run goes on from all that makes it what it is."""
+    options = run.options
+    if run.adapter_folder is None:
+        return LoraSettings.of_options(options)
+    if options.mcore_adapter:
+        settings = adapter_settings(run.adapter_folder)
+    else:
+        settings = settings_of(run.adapter_folder, read_adapter_config(run.adapter_folder))
+    dropout = settings.dropout if options.lora_dropout is None else options.lora_dropout
+    return replace(settings, dropout=dropout, dtype=options.lora_dtype)
+
+
+def _read_adapter(model: Model, run: Run) -> None:
+    if folder := run.adapter_folder:
+        read = load_distributed_adapter if run.options.mcore_adapter else load_adapter
+        on_every_rank(lambda: read(model.chunks, run.hf_config, model.lora, folder))

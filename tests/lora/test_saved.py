@@ -1,0 +1,130 @@
+"""What is saved is PEFT's: it gives the trained model's log-probabilities; so do merged weights; the base stays."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from megaswift.bridge.families import family_of
+from megaswift.bridge.hub import read_config
+from megaswift.bridge.lora.rows import modules_of, plan_adapters
+from megaswift.bridge.lora.settings import LoraSettings
+from megaswift.bridge.rows import table
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.lora.launched import FAMILIES, KEPT, TRAINED
+from tests.lora.reference import ALPHA, CASES, RANK, adapt_by_hand, distance, load_base, log_probs_of
+
+EMBEDDING_OF_BASE = "base_model.model.model.embed_tokens.base_layer.weight"  # which PEFT writes too
+BOUND = 1e-4  # of log-probabilities, relative to the largest
+
+pytestmark = pytest.mark.slow
+
+PLACES = [(case, layout, "trained") for case, layout in TRAINED if layout in ("one process", "TP2 SP EP2", "PP2")]
+PLACES += [("qwen3", "TP2 SP", "dropout")]
+PLACES += [(case, "one process", "kept") for case in FAMILIES]
+
+
+@pytest.mark.parametrize(("case", "layout", "way"), PLACES)
+def test_peft_gives_our_log_probabilities(case, layout, way, launched):
+    folder = launched.saved(case, layout, way) / "adapter"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        model = PeftModel.from_pretrained(load_base(launched.base(case)), folder)
+    assert distance(log_probs_of(model), launched.result(case, layout, way)["log_probs"]) < BOUND
+
+
+@pytest.mark.parametrize(("case", "layout", "way"), PLACES)
+def test_merged_weights_give_our_log_probabilities(case, layout, way, launched):
+    model = load_base(launched.saved(case, layout, way) / "merged")
+    assert distance(log_probs_of(model), launched.result(case, layout, way)["log_probs"]) < BOUND
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_kind_of_matrix_gives_what_its_adapter_says(case, launched):
+    model = load_base(launched.base(case))
+    adapt_by_hand(model, load_file(launched.adapter(case) / "adapter_model.safetensors"), ALPHA / RANK)
+    assert distance(launched.result(case, "one process", "kept")["log_probs"], log_probs_of(model)) < BOUND
+
+
+@pytest.mark.parametrize(("case", "layout"), [(case, layout) for case, layouts in KEPT.items() for layout in layouts])
+def test_an_adapter_comes_back_as_it_was(case, layout, launched):
+    begun = load_file(launched.adapter(case) / "adapter_model.safetensors")
+    begun.pop(EMBEDDING_OF_BASE, None)
+    saved = launched.tensors(case, layout, "kept")
+    assert saved.keys() == begun.keys()
+    assert all(torch.equal(tensor, begun[name]) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("case", [case for case, layouts in KEPT.items() if len(layouts) > 1])
+def test_a_new_adapter_is_the_same_in_every_layout(case, launched):
+    first, *others = (launched.saved(case, layout, "new") / "adapter" for layout in KEPT[case])
+    tensors = load_file(first / "adapter_model.safetensors")
+    settings = json.loads((first / "adapter_config.json").read_text())
+    for other in others:
+        assert json.loads((other / "adapter_config.json").read_text()) == settings
+        found = load_file(other / "adapter_model.safetensors")
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            if name.endswith("lora_magnitude_vector"):  # a sum over the ranks
+                torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
+            else:
+                assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("case", ["qwen3", "embedding", "DoRA", "experts"])
+def test_a_new_adapter_begins_as_pefts(case, launched):
+    """A uniform to the root of 1 / inputs, B 0; an embedding's A 0, B normal; DoRA's magnitude the lengths of rows."""
+    tensors, weights = (
+        launched.tensors(case, "one process", "new"),
+        load_file(launched.base(case) / "model.safetensors"),
+    )
+    spreads = []
+    for name, tensor in tensors.items():
+        module, _, leaf = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if leaf in ("lora_B", "lora_embedding_A"):
+            assert not tensor.any(), name
+        elif leaf == "lora_embedding_B":
+            assert tensor.std().item() == pytest.approx(1, abs=0.2)
+        elif leaf == "lora_magnitude_vector":
+            torch.testing.assert_close(tensor, weights[f"{module}.weight"].norm(dim=1))
+        elif leaf == "lora_A":
+            spread = tensor * math.sqrt(tensor.shape[1])
+            assert tensor.shape[0] == RANK
+            assert spread.abs().max() <= 1
+            spreads.append(spread.flatten())
+    assert len({tuple(spread.tolist()) for spread in spreads}) == len(spreads)  # no two are alike
+    together = torch.cat(spreads)
+    assert together.std().item() == pytest.approx(1 / math.sqrt(3), rel=0.03)
+    found, base = launched.result(case, "one process", "new")["log_probs"], load_base(launched.base(case))
+    assert distance(found, log_probs_of(base)) < 1e-5
+
+
+def test_a_hundred_merges_leave_the_base(launched):
+    """All layouts of test_training.py look whether one does."""
+    case, layout = "some projections", "TP2"
+    way = "merged a hundred times"
+    assert launched.result(case, layout, way)["base"]
+    merged = {}
+    for once in ("kept", way):
+        files = (launched.saved(case, layout, once) / "merged").glob("*.safetensors")
+        merged[once] = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert merged["kept"].keys() == merged[way].keys()
+    assert all(torch.equal(tensor, merged["kept"][name]) for name, tensor in merged[way].items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_are_read_from_an_adapter(case, launched):
+    """Whoever goes on from an adapter need not say what it is like."""
+    base, folder = launched.base(case), launched.adapter(case)
+    tensors = load_file(folder / "adapter_model.safetensors").keys() - {EMBEDDING_OF_BASE}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    settings = LoraSettings.of_adapter(config, modules_of(folder, tensors))
+    family = family_of(raw := read_config(base))
+    architecture = family.describe(raw)
+    plan = plan_adapters(table(family, raw, architecture), settings, architecture)
+    wanted = {name for entry in (plan.entries | plan.whole).values() for name in entry.hf} | plan.copies.keys()
+    assert wanted == tensors
+    assert settings.scaling == pytest.approx(ALPHA / (math.sqrt(RANK) if "use_rslora" in CASES[case].peft else RANK))
