@@ -47,6 +47,7 @@ class Model:
     kernels: Kernels
     ropes: tuple[Rotation, ...]  # for each of the architecture's, on this rank's device
     lora: Any = None  # lora/attach.py's Lora, where there are adapters
+    trained_share: float = 1.0  # of its parameters, adapters among them
     prediction_scale: float = 0.0  # of the mean loss of the depths of multi-token prediction, beside the labels'
 
     def log_probs(

@@ -3,7 +3,8 @@
 Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
 token visits, the router, and the output layer for the tokens that are trained on), and attention over the causal pairs
 within each document. Not counted are embedding look-ups, norms, activations, adapters, and what recomputation repeats.
-A backward pass takes twice a forward pass; without the gradients of weights, where adapters are trained, as much.
+A backward pass takes twice a forward pass: gradients of what goes in, and of the weights. Of the second as many are
+counted as there are weights that are trained, as a share of all.
 (PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
 """
 
@@ -44,10 +45,10 @@ class Flops:
     # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
     output: int = 0  # of the matrix parameters, those of the output layer
-    frozen: bool = False  # adapters are trained, and no weight has a gradient
+    trained: float = 1.0  # the share of the parameters that have gradients
 
     @classmethod
-    def of(cls, sizes: "TransformerConfig", vocab_size: int, *, frozen: bool = False) -> "Flops":
+    def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":
         """From the model's sizes; `vocab_size` is its own, without the padding that tensor parallelism adds."""
         hidden, heads = sizes.hidden_size, sizes.num_attention_heads
         head_dim = sizes.kv_channels or hidden // heads
@@ -83,7 +84,7 @@ class Flops:
         limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
         everything = attending + depths - reaches.total()
         output = hidden * vocab_size
-        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, frozen)
+        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, trained)
 
     def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
         """FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
@@ -98,7 +99,7 @@ class Flops:
             for length in lengths
         )
         products = 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped
-        return (2 if self.frozen else 3) * products + 3 * attention
+        return round((2 + self.trained) * products) + 3 * attention
 
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""

@@ -43,14 +43,14 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
     """Train for the whole run. `names`: the metrics that `loss` returns; they are logged under these names."""
     options, model = run.options, training.model
     max_steps = steps_of(options, train.samples)
-    flops = Flops.of(model.config, model.architecture.vocab_size, frozen=model.lora is not None)
+    flops = Flops.of(model.config, model.architecture.vocab_size, trained=model.trained_share)
     log = RunLog(
         run.folder if run.writes else None,
         options,
         max_steps,
         peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
         dist.get_world_size(),
-        six_n=None if model.lora else flops.six_n_d(1),
+        six_n=flops.six_n_d(1) if model.trained_share == 1 else None,
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
     profile = Profile(options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused)

@@ -27,6 +27,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     else:
         on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
     trained, total = count_parameters(model, run.hf_config)
+    model.trained_share = trained / total
     lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
     if model.lora and model.lora.plan.left_out:
         lines.append(f"no adapters: {some(model.lora.plan.left_out)}, which have all experts in one")

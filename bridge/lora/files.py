@@ -25,7 +25,8 @@ from ..save import agree, write_tensors
 from ..tensors import architecture_of, held, some
 from ..writer import Writer
 from .attach import Lora
-from .rows import modules_of
+from .experts import Unfused
+from .rows import FUSED_EXPERTS, modules_of
 from .settings import FUSED, LoraSettings
 
 # Names that transformers 5 gives to parameters in models with experts, or that PEFT takes for such ones there.
@@ -48,6 +49,8 @@ def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, f
     Raises ValueError where a tensor of the file has no place, one is not there, or a shape differs.
     """
     source = SafetensorsFolder(folder)
+    if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
+        source = Unfused(source, lora.plan, lora.settings.rank)
     tensors, entries = _trained(chunks, lora)
     wanted = {name for entry in entries.values() for name in entry.hf}
     found = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()

@@ -29,6 +29,8 @@ LINEAR = frozenset({
 ROUTER, WORDS = "router", "word_embeddings"
 PREFIX = "base_model.model."  # before a module's name, in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
+# What PEFT calls the fused matrices of a layer's experts where both have adapters: .base_layer: gates and ups.
+FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.[\w.]+?\.experts(\.base_layer)?")
 USUAL_DROPOUT = 0.05
 GROUPS = {"all-linear": LINEAR, "all-router": {ROUTER}, "all-embedding": {WORDS}}
 
@@ -114,14 +116,23 @@ def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architec
 
 
 def modules_of(folder: Path, names: Iterable[str]) -> list[str]:
-    """The modules that have adapters in `folder`, by the `names` of the tensors in its file. Raises ValueError."""
+    """The modules that have adapters in `folder`, by the `names` of the tensors in its file.
+
+    Of experts in PEFT's fused form megatron-core's names. Raises ValueError where not both matrices of experts have
+    adapters, for one alone might be either.
+    """
     modules = [found[1].removeprefix(PREFIX) for name in names if (found := A_MATRIX.fullmatch(name))]
-    if fused := [name for name in modules if name.endswith((".experts", ".experts.base_layer"))]:
-        raise ValueError(
-            f"{folder}: the adapters of {fused[0]} are in PEFT's fused form, which is not read: merge them by PEFT's "
-            "merge_and_unload, and give the result as --model"
-        )
-    return modules
+    fused = {name: found for name in modules if (found := FUSED_EXPERTS.fullmatch(name))}
+    for name in fused:
+        if name.endswith(".experts") and f"{name}.base_layer" not in fused:
+            raise ValueError(
+                f"{folder}: of {name} one of the two fused matrices has an adapter, which is not read: merge it by "
+                "PEFT's merge_and_unload, and give the result as --model"
+            )
+    return [
+        f"decoder.layers.{fused[name][1]}.mlp.experts.linear_fc{1 if fused[name][2] else 2}" if name in fused else name
+        for name in modules
+    ]
 
 
 def _matrices(entries: Mapping[Key, Entry]) -> Iterator[_Matrix]:

@@ -70,7 +70,8 @@ class LoraSettings:
         for key, values in PLAIN.items():
             if key in config and config[key] not in (None, *values):
                 raise ValueError(f"adapter_config.json has {key} {config[key]!r}, which is not known here")
-        for key, value in (("rank_pattern", config.get("r", 8)), ("alpha_pattern", config.get("lora_alpha", 8))):
+        rank, alpha, rslora = config.get("r", 8), config.get("lora_alpha", 8), bool(config.get("use_rslora"))
+        for key, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
             if config.get(key) and config[key] != {FUSED: 2 * value}:
                 raise ValueError(
                     f"adapter_config.json has {key} {config[key]!r}: adapters are of one rank and alpha here"
@@ -85,14 +86,19 @@ class LoraSettings:
         if isinstance(targets, str):
             targets, regex = ([targets], None) if targets == "all-linear" else ([], targets)
         if modules is not None:
-            targets, regex = modules, None
+            targets, regex = list(modules), None
+            # Of experts in PEFT's fused form (experts.py) the wider one's rank is everybody's.
+            if config.get("rank_pattern") and any(name.endswith("experts.linear_fc1") for name in targets):
+                if rslora:
+                    raise ValueError("adapter_config.json has use_rslora with a rank_pattern, which is not known here")
+                rank, alpha = 2 * rank, 2 * alpha
         return cls(
-            rank=config.get("r", 8),
-            alpha=config.get("lora_alpha", 8),
+            rank=rank,
+            alpha=alpha,
             dropout=config.get("lora_dropout", 0.0),
             bias=config.get("bias", "none"),
             dtype=None,
-            rslora=bool(config.get("use_rslora")),
+            rslora=rslora,
             dora=bool(config.get("use_dora")),
             targets=tuple(targets),
             regex=regex,

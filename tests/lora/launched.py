@@ -25,6 +25,7 @@ LAYOUTS = {
     "TP2 SP ETP2": (2, {TP: 2, SP: True, ETP: 2}),
     "TP2 SP EP2": (2, {TP: 2, SP: True, EP: 2, ETP: 1}),
     "TP2 SP recompute": (2, FULL | {"recompute_method": "uniform", TP: 2, SP: True}),
+    "PP2 recompute": (2, FULL | ZERO | {"recompute_method": "uniform", PP: 2}),
     "EP2 ZeRO-1": (2, ZERO | {EP: 2}),
 }
 DENSE = ("one process", "recompute", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "DP2 ZeRO-1", "TP2 SP recompute")
@@ -34,7 +35,9 @@ WHERE = {
     "qwen3": DENSE,
     "llama": FEW,
     "some projections": FEW,
-    "some layers": (*FEW, "PP2 VPP2"),  # of the first stage alone
+    # Stages, and under VPP chunks, with nothing to train.
+    "first layers": ("PP2", "PP2 VPP2"),
+    "last layers": (*FEW, "PP2 VPP2", "PP2 recompute"),
     "embedding": (*FEW, "TP2"),
     "DoRA": (*FEW, "TP2"),
     "all biases": FEW,

@@ -45,6 +45,7 @@ class Case:
 PROJECTIONS = r".+\.(q|k|v|o|gate|up|down)_proj"
 LATENT = r"(q_a|q_b|kv_b|o)_proj|kv_a_proj_with_mqa"
 DENSE = rf".+\.self_attn\.({LATENT})|.+\.mlp\.(shared_experts\.)?(gate|up|down)_proj"
+FEW = r"model\.layers\.[{}]\.(self_attn\.k_proj|mlp\.gate_proj)"
 CASES = {
     "qwen3": Case("qwen3", PROJECTIONS),
     "llama": Case("llama", PROJECTIONS),
@@ -54,11 +55,10 @@ CASES = {
         {"target_modules": ["q_proj", "v_proj", "up_proj", "linear_fc2"], "use_rslora": True},
         {"use_rslora": True},
     ),
-    "some layers": Case(
-        "llama",
-        r"model\.layers\.[01]\.(self_attn\.k_proj|mlp\.gate_proj)",
-        {"target_regex": r"model\.layers\.[01]\.(self_attn\.k_proj|mlp\.gate_proj)", "target_modules": []},
-    ),
+    **{
+        f"{name} layers": Case("llama", pattern, {"target_regex": pattern, "target_modules": []})
+        for name, pattern in {"first": FEW.format("01"), "last": FEW.format("23")}.items()
+    },
     "embedding": Case(
         "qwen3",
         r".+\.(embed_tokens|o_proj)",

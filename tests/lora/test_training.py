@@ -29,7 +29,7 @@ def test_dropout_is_what_recomputing_does_again(layout, launched):
     found, others = (launched.result("qwen3", where, "dropout") for where in (layout, "one process"))
     without = launched.reference("qwen3")
     assert found["alike"]
-    assert all(abs(a / b - 1) > 1e-3 for a, b in zip(found["losses"], without.losses, strict=True))
+    assert all(abs(a / b - 1) > 1e-4 for a, b in zip(found["losses"], without.losses, strict=True))
     assert found["losses"] == pytest.approx(without.losses, rel=0.2)
     if layout == "recompute":
         assert found["losses"] == pytest.approx(others["losses"], rel=BOUND)

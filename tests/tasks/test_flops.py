@@ -79,7 +79,7 @@ def test_agrees_with_pytorchs_counter(sizes):
 def test_frozen_weights_have_no_gradients_to_count():
     length, vocab = 17, 53
     model = hugging_face(SIZES, vocab).requires_grad_(False)
-    flops = Flops.of(SimpleNamespace(**SIZES), vocab, frozen=True)
+    flops = Flops.of(SimpleNamespace(**SIZES), vocab, trained=0.0)
     full_attention = 3 * flops.pair * length**2
     causal_attention = 3 * flops.pair * length * (length + 1) // 2
     rotary = 2 * (SIZES["kv_channels"] // 2) * length
