@@ -170,6 +170,8 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
     Raises FileNotFoundError or ValueError with a cure.
     """
     path = Path(folder) / "config.json"
+    if mcore and not path.is_file() and (Path(folder) / ADAPTER_CONFIG).is_file():
+        raise FileNotFoundError(f"--mcore_model {folder}: is an adapter. Give it as --mcore_adapter.")
     if mcore and not path.is_file():
         above = f" Is it {path.parents[1]} that you mean?" if (path.parents[1] / "config.json").is_file() else ""
         raise FileNotFoundError(

@@ -51,7 +51,7 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         distributed_timeout_minutes=max(1, options.ddp_timeout // 60),
         create_gloo_process_groups=False,
     )
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()  # stages drop out differently
+    seed += 100 * (dist.get_rank() // tp)  # dropout is the same within a tensor-parallel group alone
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

@@ -191,8 +191,8 @@ def check_base(options: ModelOptions, adapter: AdapterOptions, model: dict[str, 
     of = f"{source_of(adapter)} is of another model, {base}"
     if (folders[0] / "config.json").is_file():
         theirs, ours = (each | (each.get("text_config") or {}) for each in (read_config(folders[0]), model))
-        for name in SIZES:
-            if theirs.get(name) != ours.get(name):
+        for name in SIZES:  # what only one of them says, as head_dim, the other may have all the same
+            if None not in (theirs.get(name), ours.get(name)) and theirs[name] != ours[name]:
                 raise UsageError(
                     f"{of}: that has {name} {theirs.get(name)}, and {given} has {ours.get(name)}. Give --model {base}, "
                     "or another adapter."

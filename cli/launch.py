@@ -125,7 +125,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
         end_with_torchrun()
         return
     if processes.world == 1:
-        port = processes.master_port or _free_port()
+        port = processes.master_port or 0  # one that is free when it is opened: others start at the same time
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return

@@ -72,9 +72,7 @@ def _save_weights(run: Run, training: Training, folder: Path) -> None:
     """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
     most = shard_bytes(run.options.max_shard_size)
     chunks = training.model.chunks
-    save_weights(
-        chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, max_shard_bytes=most, merge=True
-    )
+    save_weights(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, max_shard_bytes=most, merge=True)
 
 
 @contextmanager

@@ -36,13 +36,11 @@ from ..bridge.proof import prove_loading
 from ..bridge.safetensors_io import names_of
 from ..bridge.save import save_weights
 from .args import save_args
-from .folders import MANIFEST, begin, check_free, commit, damage, explained, listed
+from .folders import MANIFEST, WEIGHTS, begin, check_free, commit, damage, explained, listed
 from .options import ExportOptions
 from .plan import Layout, build_options, export_folder, shard_bytes
 from .precision import Comparison, as_json, check_precision, round_weights
 from .run import dtype_of, first_of_each_node, on_every_rank, on_first_rank
-
-WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of files end
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of their files end
 MANIFEST = "manifest.json"
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -93,8 +93,8 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
                         gc.collect()
                 if saves:
                     saved = save_checkpoint(run, training, step)
-                    log.draw()
                     log.note("; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in saved.items()))
+                    log.draw()  # which fails where the checkpoint has filled the disk
             if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
                 gc.collect()
     except NonFiniteError as error:

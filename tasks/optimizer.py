@@ -100,8 +100,9 @@ def build_optimizer(
         fp8_recipe=model.config.fp8_recipe if model.config.fp8_param else None,
     )
     groups = get_standard_config_overrides(config)
-    if (ratio := options.lorap_lr_ratio) is not None:
-        groups[ParamKey(name="*.lora_B")] = {"max_lr": ratio * rates.lr, "min_lr": ratio * min(rates.min_lr, rates.lr)}
+    if (ratio := options.lorap_lr_ratio) is not None:  # not of an embedding, whose A begins with zeros
+        rates_of_b = {"max_lr": ratio * rates.lr, "min_lr": ratio * min(rates.min_lr, rates.lr)}
+        groups[ParamKey(name="*decoder.layers.*.lora_B")] = rates_of_b  # pyright: ignore[reportArgumentType]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # of dense weights, where all are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)

@@ -1,6 +1,7 @@
 """What a run trains: all weights, those that are not frozen, or adapters beside them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from ..bridge.build import Model
 from ..bridge.distributed import adapter_settings, load_distributed_adapter
@@ -11,7 +12,8 @@ from ..bridge.lora.settings import LoraSettings
 from ..bridge.safetensors_io import names_of
 from ..bridge.tensors import some
 from ..bridge.trainable import count_parameters, freeze
-from .run import Run, on_every_rank
+from .folders import WEIGHTS, damage, listed
+from .run import Run, on_every_rank, on_first_rank
 
 
 def choose_trained(model: Model, run: Run) -> list[str]:
@@ -49,5 +51,12 @@ def _settings(run: Run) -> LoraSettings:
 
 def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
+        on_first_rank(lambda: _check_whole(folder))
         read = load_distributed_adapter if run.options.mcore_adapter else load_adapter
         on_every_rank(lambda: read(model.chunks, run.hf_config, model.lora, folder))
+
+
+def _check_whole(folder: Path) -> None:
+    names = [name for name in listed(folder) if name.endswith(WEIGHTS)]
+    if faults := damage(folder, checksums=True, names=names):
+        raise ValueError(f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another")

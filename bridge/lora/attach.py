@@ -96,14 +96,14 @@ def _adapter(
 
 
 def _parts(key: Key, entry: Entry, shape: Any, chosen: tuple[int, ...], model: Model) -> Tensor:
-    """For each of this rank's outputs the number among `chosen` of the part that it belongs to, or -1."""
-    parts = torch.full((shape[0],), -1)
+    """Whether each of this rank's outputs belongs to each of the parts `chosen`: bool [outputs, parts]."""
+    parts = torch.zeros(shape[0], len(chosen), dtype=torch.bool)
     if entry.kind.dim == 1:
-        return parts.zero_()
+        return ~parts
     ranks, rank = split_of(key, entry)
     for at, span in window(entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]):
         if span.part in chosen:
-            parts[at : at + span.length] = chosen.index(span.part)
+            parts[at : at + span.length, chosen.index(span.part)] = True
     return parts
 
 

@@ -59,6 +59,10 @@ def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, f
         raise ValueError(f"{folder} lacks {some(missing)}. {cure}")
     if extra := found - wanted:
         raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {cure}")
+    for name, of in lora.plan.copies.items():
+        rows = source.tensors[of].shape[0]
+        if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(of, 0, 0, rows)):
+            raise ValueError(f"{folder}: {name} is not {of}, and this model has one matrix for both. {cure}")
     architecture = architecture_of(chunks, family_of(hf_config), hf_config)
     read_tensors(tensors, entries, architecture, source)
 
@@ -114,7 +118,8 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
         if plan.has_experts:  # whose scaling neither PEFT's fusion nor vLLM takes by the root of the rank
             alpha, rslora = settings.scaling * settings.rank, False
             fused = {FUSED: 2}
-    saved = [entry.hf[0] for entry in plan.whole.values() if entry.hf[0].endswith(".weight")] + [*plan.copies]
+    saved = [entry.hf[0] for entry in plan.whole.values() if entry.hf[0].endswith(".weight")]
+    within = any("language_model." in name for name in plan.modules)  # whose other parts have modules of the same names
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
@@ -126,6 +131,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
         use_rslora=rslora,
         use_dora=settings.dora,
         target_modules=[],
+        exclude_modules=rf"({architecture.carried}).*" if within and architecture.carried else None,
         target_parameters=parameters or None,
         rank_pattern={pattern: times * settings.rank for pattern, times in fused.items()},
         alpha_pattern={pattern: times * alpha for pattern, times in fused.items()},

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 class _Adapter(nn.Module):
     """lora_A [..., parts * rank, inputs], lora_B [..., outputs, rank], this process's shards.
 
-    `parts` [outputs]: which part of lora_A each output has, -1 where it has none: there lora_B stays 0.
+    `parts` [outputs, parts]: which part of lora_A each output has. Where it has none, lora_B stays 0.
     """
 
     mask: Tensor | None
@@ -44,11 +44,10 @@ class _Adapter(nn.Module):
         super().__init__()
         self.scaling, self.place = scaling, place
         *lead, outputs, inputs = weight.shape
-        count = int(parts.max()) + 1
-        self.lora_A = nn.Parameter(torch.empty(*lead, count * rank, inputs, dtype=dtype, device=weight.device))
+        rows = parts.shape[1] * rank
+        self.lora_A = nn.Parameter(torch.empty(*lead, rows, inputs, dtype=dtype, device=weight.device))
         self.lora_B = nn.Parameter(torch.empty(*lead, outputs, rank, dtype=dtype, device=weight.device))
-        mask = F.one_hot(parts.clamp(min=0), count) * (parts >= 0).unsqueeze(1)  # [outputs, parts]
-        self.register_buffer("mask", None if mask.all() else mask.to(self.lora_B), persistent=False)
+        self.register_buffer("mask", None if parts.all() else parts.to(self.lora_B), persistent=False)
         self._mark()
 
     def _mark(self) -> None:
@@ -95,7 +94,8 @@ class LinearAdapter(_Adapter):
                 set_tensor_model_parallel_attributes(self.magnitude, is_parallel=True, dim=0, stride=1)
             partial = self.lora_B.sequence_parallel  # type: ignore[attr-defined]
             self.magnitude.sequence_parallel = partial  # type: ignore[attr-defined]
-            self._matrix = [weight, bias]  # in a list: they are not this module's
+            # In a list: they are not this module's. Transformer Engine's modules without a bias have an empty one.
+            self._matrix = [weight, bias if bias is not None and bias.numel() else None]
 
     def forward(self, x: Tensor, output: Any) -> Any:
         """x, what went into the matrix, and what came out of it (with or without megatron-core's second value, a bias

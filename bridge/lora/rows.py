@@ -254,7 +254,9 @@ def _trained_whole(entries: Mapping[Key, Entry], plan: Plan, settings: LoraSetti
     for name in settings.modules_to_save:
         found = [key for key in (EMBEDDING, OUTPUT) if key in entries and _saved_by(name, key, entries[key])]
         if not found:
-            raise ValueError(f"--modules_to_save {name}: what is trained whole is embed_tokens and lm_head")
+            tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)
+            what = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
+            raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {what}")
         for key in found:
             if key in plan.adapted:
                 raise ValueError(f"--modules_to_save {name} has an adapter as well: leave all-embedding out")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from megaswift.cli.flags import UsageError
-from megaswift.cli.launch import Processes, environment, shown_command, torchrun_command, visible_gpus
+from megaswift.cli.launch import Processes, environment, shown_command, start, torchrun_command, visible_gpus
 from megaswift.tasks.options import SftOptions
 
 MEGATRON = str(Path(sys.executable).with_name("megatron"))
@@ -145,6 +145,12 @@ def test_one_process_runs_at_once(stand_in: Path, dense: Path) -> None:
     assert process.returncode == 0, errors
     assert (stand_in / "rank-0").read_text().split() == [str(process.pid), "1", "None"]
     assert "torch" not in errors
+
+
+def test_one_process_opens_a_port_that_is_free_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    start(Processes(per_node=1), [], {})
+    assert (os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]) == ("1", "0")
 
 
 def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,10 @@ def test_flags_of_lora_in_a_config_file(dense: Path, tmp_path: Path) -> None:
         ("--target_modules q_proj query", "--target_modules query matches no module of this model. Its modules: "),
         ("--target_modules lm_head", "--target_modules lm_head: the output layer takes no adapter. Give --modules_to"),
         ("--target_modules output_layer", "--target_modules output_layer: the output layer takes no adapter."),
-        ("--modules_to_save norm", "--modules_to_save norm: what is trained whole is embed_tokens and lm_head."),
+        (
+            "--modules_to_save norm",
+            "--modules_to_save norm: what is trained whole of this model is embed_tokens and lm_head.",
+        ),
         ("--lora_bias all", "--lora_bias all: this model has no biases there"),
         ("--use_dora true --target_modules all-embedding", "--use_dora is not for embeddings"),
         ("--adapters a b", "--adapters a b: one adapter at a time."),
@@ -260,14 +263,18 @@ def test_folders_that_are_no_adapter(adapter: Path, dense: Path, tmp_path: Path)
     write_adapter(adapter, dense, peft_type="IA3")
     assert "adapter_config.json has peft_type 'IA3': only LORA is known" in said(adapter)
     write_adapter(adapter, dense, target_modules=["experts"])
-    assert "are in PEFT's fused form, which is not read" in said(adapter)
+    assert "one of the two fused matrices has an adapter, which is not read" in said(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(b"cut")
     assert "adapter_model.safetensors is no safetensors file" in said(adapter)
     check(f"{LORA} --adapters owner/name", dense)  # a hub's: the task looks
 
 
-def test_an_adapter_given_as_a_model(adapter: Path) -> None:
+def test_an_adapter_given_as_a_model(adapter: Path, tmp_path: Path) -> None:
     assert refusal("", adapter) == f"--model {adapter}: is an adapter. Give it as --adapters."
+    delta = mcore(tmp_path / "delta", None)
+    shutil.copy(adapter / "adapter_config.json", delta)
+    said = f"--mcore_model {delta}: is an adapter. Give it as --mcore_adapter."
+    assert refusal(f"{LORA} --mcore_model {delta}", None) == said
 
 
 def test_a_base_that_is_gone(dense: Path, tmp_path: Path, ran: list, capsys) -> None:
@@ -299,6 +306,9 @@ def test_an_adapter_of_another_model(adapter: Path, dense: Path, tmp_path: Path)
     alike = write_model(tmp_path / "alike", DENSE)
     _, _, (note,) = check(f"{LORA} --adapters {adapter}", alike)
     assert note == f"--adapters {adapter} is of another model, {dense}. It is put on --model {alike}."
+    again = write_model(tmp_path / "again", {name: size for name, size in DENSE.items() if name != "head_dim"})
+    _, _, (note,) = check(f"{LORA} --adapters {adapter}", again)  # a config.json that leaves it to be worked out
+    assert note.endswith(f"It is put on --model {again}.")
     (tmp_path / "elsewhere").mkdir()
     moved = write_model(tmp_path / "elsewhere" / "dense", DENSE)  # a copy under the same name
     assert check(f"{LORA} --adapters {adapter}", moved)[2] == []

@@ -34,6 +34,7 @@ MOE = ("EP2", "TP2 SP ETP2", "TP2 SP EP2")
 WHERE = {
     "qwen3": DENSE,
     "llama": FEW,
+    "one KV head": ("TP2 SP",),
     "some projections": FEW,
     # Stages, and under VPP chunks, with nothing to train.
     "first layers": ("PP2", "PP2 VPP2"),

@@ -49,6 +49,8 @@ FEW = r"model\.layers\.[{}]\.(self_attn\.k_proj|mlp\.gate_proj)"
 CASES = {
     "qwen3": Case("qwen3", PROJECTIONS),
     "llama": Case("llama", PROJECTIONS),
+    # With more ranks than key heads: a rank's part of qkv has no keys, or no queries.
+    "one KV head": Case("qwen3 one KV head", PROJECTIONS),
     "some projections": Case(
         "qwen3",
         r".+\.(q|v|up|down)_proj",

@@ -8,12 +8,16 @@ import pytest
 import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.hub import read_config
+from megaswift.bridge.lora.attach import Lora
+from megaswift.bridge.lora.files import adapter_config
 from megaswift.bridge.lora.rows import modules_of, plan_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.rows import table
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, Gemma3Config
 
+from tests.families import gemma3_text
 from tests.lora.launched import FAMILIES, KEPT, TRAINED
 from tests.lora.reference import ALPHA, CASES, RANK, adapt_by_hand, distance, load_base, log_probs_of
 
@@ -32,6 +36,7 @@ def test_peft_gives_our_log_probabilities(case, layout, way, launched):
     folder = launched.saved(case, layout, way) / "adapter"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern")  # PEFT says so though they are in use
         model = PeftModel.from_pretrained(load_base(launched.base(case)), folder)
     assert distance(log_probs_of(model), launched.result(case, layout, way)["log_probs"]) < BOUND
 
@@ -118,7 +123,15 @@ def test_a_hundred_merges_leave_the_base(launched):
 @pytest.mark.parametrize("case", CASES)
 def test_settings_are_read_from_an_adapter(case, launched):
     """Whoever goes on from an adapter need not say what it is like."""
-    base, folder = launched.base(case), launched.adapter(case)
+    _check_settings(case, launched.base(case), launched.adapter(case))
+
+
+@pytest.mark.parametrize(("case", "layout", "way"), PLACES)
+def test_settings_are_read_from_what_is_saved(case, layout, way, launched):
+    _check_settings(case, launched.base(case), launched.saved(case, layout, way) / "adapter")
+
+
+def _check_settings(case, base, folder):
     tensors = load_file(folder / "adapter_model.safetensors").keys() - {EMBEDDING_OF_BASE}
     config = json.loads((folder / "adapter_config.json").read_text())
     settings = LoraSettings.of_adapter(config, modules_of(folder, tensors))
@@ -128,3 +141,24 @@ def test_settings_are_read_from_an_adapter(case, launched):
     wanted = {name for entry in (plan.entries | plan.whole).values() for name in entry.hf} | plan.copies.keys()
     assert wanted == tensors
     assert settings.scaling == pytest.approx(ALPHA / (math.sqrt(RANK) if "use_rslora" in CASES[case].peft else RANK))
+
+
+def test_what_sees_has_no_adapters():
+    """Within a vision-language model the vision tower has a q_proj, k_proj and v_proj, too."""
+    text = gemma3_text.config()
+    raw = gemma3_text.nested(text.to_dict())
+    family = family_of(raw)
+    architecture = family.describe(raw)
+    settings = LoraSettings.of_adapter(
+        {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
+    )
+    names = {f"language_model.model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}
+    plan = plan_adapters(table(family, raw, architecture, names), settings, architecture)
+    written = adapter_config(Lora(settings, plan), architecture, "base")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(Gemma3Config(text_config=text.to_dict(), vision_config=sizes))
+        adapted = get_peft_model(model, LoraConfig(**written))
+    found = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert len(found) == len(plan.modules)
+    assert all(".language_model." in name for name in found)

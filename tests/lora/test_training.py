@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from megaswift.bridge.lora.layers import LinearAdapter, Place
+from torch.distributed import ProcessGroup
 
 from tests.lora.launched import DROPPING, FAULTS, ROUNDED, TRAINED
 from tests.lora.reference import ALPHA, RANK, adapt_by_hand, distance, load_base, log_probs_of
@@ -58,3 +60,20 @@ def test_matrices_by_hand_are_what_peft_has(launched):
     by_peft, by_hand = launched.reference("qwen3"), load_base(launched.base("qwen3"))
     adapt_by_hand(by_hand, by_peft.tensors, ALPHA / RANK)
     assert distance(log_probs_of(by_hand), by_peft.log_probs) < BOUND
+
+
+def test_dora_takes_an_empty_bias_for_none():
+    """Transformer Engine's modules without a bias have an empty one."""
+    weight, x = torch.randn(5, 4), torch.randn(3, 4)
+    place = Place(None, ProcessGroup, sequence_parallel=False, exchanges=True)  # pyright: ignore[reportArgumentType]
+    adapter = LinearAdapter(
+        weight, torch.ones(5, 1, dtype=torch.bool), 2, 1.0, torch.float32, place, dropout=0.0, dora=True,
+        bias=torch.Tensor(),
+    )  # fmt: skip
+    for parameter in adapter.parameters():
+        torch.nn.init.uniform_(parameter)
+    whole = weight + adapter.lora_B @ adapter.lora_A
+    expected = x @ (whole * (adapter.magnitude / whole.norm(dim=1)).unsqueeze(1)).t()
+    found, later = adapter(x, (x @ weight.t(), None))
+    torch.testing.assert_close(found, expected)
+    assert later is None
