@@ -353,3 +353,15 @@ def test_an_adapter_whose_base_is_gone_is_refused_by_its_shapes(traditional: Pat
     wanted = r"orphan/iter_0000009: decoder\.layers\.0\.mlp\.\S+ has shape \[.+\]\. Is it an adapter of another model\?"
     assert re.search(wanted, printed)
     assert "Traceback" not in printed
+
+
+def test_an_adapter_with_other_bytes_is_refused(traditional: Path, place: Path) -> None:
+    adapter = shutil.copytree(traditional / "checkpoint-9", place / "altered")
+    file = max(adapter.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    line = f"megatron sft --model qwen3 --mcore_adapter {adapter} {LORA} --output_dir altered-run"
+    printed = run(place, line, fails=True)
+    assert f"{file.name} has other bytes than were written" in printed
+    assert "Traceback" not in printed
