@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..families import family_of
 from ..hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..load import read_tensors
+from ..parallel import barrier
 from ..rows import OUTPUT, Architecture, Entry, Key
 from ..safetensors_io import Form, SafetensorsFolder, sync, write_shard
 from ..save import agree, write_tensors
@@ -80,7 +81,7 @@ def save_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, d
     parts = destination / "parts"
     if dist.get_rank() == 0:
         parts.mkdir()
-    dist.barrier()
+    barrier()
     writer = Writer(parts)
     write_tensors(writer, tensors, entries, architecture, None, 5 * 10**9)
     writer.finish()
