@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -166,7 +167,8 @@ def close() -> None:
     parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
 
-def main() -> None:
+def main(run: Callable[[dict], dict]) -> None:
+    """`run` every job of the file argv[1], and write what it returns, or an error, into the file argv[2]."""
     jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
     for job in jobs:
         try:
@@ -185,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

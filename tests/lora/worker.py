@@ -9,11 +9,7 @@ results.json: {name: {"losses", "grad_norms", "log_probs", "base": whether the b
 bit, "alike": whether what tensor parallelism does not split is the same on every rank}}.
 """
 
-import json
-import os
 import shutil
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tests.layouts.reference import STEPS
-from tests.layouts.worker import batches_of, close, open_training, options_of
+from tests.layouts.worker import batches_of, main, open_training, options_of
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -137,23 +133,5 @@ def save(model: Model, source: Path, folder: Path) -> None:
     save_weights(model.chunks, config, source, merged, dtype=torch.float32, max_shard_bytes=10**6, merge=True)
 
 
-def main() -> None:
-    jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
-    for job in jobs:
-        try:
-            results[job["name"]] = run(job)
-        except Exception:
-            results[job["name"]] = {"error": f"rank {dist.get_rank()}:\n{traceback.format_exc()}"}
-        if "error" in results[job["name"]] and dist.get_world_size() > 1:
-            # The other ranks wait in a collective: stop the launch here, with what the first to fail has.
-            if not Path(sys.argv[2]).exists():
-                Path(sys.argv[2]).write_text(json.dumps(results))
-            os._exit(1)
-        close()
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)
