@@ -24,6 +24,21 @@ def own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """This process as the only one of a job."""
+    import torch
+    from megaswift.bridge import parallel
+    from megaswift.tasks.options import SftOptions
+
+    from tests.layouts.worker import close
+
+    parallel.initialize(SftOptions(), seed=1)
+    yield
+    close()
+    torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` skip where there is no GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from megaswift.bridge import parallel
 from megaswift.bridge.build import build_model
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.settings import LoraSettings
@@ -16,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import tiny
 from tests.layouts import reference
 from tests.layouts.launch import launch
-from tests.layouts.worker import close
 
 BOUND = 1e-5  # relative to the largest value
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -158,14 +156,6 @@ def test_trains_as_transformers_does(what, world, name, launched, references, fo
         wanted = expected.parameters[key]
         difference = (tensor - wanted).abs().max() / wanted.abs().max()
         assert difference < BOUND, f"{key}: {difference:.1e}"
-
-
-@pytest.fixture(scope="module")
-def alone():
-    parallel.initialize(SftOptions(), seed=1)
-    yield
-    close()
-    torch.distributed.destroy_process_group()
 
 
 def built(family: str, **changes):

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import transformers
-from megaswift.bridge import parallel
 from megaswift.bridge.build import build_model
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.settings import LoraSettings
@@ -14,7 +13,6 @@ from megaswift.tasks.optimizer import _overlaps, build_optimizer, build_schedule
 from megaswift.tasks.options import ScheduleOptions, SftOptions
 
 from tests import tiny
-from tests.layouts.worker import close
 
 STEPS, LR = 40, 2.0
 
@@ -102,14 +100,6 @@ def test_a_warmup_longer_than_the_run_is_an_error():
 )
 def test_communication_is_overlapped_where_there_is_some(flags, processes, expected):
     assert _overlaps(ParallelOptions(**flags), processes) == expected
-
-
-@pytest.fixture(scope="module")
-def alone():
-    parallel.initialize(SftOptions(), seed=1)
-    yield
-    close()
-    torch.distributed.destroy_process_group()
 
 
 ADAPTED = {"lora_rank": 4, "target_modules": ["q_proj", "down_proj"], "lora_bias": "all"}
