@@ -80,8 +80,10 @@ WAYS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 class Launched:
     """References, and what the layouts made of the same adapters: one launch each number of processes."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(
+        self, folder: Path, layouts: dict[str, Any] = LAYOUTS, ways: dict[str, Any] = WAYS, *, gpu: bool = False
+    ):
+        self.folder, self.layouts, self.ways, self.gpu = folder, layouts, ways, gpu
         self._references: dict[str, Trained] = {}
         self._results: dict[int, dict[str, dict]] = {}
 
@@ -110,9 +112,9 @@ class Launched:
         return load_file(self.saved(case, layout, way) / "adapter" / "adapter_model.safetensors")
 
     def result(self, case: str, layout: str, way: str = "trained") -> dict[str, Any]:
-        world = LAYOUTS[layout][0]
+        world = self.layouts[layout][0]
         if world not in self._results:
-            self._results[world] = launch(world, self._jobs(world), self.folder / f"world {world}")
+            self._results[world] = launch(world, self._jobs(world), self.folder / f"world {world}", gpu=self.gpu)
         result = self._results[world].get(_named(case, layout, way))
         assert result is not None, "the launch stopped before this layout"
         assert "error" not in result, result.get("error")
@@ -120,12 +122,12 @@ class Launched:
 
     def _jobs(self, world: int) -> list[dict[str, Any]]:
         found = []
-        for way, (settings, places) in WAYS.items():
+        for way, (settings, places) in self.ways.items():
             for case, layout in places:
-                if LAYOUTS[layout][0] == world:
+                if self.layouts[layout][0] == world:
                     name = _named(case, layout, way)
                     job = {"name": name, "model": str(self.base(case)), "folder": str(self.folder / name)}
-                    options = {"packing": True, "adam_eps": EPS} | options_of(CASES[case]) | LAYOUTS[layout][1]
+                    options = {"packing": True, "adam_eps": EPS} | options_of(CASES[case]) | self.layouts[layout][1]
                     job |= {"adapter": str(self.adapter(case)), "options": options | settings.get("options", {})}
                     found.append(settings | job)
         return found
@@ -135,11 +137,11 @@ def _named(case: str, layout: str, way: str) -> str:
     return f"{case}, {way}, {layout}"
 
 
-def launch(world: int, jobs: list[dict], folder: Path) -> dict[str, dict]:
+def launch(world: int, jobs: list[dict], folder: Path, *, gpu: bool = False) -> dict[str, dict]:
     """Run tests.lora.worker; what each job gave, by name."""
     folder.mkdir(parents=True)
     inputs, results = folder / "jobs.json", folder / "results.json"
     inputs.write_text(json.dumps(jobs))
-    done = torchrun("tests.lora.worker", inputs, results, processes=world)
+    done = torchrun("tests.lora.worker", inputs, results, processes=world, gpu=gpu)
     assert results.exists(), f"the launch gave nothing:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return json.loads(results.read_text())
