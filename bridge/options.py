@@ -156,7 +156,7 @@ class LayoutOptions:
     ddp_backend: Annotated[
         Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
     ] = None
-    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
+    ddp_timeout: Annotated[int, "Seconds without progress after which a run ends, and writes all stacks."] = 1800
 
 
 @dataclass

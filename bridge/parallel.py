@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from . import runtime
 from .options import ParallelOptions
 
+LATER = 300  # seconds: a run that hangs is ended by its watchdog, which tells more than a collective's timeout
+
 
 def initialize(options: ParallelOptions, *, seed: int) -> None:
     """Join the job that torchrun describes in the environment (or be a job of one), and lay out the process groups.
@@ -29,7 +31,7 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
         dist.init_process_group(
             options.ddp_backend or ("nccl" if on_gpu else "gloo"),
-            timeout=timedelta(seconds=options.ddp_timeout),
+            timeout=timedelta(seconds=options.ddp_timeout + LATER),
         )
     tp, pp, cp = (
         options.tensor_model_parallel_size,
@@ -48,10 +50,15 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=max(1, options.ddp_timeout // 60),
+        distributed_timeout_minutes=(options.ddp_timeout + LATER) // 60,
         create_gloo_process_groups=False,
     )
-    seed += 100 * (dist.get_rank() // tp)  # dropout is the same within a tensor-parallel group alone
+    seed_ranks(options, seed)
+
+
+def seed_ranks(options: ParallelOptions, seed: int) -> None:
+    """Begin every rank's random numbers anew: of dropout, which is the same within a tensor-parallel group alone."""
+    seed += 100 * (dist.get_rank() // options.tensor_model_parallel_size)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

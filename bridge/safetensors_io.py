@@ -5,12 +5,14 @@ offsets for each tensor, then the bytes. Reading takes only the bytes of the sli
 with the slice at hand; writing takes tensors one after another, so no shard is ever whole in memory.
 """
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +119,7 @@ class SafetensorsFolder:
             shape = shape[1:]
             offset += place * math.prod(shape) * dtype.itemsize
         if not shape:
-            return _read(file, dtype, (), [offset])
+            return read_runs(file, dtype, (), [offset])
         inner = math.prod(shape[dim + 1 :]) * dtype.itemsize  # bytes of one position
         stride = shape[dim] * inner
         outer = math.prod(shape[:dim])
@@ -126,7 +128,7 @@ class SafetensorsFolder:
             if (stop - start) * inner < SHORTEST:  # a disk would read the rest anyway
                 return every(self.read(name, dim, 0, shape[dim], place).narrow(dim, start, stop - start), dim, step)
             runs = range(offset + start * inner, offset + outer * stride, stride)
-        return every(_read(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
+        return every(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
 
 
 def every(tensor: Tensor, dim: int, step: int) -> Tensor:
@@ -134,7 +136,7 @@ def every(tensor: Tensor, dim: int, step: int) -> Tensor:
     return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
 
-def _read(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
+def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
     """A tensor whose bytes lie in a file in runs of equal length, which start at these offsets."""
     tensor = torch.empty(shape, dtype=dtype)
     if not tensor.numel():
@@ -219,11 +221,18 @@ class Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+class Written(NamedTuple):
+    """A safetensors file that is on the disk."""
+
+    checksums: dict[str, str]  # the CHECKSUM of each tensor's bytes
+    size: int  # bytes
+    sha256: str  # of the whole file
+
+
+def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> Written:
     """Write one safetensors file: `tensors` gives those of `forms`, in its order, and each is let go once written.
 
-    One may come in runs, in the order of its values. The file is on the disk when this returns. Returns the CHECKSUM of
-    each tensor's bytes.
+    One may come in runs, in the order of its values. The file is on the disk when this returns.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -236,7 +245,7 @@ def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[s
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     given, checksums = iter(tensors), {}
-    with file.open("wb") as stream:
+    with file.open("wb") as raw, _Hashed(raw) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, (dtype, shape) in forms.items():
             left, checksum = math.prod(shape), xxh3_128()
@@ -252,8 +261,34 @@ def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[s
                 if left == 0:
                     break
             checksums[name] = checksum.hexdigest()
-        sync(stream)
-    return checksums
+        sync(raw)
+        return Written(checksums, raw.tell(), stream.digest())
+
+
+class _Hashed:
+    """A stream whose blocks are hashed by a thread while they are written."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw, self._hash = raw, hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1)
+        self._last: Future | None = None
+
+    def write(self, data: Any) -> None:
+        if self._last is not None:
+            self._last.result()  # so that one block at most waits
+        self._last = self._pool.submit(self._hash.update, data)
+        self._raw.write(data)
+
+    def digest(self) -> str:
+        if self._last is not None:
+            self._last.result()
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> "_Hashed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:

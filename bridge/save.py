@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
@@ -19,11 +20,11 @@ from . import runtime
 from .carried import WHAT, Carried
 from .families import family_of
 from .lora.merge import merging
-from .proof import described, left_out, peak_memory, sources, write_proof
+from .proof import described, left_out, sources, write_proof
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
 from .safetensors_io import Form, finish_shards, names_of, sync
 from .tensors import architecture_of, held, local_experts, split_group, split_of
-from .writer import Writer
+from .writer import Folder, Report, Writer
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
 CARRIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -55,8 +56,16 @@ class _Job(NamedTuple):
         return sum(form.bytes for form in self.forms.values())
 
 
+def save_weights(*arguments: Any, **settings: Any) -> None:
+    """Write what `stage_weights` says; the files are on the disk when this returns.
+
+    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    """
+    write_together(stage_weights(*arguments, **settings))
+
+
 @torch.no_grad()
-def save_weights(
+def stage_weights(
     chunks: Sequence[Any],
     hf_config: dict[str, Any],
     source: str | Path,
@@ -65,15 +74,16 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     merge: bool = False,
-) -> None:
-    """Write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in `dtype`.
+    copied: bool = False,
+) -> Folder:
+    """Begin to write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in
+    `dtype`.
 
-    `merge`: with the adapters in the weights, which stay as they are.
+    `merge`: with the adapters in the weights, which stay as they are. `copied`: training may go on at once (Writer).
     To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
     along; conversion.json is made (proof.py). Beyond its shard a rank holds one whole tensor (of one expert), and what
     waits for its disk (writer.py). Each file of at most `max_shard_bytes` (or one row's tensors, where these are
-    larger) has a rank that writes it; the files are on the disk when this returns. Raises OSError on every rank where
-    one cannot write, and then the folder is not whole.
+    larger) has a rank that writes it.
     """
     destination = Path(destination)
     family = family_of(hf_config)
@@ -82,7 +92,7 @@ def save_weights(
     tensors = held(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    writer, started = Writer(destination), time.perf_counter()
+    writer, started = Writer(destination, copied=copied), time.perf_counter()
     merges = merging(chunks) if merge else {}
     write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
     along = Carried(source, hf_config, architecture, sources(entries), dtype)
@@ -90,36 +100,49 @@ def save_weights(
         if number % dist.get_world_size() == dist.get_rank():
             writer.begin(f"part-carried-{number:05}.safetensors", forms)
             for name in forms:
-                writer.put(name, along.read(name))
-    writer.finish()
-    ranks = agree((writer.written, peak_memory()), writer.error)
-    failure = None
-    if dist.get_rank() == 0:
-        shards = sorted((shard for written, _ in ranks for shard in written), key=lambda shard: shard[0])
-        found = sorted(name for _, forms, _ in shards for name in forms)
-        try:
-            if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
-                raise RuntimeError(
-                    f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
-                )
-            placed = finish_shards(destination, [(file, forms) for file, forms, _ in shards])
-            carry(Path(source), destination, hf_config, dtype)
-            about = sources(entries)
-            tensors = {
-                name: about.get(name, WHAT) | described(form, placed[name], checksums[name])
-                for _, forms, checksums in shards
-                for name, form in forms.items()
-            }
-            write_proof(
-                destination,
-                "megatron-core to Hugging Face",
-                family.name,
-                tensors,
-                left_out(source, tensors, architecture),
-                bytes=sum(form.bytes for _, forms, _ in shards for form in forms.values()),
-                seconds=time.perf_counter() - started,
-                peak_memory=[peak for _, peak in ranks],
+                writer.put(name, partial(along.read, name))
+
+    def complete(ranks: list[Report]) -> dict[str, str]:
+        shards = sorted((shard for report in ranks for shard in report.shards), key=lambda shard: shard.name)
+        found = sorted(name for shard in shards for name in shard.forms)
+        if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
+            raise RuntimeError(
+                f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
             )
+        placed = finish_shards(destination, [(shard.name, shard.forms) for shard in shards])
+        carry(Path(source), destination, hf_config, dtype)
+        about = sources(entries)
+        described_all = {
+            name: about.get(name, WHAT) | described(form, placed[name], shard.written.checksums[name])
+            for shard in shards
+            for name, form in shard.forms.items()
+        }
+        write_proof(
+            destination,
+            "megatron-core to Hugging Face",
+            family.name,
+            described_all,
+            left_out(source, described_all, architecture),
+            bytes=sum(form.bytes for shard in shards for form in shard.forms.values()),
+            seconds=time.perf_counter() - started,
+            peak_memory=[report.peak_memory for report in ranks],
+        )
+        return {shard.name: placed[name] for shard in shards for name in list(shard.forms)[:1]}
+
+    return Folder(writer, complete)
+
+
+def write_together(folder: Folder) -> None:
+    """Wait until a folder is whole. Every rank calls this. Raises as `save_weights`."""
+    report, failure = None, None
+    try:
+        report = folder.report()
+    except Exception as error:
+        failure = error
+    ranks, failure = agree(report, failure), None
+    if dist.get_rank() == 0:
+        try:
+            folder.complete(ranks)
         except (OSError, RuntimeError) as error:
             failure = error
     agree(None, failure)

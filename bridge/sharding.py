@@ -98,16 +98,16 @@ def name_tensors(entries: Mapping[Key, Entry], stored: Mapping[str, Any] | None 
         where = where.replace("mtp_model_layer.", "transformer_layer.")  # as megatron-core saves it
         spellings = [where + spelling for spelling in _spellings(rest, siblings[prefix, key.layer])]
         names[key] = next((name for name in spellings if stored and name in stored), spellings[0])
-    return Naming(_with_tied(names, entries), stacked)
+    return Naming(with_tied(names, entries), stacked)
 
 
 def name_adapter(plan: Plan) -> Naming:
     """As the model itself names the adapters, and what is trained whole; layers count over the whole model."""
     entries = plan.entries | plan.whole
-    return Naming(_with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
+    return Naming(with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
 
 
-def _with_tied(names: dict[Key, str], entries: Mapping[Key, Entry]) -> dict[Key, str]:
+def with_tied(names: dict[Key, str], entries: Mapping[Key, Entry]) -> dict[Key, str]:
     """A copy of the embedding, for the output layer, has the embedding's name."""
     tied = OUTPUT in names and entries[OUTPUT] == entries.get(EMBEDDING)
     return names | {OUTPUT: names[EMBEDDING]} if tied else names
@@ -136,7 +136,7 @@ def _sharded(
     """`tensor`, whose `views` (itself, or what each expert has of it) are windows of whole tensors."""
     key, shard = next(iter(views.items()))
     dim, (ranks, rank) = entry.dim, split_of(key, entry)
-    pieces = _pieces(entry, shard.shape, ranks, rank, architecture)
+    pieces = pieces_of(entry, shard.shape, ranks, rank, architecture)
     outer: list[tuple[int, int]] = []  # place, and number of places, in the dimensions before the tensor's own
     if naming.stacked and key.layer is not None and key.name.startswith(LAYERS):
         outer.append((key.layer, architecture.transformer["num_layers"]))
@@ -145,7 +145,7 @@ def _sharded(
     ]  # fmt: skip
     axes = len(lead[0])
     name = naming.names[key]
-    replica = _replica(chunk, name, key, entry)
+    replica = replica_of(chunk, name, key, entry)
     if tensor.ndim == shard.ndim and len(pieces) == 1:
         return ShardedTensor.from_rank_offsets(
             name,
@@ -180,7 +180,7 @@ def _sharded(
     return ShardedTensorFactory(name, tensor, cast(Any, cut), cast(Any, join), replica)
 
 
-def _pieces(
+def pieces_of(
     entry: Entry, shard: Sequence[int], ranks: int, rank: int, architecture: Architecture
 ) -> list[tuple[int, int, int]]:
     """What a rank's shard is in the whole tensor, as it is without tensor parallelism: (from, to, length) of each run.
@@ -212,7 +212,7 @@ def _pieces(
     return sorted(runs)
 
 
-def _replica(chunk: Any, name: str, key: Key, entry: Entry) -> tuple[int, int, int]:
+def replica_of(chunk: Any, name: str, key: Key, entry: Entry) -> tuple[int, int, int]:
     """Which copy of a tensor this rank has: the one that is saved has zeros only."""
     copied = name == EMBEDDING.name and not chunk.pre_process  # a later stage's, for the output layer
     inside = split_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0

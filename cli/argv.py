@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, RLHF, SAVED_LATER, today, written
+from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, RLHF, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -26,7 +26,6 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    weights_only: bool = False  # the user knows that a checkpoint has no optimizer state: --no_save_optim true
 
 
 def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[Given, str | None]:
@@ -99,10 +98,7 @@ def _take(
     name, values, warning = today(name, values)
     if warning:
         given.notes.append(f"{warning}; the older one still works.")
-    if name in SAVED_LATER:
-        if name == "no_save_optim":
-            given.weights_only = show(values).lower() in ("", "true")
-    elif later := LATER_VALUES.get((name, show(values))):
+    if later := LATER_VALUES.get((name, show(values))):
         raise UsageError(f"{asked}{where}: this version does not have {later.feature}. {later.cure}")
     elif name in flags:
         if values or flags[name].is_bool or (flags[name].is_list and where):

@@ -9,12 +9,13 @@ from typing import Any
 from ..bridge.families import family_of
 from ..bridge.hub import ADAPTER_CONFIG, mcore_folder, read_config
 from ..bridge.options import BuildOptions, Fp8Options, ModelOptions, ParallelOptions, RecomputeOptions
-from ..tasks.folders import default_output_dir
 from ..tasks.log import require_reporters
 from ..tasks.options import InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
+from ..tasks.run_folder import default_output_dir
 from ..templates.options import PrepareOptions
 from .checks_lora import check_adapters, check_base, check_tuner, take_base
+from .checks_resume import check_resume
 from .flags import UsageError, show
 
 
@@ -28,6 +29,7 @@ def check_training(
     """
     notes = list(_put_right(options))
     check_tuner(options, sources)
+    notes += check_resume(options)
     notes += take_base(options, options)
     model = known_model(options)
     check_positive(options)
@@ -150,7 +152,7 @@ POSITIVE = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
     "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
-    "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio",
+    "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio", "exit_duration_in_mins",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",

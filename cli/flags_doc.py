@@ -119,7 +119,6 @@ def _accepted(values: tuple[str, ...]) -> str:
 def _needless() -> Iterator[str]:
     yield "## Accepted, and not needed\n"
     yield from (f"- `--{name}`: {why}." for name, why in {**ALWAYS, **NEEDLESS}.items())
-    yield "- `--no_save_optim`, `--no_save_rng`: this version saves weights only."
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

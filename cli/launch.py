@@ -1,7 +1,7 @@
 """From one command to the processes of a run: how many, and how they are started. Knows no torch.
 
-Several processes: this one is replaced by torchrun (exec), so that signals and the exit code are torchrun's own. One
-process: the task runs right here. Under somebody else's torchrun there is nothing to start.
+Several processes, or one that is to be restarted: this one is replaced by torchrun (exec), so that signals and the exit
+code are torchrun's own. One process: the task runs right here. Under somebody else's torchrun nothing is started.
 """
 
 import contextlib
@@ -28,13 +28,14 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its proce
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say."""
+    """The processes of a run, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and MAX_RESTARTS say."""
 
     per_node: int
     nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int | None = None  # None: one that is free
+    max_restarts: int = 0  # times that torchrun starts them again where one has failed
 
     @property
     def world(self) -> int:
@@ -54,7 +55,8 @@ class Processes:
             raise UsageError(f"NNODES={nodes} needs MASTER_ADDR: the address of the node with NODE_RANK=0.")
         port = _number("MASTER_PORT", 29500 if nodes > 1 else 0)
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        return cls(_number("NPROC_PER_NODE", max(1, gpus), least=1), nodes, node_rank, address, port or None)
+        per_node, restarts = _number("NPROC_PER_NODE", max(1, gpus), least=1), _number("MAX_RESTARTS", 0)
+        return cls(per_node, nodes, node_rank, address, port or None, restarts)
 
 
 def _number(name: str, default: int, least: int = 0) -> int:
@@ -94,6 +96,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
         f"--node_rank={processes.node_rank}",
         f"--master_addr={processes.master_addr}",
         f"--master_port={port}",
+        *([f"--max_restarts={processes.max_restarts}"] if processes.max_restarts else []),
         *("-m", "megaswift.cli.main", *argv),
     ]
 
@@ -124,7 +127,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
     if under_torchrun():
         end_with_torchrun()
         return
-    if processes.world == 1:
+    if processes.world == 1 and not processes.max_restarts:
         port = processes.master_port or 0  # one that is free when it is opened: others start at the same time
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})

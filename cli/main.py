@@ -43,9 +43,6 @@ ABOUT = {
     "megatron": "Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs.",
     "swift": "Use and convert what was trained.",
 }
-WEIGHTS_ONLY = (
-    "this version saves weights only, not the optimizer's state; --no_save_optim true says that this is known."
-)
 USAGE = "[CONFIG.yaml] [--flag value ...]"
 
 
@@ -108,9 +105,6 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
     filed = from_config(config, flags, others) if config else None
     given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (filed.notes if filed else [])
-    trains = program == "megatron" and name != "export"
-    if trains and not (typed.weights_only or (filed and filed.weights_only)):
-        notes.append(WEIGHTS_ONLY)
     return *resolve(options, given, filed), notes
 
 
@@ -173,8 +167,7 @@ def _derived(before: dict[str, Any], options: Any) -> dict[str, str]:
 
 
 def _run(command: Command, options: Any, sources: dict[str, str]) -> int:
-    importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources)
-    return 0
+    return importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources) or 0
 
 
 def _options(command: Command) -> Any:

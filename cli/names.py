@@ -69,6 +69,8 @@ ALWAYS = {
     "remove_unused_columns": "columns that nothing reads are left out",
     "save_missing_weights": "every tensor of the checkpoint is known, and saved",
     "log_throughput": "every log line has it",
+    "create_checkpoint_symlink": "last and best are links to checkpoints",
+    "dist_ckpt_optim_fully_reshardable": "the optimizer's state is read in any layout",
     "align_grad_reduce": "the pipeline's stages reduce at the same time",
     "align_param_gather": "the pipeline's stages gather at the same time",
     "dataloader_pin_memory": "batches are pinned where there is a GPU",
@@ -118,10 +120,7 @@ LATER: dict[str, Later] = {
     **_later("offload of the optimizer", "Leave it out, and use more processes where memory is short.",
              optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
              optimizer_cuda_graph="false"),
-    **_later("resuming", "Give the checkpoint's folder as --model (--mcore_model, --adapters): its weights are trained "
-             "on as a new run.", finetune="true", no_load_optim="true", no_load_rng="true", load_args="false"),
-    **_later("saving while training goes on, and links to checkpoints", "Leave it out.", async_save="false",
-             dist_ckpt_optim_fully_reshardable="false", create_checkpoint_symlink="false"),
+    **_later("options out of a checkpoint", "Give its args.json: --config CHECKPOINT/args.json.", load_args="false"),
     **_later("exports other than to_mcore and to_hf", "Leave it out.", quant_bits=NEVER, quant_method=NEVER,
              quant_n_samples=NEVER, quant_batch_size=NEVER, group_size=NEVER, to_peft_format="false",
              to_ollama="false", to_cached_dataset="false", push_to_hub="false", hub_model_id=NEVER,
@@ -159,9 +158,6 @@ LATER: dict[str, Later] = {
 LATER_VALUES: dict[tuple[str, str], Later] = {
     ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
 }
-
-# Accepted with any value: a note says what is saved.
-SAVED_LATER = ("no_save_optim", "no_save_rng")
 
 # Flags of `megatron rlhf` that sft and pt do not know.
 RLHF = frozenset({

@@ -1,25 +1,99 @@
-"""torchrun without its own account of a failed process, which has told why itself; the exit code is that process's."""
+"""torchrun, with what a run needs of it beyond torch's own:
+
+- SIGTERM and SIGUSR1 are passed on, and the processes get as long to save as whoever sent it leaves them; a SIGTERM
+  that comes again ends them at once. (torch's own gives them 30 s, and does not know SIGUSR1.)
+- Where one process fails, the others are ended by SIGINT: SIGTERM would tell them to save, and they cannot without it.
+- No account of a failed process, which has told why itself; the exit code is that process's. A run that has saved and
+  stopped, or whose command line is wrong, is not restarted.
+"""
 
 import logging
 import signal
 import sys
+import time
+from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from torch.distributed.launcher import api as launcher
+
+from ..tasks.stop import AGAIN, EXIT_STOPPED
+from ..tasks.watchdog import EXIT_HANGS
+
+EXIT_USAGE = 2
+
+
+class Agent(LocalElasticAgent):
+    """Starts the processes of this node and looks after them."""
+
+    signalled: signal.Signals | None = None  # the last one that was passed on
+    terminated: float | None = None  # when SIGTERM first came
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._pass_on)
+        ids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        if Agent.signalled:  # while they were started
+            self._send(Agent.signalled)
+        return ids
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        print(f"note: all processes are started again (restarts left: {self._remaining_restarts})", file=sys.stderr)
+        super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {process.poll() for process in self._processes()}
+        if Agent.signalled or codes & {EXIT_STOPPED, EXIT_USAGE}:
+            self._remaining_restarts = 0
+        if codes == {EXIT_STOPPED, None}:  # all have saved: the others are about to end, too
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        now, Agent.signalled = time.monotonic(), signal.Signals(number)
+        if number == signal.SIGTERM:
+            if Agent.terminated is not None and now - Agent.terminated > AGAIN:
+                self._shutdown(signal.SIGKILL)
+                raise processes.SignalException("SIGTERM came again", signal.SIGTERM)
+            Agent.terminated = Agent.terminated or now
+        self._send(Agent.signalled)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._processes():  # not its children, which read data that are still needed
+            process.send_signal(number)
+
+    def _processes(self) -> list[Any]:
+        context: Any = self._pcontext
+        return [handler.proc for handler in context.subprocess_handlers.values()] if context else []
+
+
+def _exit_code(error: ChildFailedError) -> int:
+    """That of the process which failed first. Told here where a signal has ended it."""
+    for code in (EXIT_STOPPED, EXIT_HANGS):  # of all; some may already have missed the others
+        if any(failure.exitcode == code for failure in error.failures.values()):
+            return code
+    rank, failure = error.get_first_failure()
+    if failure.exitcode > 0:
+        return failure.exitcode
+    ended = signal.Signals(-failure.exitcode)
+    if ended != Agent.signalled:
+        memory = ": is the machine short of memory?" if ended == signal.SIGKILL else ""
+        print(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}", file=sys.stderr)
+    return 128 + ended
+
 
 if __name__ == "__main__":
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
+    processes._get_default_signal = lambda: signal.SIGINT  # for the others where one has failed
     try:
-        main()
+        run.main(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            sys.exit(failure.exitcode)
-        ended = signal.Signals(-failure.exitcode)  # this one could not tell
-        memory = ": is the machine short of memory?" if ended == signal.SIGKILL else ""
-        print(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}", file=sys.stderr)
-        sys.exit(128 + ended)
-    except SignalException as error:
+        sys.exit(_exit_code(error))
+    except processes.SignalException as error:
         sys.exit(128 + signal.Signals(error.sigval).value)

@@ -1,50 +1,239 @@
 """Checkpoints of a run: `checkpoint-N` folders, Hugging Face's or megatron-core's, each whole or absent.
 
 A folder has the model's weights or, with LoRA, the adapter alone; `--merge_lora` puts `checkpoint-N-merged` beside it.
+In `training_state` it has what the run needs to go on from there (training_state.py, resume.py).
 """
 
+import json
+import pickle
 import shutil
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ..bridge.distributed import save_distributed, save_distributed_adapter
 from ..bridge.fp8 import masters_in_bf16
-from ..bridge.lora.files import save_adapter
-from ..bridge.parallel import barrier
-from ..bridge.save import save_weights
-from .folders import begin, commit_together, explained, merged_beside, rotate
+from ..bridge.lora.files import stage_adapter
+from ..bridge.safetensors_io import Form
+from ..bridge.save import stage_weights
+from ..bridge.writer import Folder, Report, Writer
+from .folders import Entry, begin, commit_together, explained
 from .plan import shard_bytes
-from .run import Run, on_first_rank
+from .ranks import on_first_rank
+from .run import Run
+from .run_folder import STATE, best, link, merged_beside, rotate
 from .train import Training
+from .watchdog import Watchdog
+
+POLL = 0.02  # seconds between two looks at the others' reports
 
 
-def save_checkpoint(run: Run, training: Training, step: int) -> dict[str, Path]:
-    """Write `checkpoint-{step}` (and its merged weights) in a hidden folder, then put it in its place.
+class Checkpoints:
+    """Saves a run. Every rank calls every method, in the same order.
 
-    Every rank calls this. Returns the folder as "checkpoint", and that of the merged weights, if there is one, as
-    "merged_checkpoint".
+    A rank writes its files and reports that they are on the disk; when all have, rank 0 puts the checkpoint in its
+    place. Threads do this: training waits for them, or with --async_save for copies of what is written alone. They
+    tell each other by the process group's store, so that no collective is in the way of training's own.
     """
-    path = run.folder / f"checkpoint-{step}"
-    merged = merged_beside(path) if training.model.lora and run.options.merge_lora else None
-    paths = [merged, path] if merged else [path]
-    temporary = on_first_rank(lambda: _begin(path, paths))
-    masters = masters_in_bf16(training.optimizer, training.chunks)
-    with training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
-        _save(run, training, step, temporary / path.name)
-        if merged:
-            _save_weights(run, training, temporary / merged.name)
-    barrier()
 
-    def finish() -> None:
-        with explained(path), _removed_on_error(temporary):
-            for each in paths:
-                (temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
-            commit_together(temporary, paths)
-        rotate(run.folder, run.options.save_total_limit)
+    def __init__(self, run: Run, training: Training, watchdog: Watchdog):
+        self._run, self._training, self._watchdog = run, training, watchdog
+        # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
+        self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
+        self._saved = 0
+        self._saving: _Saving | None = None
 
-    on_first_rank(finish)
-    return {"checkpoint": path} | ({"merged_checkpoint": merged} if merged else {})
+    def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
+        """Save the weights, and beside them this rank's `tensors` and (rank 0's) `state`.
+
+        Returns the folder as "checkpoint", and that of the merged weights, if there is one, as "merged_checkpoint".
+        Raises what `settle` raises, of the checkpoint before too.
+        """
+        self.settle()
+        path = self._run.folder / f"checkpoint-{step}"
+        merged = merged_beside(path) if self._training.model.lora and self._run.options.merge_lora else None
+        paths = [merged, path] if merged else [path]
+        self._saved += 1
+        with self._watchdog.phase(f"saving {path.name}"):
+            temporary = on_first_rank(lambda: _begin(path, paths))
+            masters = masters_in_bf16(self._training.optimizer, self._training.chunks)
+            with self._training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
+                folders = {
+                    path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
+                }
+                if merged:
+                    folders[merged] = [self._stage_weights(temporary / merged.name)]
+                state = state | {"time": time.time(), "step": step}
+                self._saving = _Saving(self._run, self._store, self._saved, temporary, paths, folders, state)
+                if not self._run.options.async_save:
+                    self.settle()
+        return {"checkpoint": path} | ({"merged_checkpoint": merged} if merged else {})
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is in its place. Raises, on every rank, what a rank met."""
+        if self._saving is None:
+            return
+        saving, self._saving, progress = self._saving, None, -1
+        with self._watchdog.phase(f"waiting until {saving.paths[-1].name} is written"):
+            while not saving.ended():
+                if saving.waits_for_others or saving.progress != progress:
+                    progress = saving.progress
+                    self._watchdog.tick()
+                time.sleep(POLL)
+        saving.result()
+
+    def _stage(self, step: int, folder: Path) -> list[Folder]:
+        """The weights, or the adapter alone, in the format that is asked for."""
+        run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
+        if lora and run.options.save_safetensors:
+            return [stage_adapter(chunks, run.hf_config, lora, folder, base=run.base, copied=run.options.async_save)]
+        if lora:
+            save_distributed_adapter(chunks, run.hf_config, lora, folder, base=run.base, iteration=step)
+        elif run.options.save_safetensors:
+            return [self._stage_weights(folder)]
+        else:
+            save_distributed(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, iteration=step)
+        return []
+
+    def _stage_weights(self, folder: Path) -> Folder:
+        """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
+        run = self._run
+        return stage_weights(
+            self._training.model.chunks,
+            run.hf_config,
+            run.model_folder,
+            folder,
+            dtype=run.dtype,
+            max_shard_bytes=shard_bytes(run.options.max_shard_size),
+            merge=True,
+            copied=run.options.async_save,
+        )
+
+    def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> Folder:
+        writer = Writer(temporary / path.name / STATE, copied=self._run.options.async_save)
+        if tensors:
+            writer.begin(
+                f"rank-{dist.get_rank():05}.safetensors",
+                {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+            )
+        for name, tensor in tensors.items():
+            writer.put(name, tensor)
+        return Folder(writer, lambda _: {}, within=STATE)
+
+
+class _Saving:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(
+        self,
+        run: Run,
+        store: Any,
+        number: int,
+        temporary: Path,
+        paths: list[Path],
+        folders: dict[Path, list[Folder]],
+        state: dict[str, Any],
+    ):
+        self.paths = paths
+        self.waits_for_others = False  # what they do, they watch themselves
+        self._run, self._store, self._number = run, store, number
+        self._temporary, self._folders, self._state = temporary, folders, state
+        self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def progress(self) -> int:
+        """Tensors of this rank that are on their way to the disk, or there."""
+        return sum(folder.writer.taken for folders in self._folders.values() for folder in folders)
+
+    def ended(self) -> bool:
+        """Whether it is whole, or not to be."""
+        return self._store.check([self._key("outcome")])
+
+    def result(self) -> None:
+        """Raise what stood against it."""
+        self._thread.join()
+        _heard(self._store.get(self._key("outcome")))
+
+    def _key(self, name: object) -> str:
+        return f"{self._number}/{name}"
+
+    def _work(self) -> None:
+        try:
+            reports = {path: [folder.report() for folder in folders] for path, folders in self._folders.items()}
+            said = pickle.dumps(reports)
+        except Exception as error:
+            said = _told(error)
+        self._store.set(self._key(dist.get_rank()), said)
+        self.waits_for_others = True
+        if dist.get_rank() == 0:
+            try:
+                with explained(self.paths[-1]), _removed_on_error(self._temporary):
+                    self._finish(self._reports())
+                said = pickle.dumps(None)
+            except Exception as error:
+                said = _told(error)
+            self._store.set(self._key("outcome"), said)
+
+    def _reports(self) -> list[dict[Path, list[Report]]]:
+        keys = [self._key(rank) for rank in range(dist.get_world_size())]
+        for key in keys:
+            while not self._store.check([key]):
+                time.sleep(POLL)
+        self.waits_for_others = False
+        found = [_heard(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def _finish(self, ranks: list[dict[Path, list[Report]]]) -> None:
+        known: dict[Path, dict[str, Entry]] = {}
+        for path, folders in self._folders.items():
+            known[path] = {}
+            for number, folder in enumerate(folders):
+                reports = [reports[path][number] for reports in ranks]
+                names = folder.complete(reports)
+                for shard in (shard for report in reports for shard in report.shards):
+                    name = f"{folder.within}{'/' if folder.within else ''}{names.get(shard.name, shard.name)}"
+                    known[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
+        run, path = self._run, self.paths[-1]
+        (self._temporary / path.name / STATE / "state.json").write_text(json.dumps(self._state, indent=2) + "\n")
+        for each in self.paths:
+            (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
+        commit_together(self._temporary, self.paths, known)
+        link(run.folder, "last", path)
+        kept = self._best()
+        if kept is not None:
+            link(run.folder, "best", kept)
+        rotate(run.folder, run.options.save_total_limit, kept)
+
+    def _best(self) -> Path | None:
+        options = self._run.options
+        name = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        greater = not name.endswith("loss") if options.greater_is_better is None else options.greater_is_better
+        return best(self._run.folder, name, greater=greater)
+
+
+def _told(error: Exception) -> bytes:
+    """An error, for other ranks: of a fault of ours, which nobody expects, with the way to it."""
+    expected = isinstance(error, OSError)
+    return pickle.dumps(error if expected else RuntimeError("".join(traceback.format_exception(error))))
+
+
+def _heard(said: bytes) -> Any:
+    """What a rank has said. Raises its error."""
+    answer = pickle.loads(said)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _begin(path: Path, paths: list[Path]) -> Path:
@@ -52,27 +241,8 @@ def _begin(path: Path, paths: list[Path]) -> Path:
     with explained(path):
         for each in paths:
             (temporary / each.name).mkdir()
+        (temporary / path.name / STATE).mkdir()
     return temporary
-
-
-def _save(run: Run, training: Training, step: int, folder: Path) -> None:
-    """The weights, or the adapter alone, in the format that is asked for."""
-    chunks, lora = training.model.chunks, training.model.lora
-    if lora and run.options.save_safetensors:
-        save_adapter(chunks, run.hf_config, lora, folder, base=run.base)
-    elif lora:
-        save_distributed_adapter(chunks, run.hf_config, lora, folder, base=run.base, iteration=step)
-    elif run.options.save_safetensors:
-        _save_weights(run, training, folder)
-    else:
-        save_distributed(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, iteration=step)
-
-
-def _save_weights(run: Run, training: Training, folder: Path) -> None:
-    """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
-    most = shard_bytes(run.options.max_shard_size)
-    chunks = training.model.chunks
-    save_weights(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, max_shard_bytes=most, merge=True)
 
 
 @contextmanager

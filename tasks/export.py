@@ -40,7 +40,8 @@ from .folders import MANIFEST, WEIGHTS, begin, check_free, commit, damage, expla
 from .options import ExportOptions
 from .plan import Layout, build_options, export_folder, shard_bytes
 from .precision import Comparison, as_json, check_precision, round_weights
-from .run import dtype_of, first_of_each_node, on_every_rank, on_first_rank
+from .ranks import first_of_each_node, on_every_rank, on_first_rank
+from .run import dtype_of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Folders that a run writes: `<output_dir>/v0-20260131-235959/checkpoint-500/`, each checkpoint whole or absent.
+"""Folders that are whole or absent.
 
-A checkpoint is written into a hidden folder beside its place (`begin`), then hashed, synced and renamed (`commit`): so
-whoever finds a folder named checkpoint-N, after a crash too, finds all of it.
+One is written into a hidden folder beside its place (`begin`), then hashed, synced and renamed (`commit`): so whoever
+finds it by its name, after a crash too, finds all of it.
 """
 
 import contextlib
@@ -12,51 +12,15 @@ import os
 import re
 import shutil
 import socket
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of their files end
 MANIFEST = "manifest.json"
-VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+Entry = dict[str, int | str]  # of a manifest: size in bytes, sha256
 PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<host>.+)-(?P<pid>\d+)")
-
-
-def default_output_dir(model: str) -> Path:
-    """Where a run goes when `--output_dir` is not given: `megatron_output/<the model's own name>`."""
-    return Path("megatron_output") / (Path(model).resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1])
-
-
-def new_run_folder(output_dir: str | Path, *, add_version: bool = True) -> Path:
-    """Make `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false, and return it.
-
-    To be called by one process of a run. Two runs that start in the same second get different folders.
-    Raises OSError, with the cure, where the folder cannot be written.
-    """
-    output_dir = Path(output_dir).expanduser().absolute()
-    with explained(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        folder = _new_version(output_dir) if add_version else output_dir
-        probe = (
-            folder / f".probe-{os.getpid()}"
-        )  # mkdir tells nothing of a folder that was there, or of a mount gone read-only
-        probe.touch()
-        probe.unlink()
-    return folder
-
-
-def _new_version(output_dir: Path) -> Path:
-    taken = [int(match[1]) for entry in output_dir.iterdir() if (match := VERSION.fullmatch(entry.name))]
-    version = max(taken, default=-1) + 1
-    while True:
-        folder = output_dir / f"v{version}-{time.strftime('%Y%m%d-%H%M%S')}"
-        try:
-            folder.mkdir()  # is the lock: exactly one of two runs makes it
-            return folder
-        except FileExistsError:
-            version += 1
 
 
 def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
@@ -83,7 +47,7 @@ def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
     why = f"{', '.join(others[:3])} came otherwise" if others else ""
     if not (there / MANIFEST).is_file():
         why = f"it has no {MANIFEST}"
-    elif not _of_export(there / "args.json"):
+    elif not of_export(there / "args.json"):
         why = "by its args.json"
     if why:
         raise ValueError(
@@ -96,7 +60,7 @@ def _name(file: Path, folder: Path) -> str:
     return file.relative_to(folder).as_posix()
 
 
-def _of_export(args: Path) -> bool:
+def of_export(args: Path) -> bool:
     """Whether a folder's args.json has the options of an export."""
     try:
         return "to_mcore" in json.loads(args.read_text(encoding="utf-8"))["options"]
@@ -113,23 +77,26 @@ def begin(path: str | Path, *, needed_bytes: int = 0) -> Path:
     path = Path(path).absolute()
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
+        remove_leftovers(path.parent, path.name)
         free = shutil.disk_usage(path.parent).free
         if free < needed_bytes:
             raise OSError(errno.ENOSPC, f"{_gib(needed_bytes)} are needed and {_gib(free)} are free")
-        temporary = _hidden(path)
+        temporary = hidden(path)
         temporary.mkdir()
     return temporary
 
 
-def _hidden(path: Path, suffix: str = "") -> Path:
+def hidden(path: Path, suffix: str = "") -> Path:
     """A name beside `path` that says which process is at work there (read back by PARTIAL)."""
     return path.with_name(f".{path.name}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove the half-written folders whose writer is gone. One on another host is judged by its name alone."""
-    for entry in path.parent.iterdir():
+def remove_leftovers(folder: Path, name: str | None = None, *, ours: bool = False) -> None:
+    """Remove what was half-written in `folder` and whose writer is gone.
+
+    One on another host is judged by the `name` of what was to be made; `ours`: nobody else is at work there.
+    """
+    for entry in folder.iterdir():
         match = PARTIAL.fullmatch(entry.name)
         if match is None:
             continue
@@ -137,8 +104,8 @@ def _remove_leftovers(path: Path) -> None:
             pid = int(match["pid"])
             dead = pid == os.getpid() or not _alive(pid)
         else:
-            dead = match["name"] == path.name
-        if dead:
+            dead = match["name"] == name
+        if dead or ours:
             shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -164,46 +131,59 @@ def commit(temporary: Path, path: str | Path) -> Path:
     return path
 
 
-def commit_together(temporary: Path, paths: Sequence[Path]) -> None:
+def commit_together(
+    temporary: Path, paths: Sequence[Path], known: Mapping[Path, Mapping[str, Entry]] = MappingProxyType({})
+) -> None:
     """The same for folders that were made inside `temporary`, each by the name that it has among `paths`.
 
-    The first is put in its place when all are finished: the last is there only where all are.
+    The first is put in its place when all are finished: the last is there only where all are. `known`: of each, the
+    files that are on the disk already, as the manifest has them.
     """
     with explained(paths[-1]):
         for path in paths:
-            _finish(temporary / path.name)
+            _finish(temporary / path.name, known.get(path, {}))
         for path in paths:
             _place(temporary / path.name, path)
         temporary.rmdir()
 
 
-def _finish(folder: Path) -> None:
+def _finish(folder: Path, known: Mapping[str, Entry] = MappingProxyType({})) -> None:
     """Write the manifest; all of the folder is on the disk when this returns."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing and fsync let go of the GIL
-        entries = dict(pool.map(lambda file: (_name(file, folder), _seal(file)), files))
+    names = sorted(_name(file, folder) for file in folder.rglob("*") if file.is_file())
+    with _pool() as pool:
+        entries = dict(pool.map(lambda name: (name, known.get(name) or _sealed(folder / name)), names))
     (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
-    _sync(folder / MANIFEST)
+    sync(folder / MANIFEST)
     for inner in [entry for entry in folder.rglob("*") if entry.is_dir()] + [folder]:
-        _sync(inner)
+        sync(inner)
 
 
 def _place(folder: Path, path: Path) -> None:
-    replaced = _hidden(path, "-replaced")
+    replaced = hidden(path, "-replaced")
     if path.exists():
         path.rename(replaced)
     folder.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _seal(file: Path) -> dict[str, int | str]:
-    _sync(file)
+def _sealed(file: Path) -> Entry:
+    sync(file)
+    return {"size": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
-        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _pool() -> ThreadPoolExecutor:
+    """Hashing and fsync let go of the GIL."""
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -211,7 +191,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def listed(path: str | Path) -> dict[str, dict[str, int | str]]:
+def listed(path: str | Path) -> dict[str, Entry]:
     """Each file's size and sha256 by the manifest of a committed folder; none where it has no manifest.
 
     Raises ValueError where that is not one.
@@ -232,51 +212,20 @@ def damage(path: str | Path, *, checksums: bool = False, names: Collection[str] 
     Empty for a folder that is whole, and for one that has no manifest. `names`: the files to look at, else all.
     """
     path = Path(path)
-    found = []
-    for name, entry in listed(path).items():
-        if names is not None and name not in names:
-            continue
+
+    def fault(name: str, entry: Entry) -> str | None:
         file = path / name
         if not file.is_file():
-            found.append(f"{name} is missing")
-        elif file.stat().st_size != entry["size"]:
-            found.append(f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
-        elif checksums and _seal(file)["sha256"] != entry["sha256"]:
-            found.append(f"{name} has other bytes than were written")
-    return found
+            return f"{name} is missing"
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
+        if checksums and _sha256(file) != entry["sha256"]:
+            return f"{name} has other bytes than were written"
+        return None
 
-
-def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest step first."""
-    entries = [
-        (int(match[1]), entry) for entry in Path(folder).iterdir() if (match := CHECKPOINT.fullmatch(entry.name))
-    ]
-    return [entry for _, entry in sorted(entries)]
-
-
-def merged_beside(checkpoint: Path) -> Path:
-    """Where the merged weights of an adapter's checkpoint are."""
-    return checkpoint.with_name(f"{checkpoint.name}-merged")
-
-
-def rotate(folder: str | Path, save_total_limit: int | None) -> list[Path]:
-    """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
-
-    Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
-    an earlier run into this folder has left checkpoints of later steps.
-    """
-    if save_total_limit is None:
-        return []
-    found = sorted(checkpoints(folder), key=lambda path: path.stat().st_mtime_ns)
-    doomed = found[: max(0, len(found) - max(1, save_total_limit))]
-    for path in doomed:
-        merged = merged_beside(path)
-        going = [path, merged] if merged.is_dir() and not _of_export(merged / "args.json") else [path]
-        for each in going:
-            each.rename(_hidden(each))  # absent at once: deleting many gigabytes takes a while
-        for each in going:
-            shutil.rmtree(_hidden(each), ignore_errors=True)
-    return doomed
+    entries = {name: entry for name, entry in listed(path).items() if names is None or name in names}
+    with _pool() as pool:
+        return [found for found in pool.map(fault, entries, entries.values()) if found]
 
 
 class FolderError(OSError):

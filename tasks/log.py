@@ -13,16 +13,20 @@ The keys of logging.jsonl are a promise to its readers:
     data_wait         seconds that a step waited for its data, mean since the row before
     elapsed, remaining   seconds since the start, and an estimate of those to come
 
-A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed. The last row sums it up.
+A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of a checkpoint has
+save_wait: the seconds that training waited for it. The last row sums it up. Of a run that is resumed, rows of later
+steps than the checkpoint's have gone: they come again.
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,16 +42,17 @@ class Meter:
     Times are those at which steps ended: on a GPU the device tells them, since the host is elsewhere by then.
     """
 
-    def __init__(self, world_size: int, chip_peak_flops: float | None):
+    def __init__(self, world_size: int, chip_peak_flops: float | None, tokens: int = 0):
+        """`tokens`: those trained on before, by the run that is resumed."""
         self.world_size = world_size
         self.chip_peak_flops = chip_peak_flops
-        self.steps = 0
-        self.tokens = 0  # over all ranks, since the start
+        self.steps = 0  # since the start
+        self.tokens = tokens  # over all ranks, of the whole run
         self.excluded = 0.0  # seconds spent on other things than steps
-        self._started = self._ended = time.perf_counter()
-        self._window = self._whole = (self._started, 0, 0, 0.0, 0.0)
+        self._ended = time.perf_counter()
         self._flops = 0.0
         self._data_wait = 0.0
+        self._origin = self._window = self._whole = self._mark()
 
     def step(self, tokens: int, flops: float, data_wait: float, ended: float | None = None) -> None:
         """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data.
@@ -86,7 +91,7 @@ class Meter:
 
     def _rates(self, since: tuple[float, int, int, float, float]) -> dict[str, float | None]:
         if since[1] == self.steps:
-            since = (self._started, 0, 0, 0.0, 0.0)
+            since = self._origin
         seconds, steps, tokens, flops, data_wait = (now - then for now, then in zip(self._mark(), since, strict=True))
         seconds = max(seconds, 1e-9)
         flops_per_second = flops / seconds / self.world_size
@@ -97,6 +102,15 @@ class Meter:
             "data_wait": data_wait / max(steps, 1),
             "seconds_per_step": seconds / max(steps, 1),
         }
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a log goes on: all 0 for a new run."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0  # seconds
 
 
 class RunLog:
@@ -122,7 +136,7 @@ class RunLog:
         chip_peak_flops: float | None,
         world_size: int,
         *,
-        start_step: int = 0,
+        start: "Start | None" = None,
         six_n: float | None = None,
         settings: dict[str, Any] | None = None,
         out: TextIO | None = None,
@@ -133,23 +147,25 @@ class RunLog:
         self.logging_steps = options.logging_steps
         self._six_n = six_n
         self._rows: list[dict[str, Any]] = []
-        self._start_step = self._step = start_step
+        start = start or Start()
+        self._step = start.step
         self._out = out or sys.stdout
         require_reporters(options)
-        self._sinks = _sinks(options, folder, settings or {}) if folder else []
-        self.meter = Meter(
-            world_size, chip_peak_flops
-        )  # its clock starts once the others, which take a while, are ready
-        self._start = time.perf_counter()
+        self._sinks = _sinks(options, folder, settings or {}, start.step) if folder else []
+        # Its clock starts once the others, which take a while, are ready.
+        self.meter = Meter(world_size, chip_peak_flops, start.tokens)
+        self._start = time.perf_counter() - start.elapsed
         if folder is None:
             return
+        if start.step:
+            self._rows = _rows_until(start.step, folder / "logging.jsonl")
         self._file = (folder / "logging.jsonl").open("a", buffering=1)  # a line reaches the file as soon as it is whole
         show = sys.stderr.isatty() if bar is None else bar
-        self._bar = tqdm(total=max_steps, initial=start_step, desc="Train", dynamic_ncols=True, disable=not show)
+        self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=True, disable=not show)
 
     def due(self, step: int) -> bool:
         """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
-        return step in (self._start_step + 1, self.max_steps) or step % self.logging_steps == 0
+        return step in (1, self.max_steps) or step % self.logging_steps == 0
 
     def step(self, tokens: int, flops: float, data_wait: float, ended: float | None = None) -> None:
         """Record a step: its real tokens and FLOPs over all ranks, the seconds that this rank waited for data, and when
@@ -166,7 +182,7 @@ class RunLog:
             return
         rates = self.meter.window()
         row = {"step": step, "max_steps": self.max_steps, **metrics, "tokens": self.meter.tokens, **rates}
-        row |= {"memory_gib": memory_gib(), "elapsed": self._elapsed()}
+        row |= {"memory_gib": memory_gib(), "elapsed": self.elapsed()}
         row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
         row |= metrics
         self._write(row, "train")
@@ -176,10 +192,17 @@ class RunLog:
         """Log an evaluation's metrics, `eval_loss` among them."""
         if self.folder is None:
             return
-        row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self._elapsed()}
+        row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self.elapsed()}
         self._write(row, "eval")
         numbers = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         self.note(f"step {step}/{self.max_steps}  {numbers}  {duration(row['elapsed'])}")
+
+    def saved(self, step: int, waited: float) -> None:
+        """Log that a checkpoint was saved, or began to be: training waited for so many seconds."""
+        if self.folder is not None:
+            self._write(
+                {"step": step, "max_steps": self.max_steps, "save_wait": waited, "elapsed": self.elapsed()}, "save"
+            )
 
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""
@@ -205,12 +228,12 @@ class RunLog:
         rates = self.meter.whole()
         pictures = self.draw()
         summary = {"step": self._step, "max_steps": self.max_steps, **summary, "tokens": self.meter.tokens, **rates}
-        self._file.write(_json({**summary, "elapsed": self._elapsed()}))
+        self._file.write(_json({**summary, "elapsed": self.elapsed()}))
         self._file.close()
         for sink in self._sinks:
             sink.close()
         self.note(
-            f"{self.meter.tokens:,} tokens in {duration(self._elapsed())}; after the first step {self._speed(rates)}"
+            f"{self.meter.tokens:,} tokens in {duration(self.elapsed())}; after the first step {self._speed(rates)}"
         )
         if pictures:
             self.note(f"curves: {pictures[0].parent}")
@@ -223,7 +246,8 @@ class RunLog:
             text += f" (by 6ND {tflops:.4g} TFLOP/s/GPU" + (f", MFU {tflops * 1e12 / peak:.1%})" if peak else ")")
         return text
 
-    def _elapsed(self) -> float:
+    def elapsed(self) -> float:
+        """Seconds of the whole run, of which a resumed one is a part."""
         return time.perf_counter() - self._start
 
     def _write(self, row: dict[str, Any], group: str) -> None:
@@ -316,11 +340,26 @@ def _json(row: dict[str, Any]) -> str:
     return json.dumps(finite, default=str) + "\n"
 
 
+def _rows_until(step: int, file: Path) -> list[dict[str, Any]]:
+    """The rows of a log up to a step, which it is left with; neither a summary nor half a row is among them."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if row["step"] <= step and "last_checkpoint" not in row:
+                rows.append(row)
+    with explained(file.parent):
+        beside = file.with_suffix(".partial")
+        beside.write_text("".join(_json(row) for row in rows), encoding="utf-8")
+        beside.replace(file)
+    return rows
+
+
 class _TensorBoard:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for key, value in scalars.items():
@@ -335,7 +374,10 @@ class _Wandb:
         import wandb  # pyright: ignore[reportMissingImports]
 
         name = options.wandb_exp_name or folder.name
-        self._run = wandb.init(project=options.wandb_project, name=name, dir=str(folder), config=settings)
+        same = hashlib.sha256(str(folder).encode()).hexdigest()[:16]  # when it is resumed
+        self._run = wandb.init(
+            project=options.wandb_project, name=name, dir=str(folder), config=settings, id=same, resume="allow"
+        )
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log(scalars, step=step)
@@ -361,10 +403,13 @@ class _Swanlab:
         self._swanlab.finish()
 
 
-def _sinks(options: LoggingOptions, folder: Path, settings: dict[str, Any]) -> list[_TensorBoard | _Wandb | _Swanlab]:
+def _sinks(
+    options: LoggingOptions, folder: Path, settings: dict[str, Any], step: int
+) -> list[_TensorBoard | _Wandb | _Swanlab]:
     sinks: list[_TensorBoard | _Wandb | _Swanlab] = []
     if "none" not in options.report_to:
-        sinks.append(_TensorBoard(Path(options.tensorboard_dir) if options.tensorboard_dir else folder / "runs"))
+        place = Path(options.tensorboard_dir) if options.tensorboard_dir else folder / "runs"
+        sinks.append(_TensorBoard(place, step))
     if "wandb" in options.report_to:
         sinks.append(_Wandb(options, folder, settings))
     if "swanlab" in options.report_to:

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,12 +19,14 @@ from ..bridge import runtime
 from ..templates.batches import Batches
 from ..templates.layout import Batch
 from .args import SECRET
-from .checkpoint import save_checkpoint
+from .checkpoint import Checkpoints
 from .flops import Flops, peak_flops
-from .log import RunLog
-from .plan import steps_of
+from .log import RunLog, Start
 from .profile import Profile
+from .restore import rank_file
+from .resume import layout_of
 from .run import Run, streamed
+from .stop import Stop
 from .train import (
     Clock,
     Fetched,
@@ -35,40 +38,54 @@ from .train import (
     sum_over_ranks,
     train_step,
 )
+from .training_state import optimizer_numbers, rank_tensors
+from .watchdog import Watchdog
 
 Sums = Callable[[], tuple[dict[str, float], float, float]]  # means of metrics, tokens, FLOPs: waits for the device
 
 
-def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None) -> None:
-    """Train for the whole run. `names`: the metrics that `loss` returns; they are logged under these names."""
+def fit(
+    run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None, max_steps: int
+) -> str | None:
+    """Train to the last step, or until there is a reason to stop, which is returned: the run is saved then.
+
+    `names`: the metrics that `loss` returns; they are logged under these names.
+    """
     options, model = run.options, training.model
-    max_steps = steps_of(options, train.samples)
     flops = Flops.of(model.config, model.architecture.vocab_size, trained=model.trained_share)
+    window = _Window(names)
+    start = _start(run, window)
     log = RunLog(
         run.folder if run.writes else None,
         options,
         max_steps,
         peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
         dist.get_world_size(),
+        start=start,
         six_n=flops.six_n_d(1) if model.trained_share == 1 else None,
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
     profile = Profile(options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused)
-    window = _Window(names)
+    stop, watchdog = Stop(options.exit_duration_in_mins), Watchdog(options.ddp_timeout, run.folder)
+    checkpoints = Checkpoints(run, training, watchdog)
     steps = train.steps()
     if train.loss_tokens_are_local:
         steps = streamed(steps, options.ddp_timeout)
     saved: dict[str, Path] = {}  # the last checkpoint
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
+    reason: str | None = None
     clock = Clock()
     gc.collect()
     gc.freeze()  # collections during training need not go through all that was imported and built
     try:
-        for step in range(1, max_steps + 1):
+        for step in range(start.step + 1, max_steps + 1):
+            stop.exchange()
             profile.before(step)
-            start = time.perf_counter()
+            watchdog.phase(f"data of step {step}")
+            began, epoch = time.perf_counter(), train.epoch
             batches = next(steps)
-            data_wait = time.perf_counter() - start
+            data_wait = time.perf_counter() - began
+            watchdog.phase(f"step {step}")
             learning_rate = training.learning_rate
             metrics, outcome = train_step(training, batches, loss, step)
             record = record and record()  # of the step before, whose numbers have come; the device has this one to do
@@ -77,30 +94,96 @@ def fit(run: Run, training: Training, loss: Loss, names: list[str], train: Batch
             window.add(batches, metrics, flops, _balancing(training))
             sums = window.close(training) if log.due(step) else None
             record = partial(_record, log, step, sums, outcome, clock, log.meter.excluded, learning_rate, data_wait)
+            reason = stop.reason()
             evaluates = val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps)
-            saves = _saves(run, train, step, max_steps)
+            saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch) or reason is not None
             if evaluates or saves or not torch.cuda.is_available():
                 training.look()
                 record = record and record()
             profile.after(step)
             with log.meter.paused():
+                evaluated: dict[str, float] = {}
                 if val is not None and evaluates:
                     collect = options.manual_gc and options.manual_gc_eval
                     if collect:
                         gc.collect()
-                    log.evaluation(step, evaluate(training, val, loss, names, options.eval_iters))
+                    with watchdog.phase(f"evaluation at step {step}"):
+                        evaluated = evaluate(training, val, loss, names, options.eval_iters, watchdog.tick)
+                    log.evaluation(step, evaluated)
                     if collect:
                         gc.collect()
                 if saves:
-                    saved = save_checkpoint(run, training, step)
-                    log.note("; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in saved.items()))
+                    began = time.perf_counter()
+                    saved = checkpoints.save(
+                        step,
+                        _state(run, training, train, log, window, evaluated),
+                        _rank_state(run, training, train, window),
+                    )
+                    waited = time.perf_counter() - began
+                    log.saved(step, waited)
+                    where = "; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in saved.items())
+                    log.note(f"{where} (training waited {waited:.2f} s)")
                     log.draw()  # which fails where the checkpoint has filled the disk
+            if reason is not None:
+                break
             if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
                 gc.collect()
+        checkpoints.settle()
     except NonFiniteError as error:
+        with suppress(OSError):
+            checkpoints.settle()
         log.close({"stopped": str(error), "last_checkpoint": None} | _last(saved))
         raise
-    log.close(_last(saved))
+    watchdog.close()
+    if reason is None:
+        stop.close()
+    else:
+        log.note(
+            f"stopped after step {step} of {max_steps}: {reason}. --resume_from_checkpoint auto goes on from there"
+        )
+    log.close(({"stopped": reason} if reason else {}) | {"last_checkpoint": None} | _last(saved))
+    return reason
+
+
+def _start(run: Run, window: "_Window") -> Start:
+    """Where the log goes on."""
+    if run.resumed is None:
+        return Start()
+    state = run.resumed.state
+    if run.resumed.is_in(run.options, dist.get_world_size()):
+        window.load(rank_file(run.resumed.folder, dist.get_rank()))
+        waiting = 0
+    else:  # the shares of other ranks than there are now
+        waiting = state["window_tokens"]
+    return Start(run.resumed.step, state["tokens"] + waiting, state["elapsed"])
+
+
+def _state(
+    run: Run, training: Training, train: Batches, log: RunLog, window: "_Window", evaluated: dict[str, float]
+) -> dict[str, Any]:
+    """What of a run is the same on every rank."""
+    options = run.options
+    return {
+        "tokens": log.meter.tokens,
+        "window_tokens": int(sum_over_ranks({}, [], window.tokens).wait()[0]),
+        "elapsed": log.elapsed(),
+        "layout": layout_of(options, dist.get_world_size()),
+        "optimizer": None if options.no_save_optim else optimizer_numbers(training),
+        "rng": not options.no_save_rng,
+        "data": train.position(),
+        "metrics": evaluated,
+    }
+
+
+def _rank_state(run: Run, training: Training, train: Batches, window: "_Window") -> dict[str, Tensor]:
+    """What of a run this rank alone has."""
+    options = run.options
+    tensors = rank_tensors(training, run.hf_config, optimizer=not options.no_save_optim, rng=not options.no_save_rng)
+    tensors |= window.tensors()
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    if first and parallel_state.is_pipeline_first_stage():
+        tensors |= {name: torch.from_numpy(array) for name, array in train.cursors().items()}
+    return tensors
 
 
 def _last(saved: dict[str, Path]) -> dict[str, str]:
@@ -128,10 +211,16 @@ def _record(
     log.train(step, means | norm | {"learning_rate": learning_rate})
 
 
-def evaluate(training: Training, val: Batches, loss: Loss, names: list[str], most: int) -> dict[str, float]:
-    """Means over the evaluation data by trained tokens, as `eval_<name>`; over `most` global batches, or all (-1)."""
+def evaluate(
+    training: Training, val: Batches, loss: Loss, names: list[str], most: int, tick: Callable[[], None]
+) -> dict[str, float]:
+    """Means over the evaluation data by trained tokens, as `eval_<name>`; over `most` global batches, or all (-1).
+
+    Calls `tick` for each global batch.
+    """
     totals, weight = {}, 0.0
     for batches in islice(val.once(), most if most >= 0 else None):
+        tick()
         tokens = batches[0].loss_tokens
         for name, value in evaluate_step(training, batches, loss).items():
             totals[name] = totals.get(name, 0.0) + value.double() * tokens
@@ -144,12 +233,10 @@ def _falls_on(step: int, every: int, max_steps: int) -> bool:
     return step % every == 0 or step == max_steps
 
 
-def _saves(run: Run, train: Batches, step: int, max_steps: int) -> bool:
-    options = run.options
-    if options.save_strategy == "steps" or train.samples is None:
-        return _falls_on(step, options.save_steps, max_steps)
-    seen = options.global_batch_size * step
-    return step == max_steps or seen // train.samples > (seen - options.global_batch_size) // train.samples
+def _saves(run: Run, step: int, max_steps: int, *, epoch_ends: bool) -> bool:
+    if run.options.save_strategy == "steps":
+        return _falls_on(step, run.options.save_steps, max_steps)
+    return step == max_steps or epoch_ends
 
 
 def _balancing(training: Training) -> dict[str, Tensor]:
@@ -192,6 +279,23 @@ class _Window:
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank has of it, by names for its file."""
+        sums = {f"window/metrics/{name}": value for name, value in self.metrics.items()}
+        sums |= {f"window/balancing/{name}": value for name, value in self.balancing.items()}
+        numbers = [self.steps, self.micro_batches, self.tokens, self.flops]
+        return sums | {"window/numbers": torch.tensor(numbers, dtype=torch.float64)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        for name, value in tensors.items():
+            kind, _, metric = name.removeprefix("window/").partition("/")
+            if name == "window/numbers":
+                steps, micro_batches, tokens, self.flops = value.tolist()
+                self.steps, self.micro_batches, self.tokens = int(steps), int(micro_batches), int(tokens)
+            elif name.startswith("window/"):
+                getattr(self, kind)[metric] = value.to(runtime.device())
 
     def close(self, training: Training) -> Sums:
         """Means of the metrics over the steps, then tokens and FLOPs, all over all ranks. Every rank calls this; only

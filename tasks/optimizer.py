@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -106,7 +108,7 @@ def build_optimizer(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # of dense weights, where all are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         _use_our_own(part, in_fp8=model.config.fp8_param)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -121,6 +123,9 @@ def _use_our_own(part: Any, *, in_fp8: bool) -> None:
     if config.optimizer == "sgd":
         sgd = torch.optim.SGD([{"params": []}], lr=config.lr, momentum=config.sgd_momentum, fused=True)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": True, "foreach": None} for group in groups]
+        if config.sgd_momentum:  # from the first step on, as it is after a load
+            for each in (parameter for group in groups for parameter in group["params"]):
+                sgd.state[each] = {"momentum_buffer": torch.zeros_like(each, requires_grad=False)}
         part.optimizer = sgd
         return
     kind = "shard_" if isinstance(part, DistributedOptimizer) else ""
@@ -180,7 +185,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[Tensor, Tens
     norm, own = _gradient_norm(optimizer)
     grad_scale = ((norm + 1e-6) / clip_grad).clamp(min=1.0) if clip_grad > 0 else torch.ones_like(norm)
     found_inf = (~norm.isfinite()).float()
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if part.optimizer is not None:
             part.optimizer.grad_scale, part.optimizer.found_inf = grad_scale, found_inf
     optimizer.step_with_ready_grads()
@@ -190,7 +195,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[Tensor, Tens
 def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     """Of all parameters over all ranks, and of this rank's share of them."""
     squares: dict[Any, Tensor] = {}  # for each group of processes that share parameters out: experts may have their own
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         group, gradients = part.get_grad_stats_parallel_group(), part.get_grads_for_grad_norm()
         total = squares.setdefault(group, torch.zeros((), device=runtime.device()))
         if gradients and isinstance(part.optimizer, AdamW):
@@ -204,6 +209,55 @@ def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     return torch.stack(list(squares.values())).sum().sqrt(), own
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+class Shard(NamedTuple):
+    """What of a parameter this rank's optimizer updates."""
+
+    parameter: Tensor  # the model's
+    start: int  # the first of its elements
+    # fp32 [elements]: the optimizer's, by its names, and, of a parameter that is not in fp32 itself, its master: param.
+    state: dict[str, Tensor]
+    sharded: bool  # each data-parallel rank has elements of its own; else all have all
+
+
+def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
+    """The state of `optimizer`: views of what it updates."""
+    for part in parts(optimizer):
+        if part.optimizer is None:
+            continue
+        sharded = isinstance(part, DistributedOptimizer)
+        for parameter, main in _with_mains(part):
+            start = part._get_model_param_range_map(parameter)["param"].start if sharded else 0
+            state = part.optimizer.state[main] | ({"param": main} if parameter.dtype != torch.float32 else {})
+            yield Shard(parameter, start, {name: each.detach().view(-1) for name, each in state.items()}, sharded)
+
+
+def _with_mains(part: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Each parameter of the model with what is updated for it: a master in fp32, or (a part of) itself."""
+    if isinstance(part, FP32Optimizer):
+        yield from ((each, each) for group in part.param_groups for each in group["params"])
+        return
+    pairs = [("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups", "fp32_from_fp32_groups")]
+    if isinstance(part, DistributedOptimizer):
+        pairs = [
+            ("model_float16_groups", "shard_fp32_from_float16_groups"),
+            ("model_fp32_groups", "shard_fp32_groups"),
+        ]
+    for names in pairs:
+        for groups in zip(*(getattr(part, name) for name in names), strict=True):
+            yield from zip(*groups, strict=True)
+
+
+@torch.no_grad()
+def put_masters(optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]) -> None:
+    """Write the fp32 masters, which have changed, into the model's parameters, on every rank."""
+    for part in parts(optimizer):
+        if part.optimizer is not None and not isinstance(part, FP32Optimizer):
+            type(part)._copy_main_params_to_model_params(part)  # its own has been replaced where AdamW does this
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """megatron-core chains two: of the dense parameters, and of experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -79,11 +79,41 @@ class CheckpointOptions:
     add_version: Annotated[bool, "Write to a new v{N}-{time} folder in it."] = True
     save_strategy: Annotated[Literal["steps", "epoch"], "Save every --save_steps, or after each epoch."] = "steps"
     save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end)."] = 500
-    save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest; left out: all."] = None
+    save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest and the best; left out: all."] = None
+    metric_for_best_model: Annotated[
+        str | None, "Metric of evaluations by which the best checkpoint is known; left out: eval_loss."
+    ] = None
+    greater_is_better: Annotated[bool | None, "Whether more of it is better; left out: unless it is a loss."] = None
+    no_save_optim: Annotated[
+        bool,
+        "Leave the optimizer's state out of checkpoints: they are smaller, and a run cannot go on from them exactly.",
+    ] = False
+    no_save_rng: Annotated[bool, "Leave the states of random numbers out of checkpoints."] = False
+    async_save: Annotated[bool, "Copy what a checkpoint has to the host, and train on while it is written."] = False
     save_safetensors: Annotated[
         bool, "Save Hugging Face folders; false: megatron-core checkpoints, with which --mcore_model goes on."
     ] = True
     max_shard_size: Annotated[str, "Largest safetensors file, as in 5GB or 500MB."] = "5GB"
+
+
+@dataclass
+class ResumeOptions:
+    """Resuming"""
+
+    resume_from_checkpoint: Annotated[
+        str | None,
+        "The checkpoint to go on from: its folder; latest: the newest whole one under --output_dir; auto: the same, "
+        "or a new run where there is none.",
+    ] = None
+    finetune: Annotated[
+        bool, "Begin a new run from the weights given; false: go on with the run that saved them, as resuming does."
+    ] = True
+    no_load_optim: Annotated[bool, "Go on with a fresh optimizer."] = False
+    no_load_rng: Annotated[bool, "Go on with fresh random numbers."] = False
+    ignore_data_skip: Annotated[bool, "Go on with the data from its beginning."] = False
+    exit_duration_in_mins: Annotated[
+        float | None, "Save and end after so many minutes (with exit code 75), to be resumed."
+    ] = None
 
 
 @dataclass
@@ -171,6 +201,7 @@ class SftOptions(
     OptimizerOptions,
     BuildOptions,
     CheckpointOptions,
+    ResumeOptions,
     LoggingOptions,
     ProfileOptions,
 ):
@@ -206,6 +237,9 @@ class ExportOptions(
 @dataclass
 class MegatronExportOptions(ExportOptions, LayoutOptions):
     """megatron export"""
+
+    # A process may write for long, and others wait for it.
+    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
 
 
 @dataclass

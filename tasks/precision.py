@@ -26,7 +26,7 @@ from ..bridge.rows import table
 from ..bridge.tensors import held
 from ..templates.layout import Layout
 from .adapted import adapted, merged
-from .run import on_first_rank
+from .ranks import on_first_rank
 from .train import run_schedule
 
 Build = Callable[[torch.dtype], Model]  # our model, which computes in a type, with weights set

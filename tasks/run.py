@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,13 @@ from ..bridge.parallel import initialize
 from ..templates.batches import Batches
 from ..templates.layout import Batch
 from ..templates.prepare import Prepared, prepare
-from ..templates.store import TokenStore
+from ..templates.store import TokenStore, cache_root
 from ..templates.streaming import TokenStream
 from .args import save_args
-from .folders import default_output_dir, new_run_folder
 from .options import SftOptions
 from .plan import Layout, batches_of
+from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank
+from .resume import Resumed, open_folder
 
 
 @dataclass
@@ -33,12 +34,14 @@ class Run:
 
     options: SftOptions
     model_folder: Path
+    weights_folder: Path  # what the weights are read from: the model's, or the checkpoint's that the run goes on from
     adapter_folder: Path | None  # of the adapter to start from
     hf_config: dict[str, Any]
     folder: Path  # of the run: v{N}-{time}
     dtype: torch.dtype
     tokenizer: Any
     data: Prepared
+    resumed: Resumed | None
 
     @property
     def writes(self) -> bool:
@@ -72,14 +75,19 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
         return prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
 
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
-    data = first_of_each_node(lambda: tokens(options), then=lambda: tokens(replace(options, load_from_cache_file=True)))
-    name = options.mcore_model or options.model
-    folder = on_first_rank(
-        lambda: new_run_folder(options.output_dir or default_output_dir(name), add_version=options.add_version)
-    )
+    found = replace(options, load_from_cache_file=True)
+    data = first_of_each_cache(cache_root(), lambda: tokens(options), then=lambda: tokens(found))
+    folder, resumed = on_first_rank(lambda: open_folder(options))
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
-    on_every_rank(lambda: _must_see(folder))
-    return Run(options, model_folder, adapter_folder, hf_config, folder, dtype, tokenizer, data)
+    check_shared(folder)
+    weights_folder = model_folder
+    if resumed and options.tuner_type == "lora":
+        adapter_folder = resumed.checkpoint
+    elif resumed:
+        weights_folder = resumed.checkpoint
+    return Run(
+        options, model_folder, weights_folder, adapter_folder, hf_config, folder, dtype, tokenizer, data, resumed
+    )
 
 
 def train_batches(run: Run) -> Batches:
@@ -106,35 +114,6 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Bat
     )
 
 
-def on_first_rank[T](do: Callable[[], T]) -> T:
-    """`do()` on rank 0 alone; its result, or its error, on every rank."""
-    outcome: list[Any] = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
-    dist.broadcast_object_list(outcome, src=0)
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
-
-
-def first_of_each_node[T](do: Callable[[], T], then: Callable[[], T] | None = None) -> T:
-    """`do()` on the first rank of each node, then `then()` (or `do()`) on the others; an error of any reaches all."""
-    local_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    result = _guarded(do if local_first else lambda: None)
-    _raise_any(result)
-    if not local_first:
-        result = _guarded(then or do)
-    _raise_any(result)
-    value, _ = result
-    return value
-
-
-def on_every_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`do()` on every rank; an error of any reaches all (by `group`), where else the others would wait for it."""
-    result = _guarded(do)
-    _raise_any(result, group)
-    return result[0]
-
-
 def streamed(steps: Iterator[list[Batch]], seconds: int) -> Iterator[list[Batch]]:
     """A stream's steps, of which each rank counts the loss tokens of its own: with those of all data-parallel ranks.
 
@@ -149,30 +128,6 @@ def streamed(steps: Iterator[list[Batch]], seconds: int) -> Iterator[list[Batch]
         tokens = [0.0] * dist.get_world_size()
         dist.all_gather_object(tokens, batches[0].loss_tokens, group)
         yield [replace(batch, loss_tokens=sum(tokens[rank] for rank in peers)) for batch in batches]
-
-
-def _must_see(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--output_dir must be a folder that all nodes share: {folder} is not seen from here")
-
-
-def _guarded(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
-
-
-def _raise_any(result: tuple[Any, Exception | None], group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first error that any rank has, on every rank."""
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    if len(errors) > 1:  # alone there is nobody to ask, which would wait for the device
-        dist.all_gather_object(errors, result[1], group)
-    if result[1] is not None:
-        raise result[1]  # with its own traceback
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def dtype_of(options: ModelOptions, hf_config: dict[str, Any]) -> torch.dtype:

@@ -3,35 +3,42 @@
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..bridge.build import build_model
+from ..bridge.build import Model, build_model
 from ..bridge.distributed import load_distributed
 from ..bridge.fp8 import reading_in_bf16
+from ..bridge.hub import read_config
 from ..bridge.load import load_weights
 from ..bridge.parallel import barrier
+from ..bridge.safetensors_io import has_weights
 from .args import save_args
 from .loop import fit
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from .options import PtOptions, SftOptions
-from .plan import Layout, steps_of
-from .run import eval_batches, on_every_rank, on_first_rank, open_run, train_batches
+from .plan import Layout
+from .ranks import on_every_rank, on_first_rank
+from .restore import place_data, restore, steps_left
+from .run import Run, eval_batches, open_run, train_batches
+from .stop import EXIT_STOPPED
 from .train import Training, sft_loss
 from .tuner import choose_trained
 
 
-def run(options: SftOptions, sources: dict[str, str]) -> None:
-    """Do what the options say. `sources`: where each option's value came from, for args.json."""
+def run(options: SftOptions, sources: dict[str, str]) -> int:
+    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
     opened = open_run(options, sources, stage="pt" if isinstance(options, PtOptions) else "sft")
     train, val = train_batches(opened), eval_batches(opened)
+    notes = place_data(opened, train)
     adapters = options.tuner_type == "lora"
     model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
-    read = load_distributed if options.mcore_model else load_weights
     with reading_in_bf16(model.chunks):
-        on_every_rank(lambda: read(model.chunks, opened.hf_config, opened.model_folder))
+        on_every_rank(lambda: read_weights(model, opened))
     trained = choose_trained(model, opened)
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
-    steps = steps_of(options, train.samples)
+    steps = steps_left(opened, train)
     schedule = build_schedule(optimizer, options, options.weight_decay, steps)
+    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
+    notes += restore(opened, training)
     on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
         print(opened.data.report)
@@ -42,11 +49,20 @@ def run(options: SftOptions, sources: dict[str, str]) -> None:
             )
         if train.padding_share is not None:
             print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
-        print(*trained, sep="\n")
+        print(*trained, *notes, sep="\n")
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
-    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
     names = ["loss", "mtp_loss"] if model.architecture.predicting else ["loss"]
-    fit(opened, training, sft_loss, names, train, val)
+    stopped = fit(opened, training, sft_loss, names, train, val, steps)
     barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    return EXIT_STOPPED if stopped else 0
+
+
+def read_weights(model: Model, run: Run) -> None:
+    """The weights of the model, or of the checkpoint that the run goes on from, in either format."""
+    folder = run.weights_folder
+    if has_weights(folder):
+        load_weights(model.chunks, read_config(folder), folder)
+    else:
+        load_distributed(model.chunks, run.hf_config, folder)

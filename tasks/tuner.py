@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..bridge.build import Model
 from ..bridge.distributed import adapter_settings, load_distributed_adapter
-from ..bridge.hub import read_adapter_config
+from ..bridge.hub import ADAPTER_WEIGHTS, LATEST, read_adapter_config
 from ..bridge.lora.attach import attach
 from ..bridge.lora.files import load_adapter, settings_of
 from ..bridge.lora.settings import LoraSettings
@@ -13,7 +13,8 @@ from ..bridge.safetensors_io import names_of
 from ..bridge.tensors import some
 from ..bridge.trainable import count_parameters, freeze
 from .folders import WEIGHTS, damage, listed
-from .run import Run, on_every_rank, on_first_rank
+from .ranks import on_every_rank, on_first_rank
+from .run import Run
 
 
 def choose_trained(model: Model, run: Run) -> list[str]:
@@ -41,10 +42,10 @@ def _settings(run: Run) -> LoraSettings:
     options = run.options
     if run.adapter_folder is None:
         return LoraSettings.of_options(options)
-    if options.mcore_adapter:
-        settings = adapter_settings(run.adapter_folder)
-    else:
+    if _is_of_peft(run.adapter_folder):
         settings = settings_of(run.adapter_folder, read_adapter_config(run.adapter_folder))
+    else:
+        settings = adapter_settings(run.adapter_folder)
     dropout = settings.dropout if options.lora_dropout is None else options.lora_dropout
     return replace(settings, dropout=dropout, dtype=options.lora_dtype)
 
@@ -52,8 +53,13 @@ def _settings(run: Run) -> LoraSettings:
 def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
         on_first_rank(lambda: _check_whole(folder))
-        read = load_distributed_adapter if run.options.mcore_adapter else load_adapter
+        read = load_adapter if _is_of_peft(folder) else load_distributed_adapter
         on_every_rank(lambda: read(model.chunks, run.hf_config, model.lora, folder))
+
+
+def _is_of_peft(folder: Path) -> bool:
+    """Whether an adapter is in PEFT's format, and not in megatron-core's."""
+    return (folder / ADAPTER_WEIGHTS).is_file() or not (folder / LATEST).is_file()
 
 
 def _check_whole(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Which samples each rank sees in each step, and the processes that lay them out ahead of time.
 
-The plan is a pure function of the table of lengths, the seed and the step: every rank computes the same one, none asks
-another, and a run continues at any step by starting there.
+The plan is a pure function of the table of lengths, the seed and the place: every rank computes the same one, none asks
+another. Where a run is in its data is known as `position` and, of a stream, `cursors`; `resume` goes on from there.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from .epochs import Epochs
 from .layout import Batch, Layout, Sample
-from .packing import pack
 from .store import TokenStore
 from .streaming import StreamedBatches, TokenStream
 
@@ -75,6 +75,7 @@ class Batches:
             )
         self.num_workers = num_workers
         self.micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
+        self.given = 0  # steps
         self.loss_tokens_are_local = isinstance(store, TokenStream)
         if isinstance(store, TokenStream):
             if (equal_lengths or equal_over_ranks) and not packing:
@@ -82,8 +83,9 @@ class Batches:
                 raise ValueError(f"--streaming true with {what} needs --packing true: rows of one length")
             self.steps_per_epoch = None
             self.plan = StreamedBatches(
-                store, self.layout, micro_batch_size, data_parallel_rank, data_parallel_size, shuffle, seed
-            )
+                store, self.layout, micro_batch_size, data_parallel_rank, data_parallel_size, max(num_workers, 1),
+                shuffle, seed,
+            )  # fmt: skip
         else:
             self.plan = PlannedBatches(
                 store, self.layout, micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size,
@@ -101,21 +103,55 @@ class Batches:
         """Share of the tokens of the first epoch, over all ranks, that are padding. None for a stream."""
         return None if isinstance(self.plan, StreamedBatches) else self.plan.padding_share()
 
-    def steps(self, start: int = 0) -> Iterator[list[Batch]]:
-        """Optimizer steps from number `start` on, without end: this rank's micro batches of each."""
-        if isinstance(self.plan, StreamedBatches):
-            # The only way to a place in a stream is through it.
-            yield from islice(self._stream(self.plan), start, None)
-        else:
-            yield from self._load(
-                self.plan, ((step, m, False) for step in count(start) for m in range(self.micro_batches))
-            )
+    def steps(self) -> Iterator[list[Batch]]:
+        """Optimizer steps from the position on, without end: this rank's micro batches of each."""
+        steps = self._stream(self.plan) if isinstance(self.plan, StreamedBatches) else self._planned(self.plan)
+        for step in steps:
+            self.given += 1
+            yield step
 
     def once(self) -> Iterator[list[Batch]]:
         """Every sample exactly once, in order. The last global batch is filled up with rows of weight 0."""
         if isinstance(self.plan, StreamedBatches) or self.steps_per_epoch is None:
             raise ValueError("a stream has no end: evaluate on a --val_dataset, which is never streamed")
         yield from self._load(self.plan, product(range(self.steps_per_epoch), range(self.micro_batches), [True]))
+
+    def position(self) -> dict[str, Any]:
+        """Where the data is after the steps that `steps` has given so far, as JSON; the same on every rank."""
+        if isinstance(self.plan, StreamedBatches):
+            return self.plan.position(self.given * self.micro_batches)
+        return self.plan.epochs.position(self.given * self.plan.global_batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are over after the steps given so far. 0 for a stream."""
+        return self.position().get("epoch", 0)
+
+    def cursors(self) -> dict[str, np.ndarray]:
+        """Of a stream: where this data-parallel rank's workers are, int64 arrays named `data/<rank>/...`. Else {}."""
+        return self.plan.cursors() if isinstance(self.plan, StreamedBatches) else {}
+
+    def resume(self, position: dict[str, Any], cursors: dict[str, np.ndarray]) -> list[str]:
+        """Have `steps`, not yet begun, go on from a position. `cursors`: those of all data-parallel ranks of then.
+
+        In the same layout the batches are those that would have come. In another, of the epoch at hand no document is
+        lost or repeated. Returns notes for the user; raises ValueError, saying what differs, where the data is another.
+        """
+        if ("epoch" in position) == isinstance(self.plan, StreamedBatches):
+            then = "not streamed" if "epoch" in position else "streamed"
+            raise ValueError(f"the checkpoint's training data was {then}: --streaming must be what it was")
+        if isinstance(self.plan, StreamedBatches):
+            return self.plan.resume(position, cursors)
+        return self.plan.epochs.resume(position)
+
+    def samples_until(self, epochs: float) -> int | None:
+        """Samples from the position on until so many epochs are over; 0 where they are. None for a stream."""
+        if isinstance(self.plan, StreamedBatches):
+            return None
+        return self.plan.epochs.until(epochs, self.given * self.plan.global_batch_size)
+
+    def _planned(self, plan: "PlannedBatches") -> Iterator[list[Batch]]:
+        return self._load(plan, ((step, m, False) for step in count(self.given) for m in range(self.micro_batches)))
 
     def _load(self, plan: "PlannedBatches", numbers: Iterable[tuple[int, int, bool]]) -> Iterator[list[Batch]]:
         loader = iter(self._loader(plan, sampler=numbers))
@@ -126,10 +162,11 @@ class Batches:
         loader = iter(self._loader(stream))
         while True:
             step = list(islice(loader, self.micro_batches))
-            loss_tokens = sum(batch.loss_tokens for batch in step)
-            for batch in step:
+            loss_tokens = sum(batch.loss_tokens for batch, _ in step)
+            for batch, given in step:
                 batch.loss_tokens = loss_tokens
-            yield step
+                stream.followers[given.share].follow(given)
+            yield [batch for batch, _ in step]
 
     def _loader(self, dataset: Dataset, sampler: Iterable | None = None) -> DataLoader:
         return DataLoader(
@@ -168,18 +205,11 @@ class PlannedBatches(Dataset):
         self.global_batch_size = global_batch_size
         self.shape = (-1, data_parallel_size, micro_batch_size)  # micro batches, ranks, samples
         self.rank = data_parallel_rank
-        self.packs = None
-        self.sample_lengths, self.sample_weights = layout.padded(store.lengths), store.weights
-        if layout.pack_length:
-            self.packs = pack(self.sample_lengths, layout.pack_length, seed)
-            self.sample_weights = np.add.reduceat(store.weights[self.packs.items], self.packs.starts[:-1])
-            self.sample_lengths = np.full(len(self.packs), layout.pack_length)
-        self.shuffle, self.seed = shuffle, seed
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch at hand and its order
+        self.epochs = Epochs(store, layout, shuffle, seed)
 
     @property
     def samples(self) -> int:
-        return len(self.sample_lengths)
+        return len(self.epochs.whole)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -192,15 +222,15 @@ class PlannedBatches(Dataset):
         lengths = self._row_lengths(samples)[:, self.rank]  # [micro batches]
         return self.layout.batch(
             [self._sample(i) for i in samples[micro_batch, self.rank].tolist()],
-            loss_tokens=float(self.sample_weights[samples[samples >= 0]].sum()),
+            loss_tokens=float(self.epochs.all.weights[samples[samples >= 0]].sum()),
             row_length=int(lengths[micro_batch]),
         )
 
     def padding_share(self) -> float:
         if self.layout.pack_length:
-            return 1 - self.store.lengths.sum() / self.sample_lengths.sum()
+            return 1 - self.store.lengths.sum() / self.epochs.whole.lengths.sum()
         samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
-        samples[samples >= 0] = self.order(0)[samples[samples >= 0]]
+        samples[samples >= 0] = self.epochs.permutation(self.samples, 0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
         rows = self._row_lengths(micro_batches)
         filled = (micro_batches >= 0).any(-1)  # rows without any sample are an evaluation's, not training's
@@ -212,15 +242,7 @@ class PlannedBatches(Dataset):
         places = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         if once:
             return np.where(places < self.samples, places, -1)
-        epochs, places = np.divmod(places, self.samples)
-        return np.concatenate([self.order(int(e))[places[epochs == e]] for e in np.unique(epochs)])
-
-    def order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.samples)
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.samples)
-        return self._order[1]
+        return self.epochs.numbers(places)
 
     def _row_lengths(self, samples: np.ndarray) -> np.ndarray:
         """[..., micro batches, ranks, samples of one] -> lengths of the rows [..., micro batches, ranks]."""
@@ -232,13 +254,12 @@ class PlannedBatches(Dataset):
         return rows
 
     def _lengths(self, samples: np.ndarray) -> np.ndarray:
-        return np.where(samples >= 0, self.sample_lengths[samples], self.layout.pack_length or 0)
+        return np.where(samples >= 0, self.epochs.all.lengths[samples], self.layout.pack_length or 0)
 
     def _sample(self, number: int) -> Sample:
         if number < 0:
             return []
-        documents = [number] if self.packs is None else self.packs[number].tolist()
-        return [self.store.row(document) for document in documents]
+        return [self.store.row(document) for document in self.epochs.all.documents[number].tolist()]
 
 
 def _as_it_is(batch: Any) -> Any:

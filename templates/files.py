@@ -12,9 +12,10 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ class Source(ABC):
         """The rows of these numbers, which are sorted."""
 
     @abstractmethod
-    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
-        """Every `shares`-th row from number `share` on, in order, with as little work on the others as can be."""
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
+        """Every `shares`-th row from number `share` on, in order, but for the first `start` of these.
+
+        With as little work on all others as can be.
+        """
 
 
 class File(Source):
@@ -83,6 +87,10 @@ class File(Source):
     @abstractmethod
     def count(self) -> int: ...
 
+    @abstractmethod
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        """As above. Returns how many rows the share has, with those that were left out."""
+
 
 class Parsed(File):
     """A file that is read as a whole: `parse` gives its rows, in order, as (line to name, columns)."""
@@ -102,10 +110,12 @@ class Parsed(File):
             line, row = self._all[number]
             yield number, f"{self.name} line {line}", row
 
-    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        number = -1
         for number, (line, row) in enumerate(self.parse()):
-            if number % shares == share:
+            if number % shares == share and number >= start * shares:
                 yield number, f"{self.name} line {line}", row
+        return _of_share(number + 1, share, shares)
 
 
 class Lines(File):
@@ -136,14 +146,15 @@ class Lines(File):
                 file.seek(start)
                 yield number, f"{self.name} line {line}", self._line(file.read(end - start), line)
 
-    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
         number = -1
         with self.path.open("rb") as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
                     number += 1
-                    if number % shares == share:
+                    if number % shares == share and number >= start * shares:
                         yield number, f"{self.name} line {line}", self._line(text, line)
+        return _of_share(number + 1, share, shares)
 
     def _line(self, text: bytes, line: int) -> dict[str, Any]:
         try:
@@ -215,9 +226,25 @@ class Parquet(Parsed):
                 number += 1
                 yield number, row
 
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """The first row of each group, and the end."""
+        groups = range(self._file.num_row_groups)
+        return np.cumsum([0] + [self._file.metadata.row_group(group).num_rows for group in groups])
+
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        groups = np.flatnonzero(self._starts[1:] > start * shares).tolist()
+        first = int(self._starts[groups[0]]) if groups else 0
+        for batch in self._file.iter_batches(row_groups=groups):
+            numbers = np.arange(first, first + batch.num_rows)
+            numbers = numbers[(numbers % shares == share) & (numbers >= start * shares)]
+            for number, row in zip(numbers.tolist(), batch.take(numbers - first).to_pylist(), strict=True):
+                yield number, f"{self.name} row {number + 1}", row
+            first += batch.num_rows
+        return _of_share(self.count(), share, shares)
+
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
-        starts = np.cumsum([0, *sizes])
+        starts = self._starts
         for group in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
             inside = numbers[(numbers >= starts[group]) & (numbers < starts[group + 1])]
             rows = self._group(group).take(inside - starts[group]).to_pylist()
@@ -233,7 +260,7 @@ class Parquet(Parsed):
 class Joined(Source):
     """Several sources one after another."""
 
-    def __init__(self, name: str, sources: list[Source]):
+    def __init__(self, name: str, sources: list[File]):
         self.name, self.sources = name, sources
 
     @property
@@ -253,9 +280,9 @@ class Joined(Source):
             for number, place, row in source.rows(inside) if len(inside) else ():
                 yield number + int(start), place, row
 
-    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
         for source in self.sources:
-            yield from source.stream(share, shares)
+            start = max(start - (yield from source.stream(share, shares, start)), 0)
 
 
 class HubDataset(Source):
@@ -275,7 +302,7 @@ class HubDataset(Source):
         for number, row in zip(numbers.tolist(), _rows(self.dataset[numbers.tolist()]), strict=True):
             yield number, f"{self.name} row {number + 1}", row
 
-    def stream(self, share: int = 0, shares: int = 1) -> Iterator[Row]:
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
         """Of a dataset of many files whose number the shares divide, each share downloads its own files alone."""
         from datasets import Dataset
         from datasets.distributed import split_dataset_by_node
@@ -283,9 +310,15 @@ class HubDataset(Source):
         dataset = self.dataset.to_iterable_dataset() if isinstance(self.dataset, Dataset) else self.dataset
         # By `iter`: plain iteration would divide the rows among the loader's workers once more.
         batches = split_dataset_by_node(dataset, share, shares).iter(batch_size=100)
-        for number, row in enumerate(row for batch in batches for row in _rows(batch)):
+        rows = (row for batch in batches for row in _rows(batch))
+        for number, row in enumerate(islice(rows, start, None), start):
             number = number * shares + share
             yield number, f"{self.name} row {number + 1}", row
+
+
+def _of_share(rows: int, share: int, shares: int) -> int:
+    """How many of so many rows are of a share."""
+    return len(range(share, rows, shares))
 
 
 def _rows(columns: dict[str, list]) -> Iterator[dict[str, Any]]:

@@ -68,12 +68,12 @@ class Layout:
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Lengths of documents with their padding."""
-        return _round_up(lengths, self.document_multiple)
+        return round_up(lengths, self.document_multiple)
 
     def row_length(self, sample_lengths: np.ndarray) -> np.ndarray:
         """Length of the rows of micro batches whose samples have these padded lengths: [..., samples] -> [...]."""
         longest = sample_lengths.sum(-1) if self.padding_free else sample_lengths.max(-1)
-        return np.maximum(_round_up(longest, self.row_multiple), self.row_multiple)
+        return np.maximum(round_up(longest, self.row_multiple), self.row_multiple)
 
     def batch(self, samples: Sequence[Sample], loss_tokens: float, row_length: int | None = None) -> Batch:
         """Lay samples out. `row_length` asks for rows longer than they would be by themselves."""
@@ -149,5 +149,5 @@ def _write(document: Document, tokens: np.ndarray, labels: np.ndarray, weights: 
     weights[: len(ids) - 1] = token_weights[1:]
 
 
-def _round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
+def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple

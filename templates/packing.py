@@ -25,6 +25,13 @@ class Packs:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.items[self.starts[i] : self.starts[i + 1]]
 
+    def __add__(self, other: "Packs") -> "Packs":
+        """These packs, then the others."""
+        return Packs(
+            np.concatenate([self.items, other.items]),
+            np.concatenate([self.starts, len(self.items) + other.starts[1:]]),
+        )
+
 
 def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
     """Pack items of `lengths` (integers from 1 to `capacity`) into packs of `capacity`.

@@ -22,8 +22,9 @@ from .formats import Stage
 from .options import PrepareOptions
 from .packing import pack
 from .report import describe_packs, describe_source, describe_store, marked
+from .shares import Cursor
 from .store import Refusals, TokenFile, TokenStore, cache_root, open_or_build, record_batch
-from .streaming import TokenStream
+from .streaming import Share, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -269,8 +270,6 @@ def _describe_val(parts: list[_Part], store: TokenStore | None) -> list[str]:
 
 def _describe_stream(stream: TokenStream, val_parts: list[_Part], val: TokenStore | None, tokenizer) -> str:
     names = ", ".join(source.name for source, _ in stream.sources)
-    first = next(stream.epoch(), None)
-    if first is None:
-        raise ValueError(f"no row of --dataset {names} can be used: the warnings say why")
+    _, first = next(iter(Share(stream, Cursor(0, 1), shuffle=False, seed=0)))
     lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val), marked(first, tokenizer)]
     return "\n".join(lines)

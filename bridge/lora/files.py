@@ -22,9 +22,9 @@ from ..load import read_tensors
 from ..parallel import barrier
 from ..rows import OUTPUT, Architecture, Entry, Key
 from ..safetensors_io import Form, SafetensorsFolder, sync, write_shard
-from ..save import agree, write_tensors
+from ..save import write_tensors, write_together
 from ..tensors import architecture_of, held, some
-from ..writer import Writer
+from ..writer import Folder, Report, Writer
 from .attach import Lora
 from .experts import Unfused
 from .rows import FUSED_EXPERTS, modules_of
@@ -68,11 +68,27 @@ def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, f
     read_tensors(tensors, entries, architecture, source)
 
 
-def save_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, destination: Path, *, base: str) -> None:
-    """Write the adapters of `chunks`, and what is trained beside them, into the folder `destination`.
+def save_adapter(*arguments: Any, **settings: Any) -> None:
+    """Write what `stage_adapter` says; the files are on the disk when this returns.
 
-    `base`: the model that they are of, a folder or a hub's id. Every rank calls this. The files are on the disk when it
-    returns. Raises OSError on every rank where one cannot write.
+    Raises OSError on every rank where one cannot write.
+    """
+    write_together(stage_adapter(*arguments, **settings))
+
+
+def stage_adapter(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    lora: Lora,
+    destination: Path,
+    *,
+    base: str,
+    copied: bool = False,
+) -> Folder:
+    """Begin to write the adapters of `chunks`, and what is trained beside them, into the folder `destination`.
+
+    `base`: the model that they are of, a folder or a hub's id. `copied`: training may go on at once (Writer). Every
+    rank calls this.
     """
     architecture = architecture_of(chunks, family_of(hf_config), hf_config)
     tensors, entries = _trained(chunks, lora)
@@ -82,19 +98,16 @@ def save_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, d
     if dist.get_rank() == 0:
         parts.mkdir()
     barrier()
-    writer = Writer(parts)
+    writer = Writer(parts, copied=copied)
     write_tensors(writer, tensors, entries, architecture, None, 5 * 10**9)
-    writer.finish()
-    agree(None, writer.error)
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            _join(parts, destination / ADAPTER_WEIGHTS, lora)
-            shutil.rmtree(parts)
-            write_adapter_config(destination, lora, architecture, base)
-        except (OSError, RuntimeError) as error:
-            failure = error
-    agree(None, failure)
+
+    def complete(_: list[Report]) -> dict[str, str]:
+        _join(parts, destination / ADAPTER_WEIGHTS, lora)
+        shutil.rmtree(parts)
+        write_adapter_config(destination, lora, architecture, base)
+        return {}
+
+    return Folder(writer, complete)
 
 
 def write_adapter_config(destination: Path, lora: Lora, architecture: Architecture, base: str) -> None:

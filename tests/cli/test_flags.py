@@ -175,23 +175,13 @@ def test_later_features_switched_off_are_accepted() -> None:
         ("--fp4_format e2m1", "FP4"),
         ("--optimizer_cpu_offload true", "offload"),
         ("--optimizer_offload_fraction 0.5", "offload"),
-        ("--finetune false", "resuming"),
-        ("--no_load_rng false", "resuming"),
-        ("--no_load_optim false", "resuming"),
         ("--freeze_llm true", "multimodal"),
-        ("--async_save true", "saving while training goes on"),
     ],
 )
 def test_later_features_are_refused_by_name(words: str, feature: str) -> None:
     message = refusal(*words.split())
     assert message.startswith(f"{words}: this version does not have ")
     assert feature in message
-
-
-def test_what_is_not_saved_is_said_unless_it_is_known() -> None:
-    for words, said in (([], True), (["--no_save_optim", "false"], True), (["--no_save_optim"], False)):
-        notes = read_options("megatron", ["sft", "--model", "m", *words])[2]
-        assert any("saves weights only" in note for note in notes) is said
 
 
 def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

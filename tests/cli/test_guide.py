@@ -5,12 +5,12 @@ from pathlib import Path
 
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
-from megaswift.cli.names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN, RLHF, SAVED_LATER
+from megaswift.cli.names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN, RLHF
 from megaswift.tasks.options import InferOptions, SftOptions
 
 HERE = Path(__file__).parent
 SFT, INFER = flags_of(SftOptions), flags_of(InferOptions)
-KNOWN = {*SFT, *LATER, *ALWAYS, *NEEDLESS, *SAVED_LATER}
+KNOWN = {*SFT, *LATER, *ALWAYS, *NEEDLESS}
 
 
 def guide() -> dict[str, str]:
@@ -41,7 +41,7 @@ def test_defaults_are_the_guides() -> None:
 
 def test_what_is_known_by_another_name_is_known_once() -> None:
     """No name is in two tables, and what older names stand for is there."""
-    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER, SAVED_LATER, RLHF))]
+    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER, RLHF))]
     assert len(set().union(*tables)) == sum(map(len, tables))
     assert not set(SFT) & set().union(*tables)
     assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,41 @@ from megaswift.tasks.options import SftOptions
 MEGATRON = str(Path(sys.executable).with_name("megatron"))
 
 STAND_IN = """
-import os, sys, time, types
+import os, signal, sys, time, types
+
+def save_at(signals, seconds):
+    told = []
+    for number in signals:
+        signal.signal(number, lambda number, frame: told.append(signal.Signals(number).name))
+    began()
+    while not told:
+        time.sleep(0.05)
+    time.sleep(seconds)
+    with open(os.path.join(os.environ["STAND_IN"], "saved-" + os.environ["RANK"]), "w") as file:
+        print(told[0], file=file)
+    os._exit(75)
+
+def began():
+    with open(os.path.join(os.environ["STAND_IN"], "rank-" + os.environ["RANK"]), "w") as file:
+        print(os.getpid(), os.environ["WORLD_SIZE"], os.environ.get("OMP_NUM_THREADS"), file=file)
 
 def run(options, sources):
     rank = os.environ["RANK"]
-    with open(os.path.join(os.environ["STAND_IN"], "rank-" + rank), "w") as file:
-        print(os.getpid(), os.environ["WORLD_SIZE"], os.environ.get("OMP_NUM_THREADS"), file=file)
     what = os.environ["STAND_IN_DOES"]
+    if what == "save":
+        save_at([signal.SIGTERM, signal.SIGUSR1], seconds=float(rank))  # rank 0 is the first to end
+    if what == "save long":
+        save_at([signal.SIGTERM], seconds=60)
+    began()
+    if what == "fail once" and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(70)
+    if what == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        other = os.path.join(os.environ["STAND_IN"], "rank-1")
+        while rank == "1" or not os.path.exists(other):
+            time.sleep(0.1)
+        time.sleep(0.5)
+        os._exit(70)
     if what == "fail" and rank == "1":
         raise KeyError("a fault of ours")
     if what == "refuse":
@@ -82,6 +111,59 @@ def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, den
     parent.send_signal(number)
     assert parent.wait(30) == code
     assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_every_process_save(number: int, stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("MAX_RESTARTS", "1")
+    monkeypatch.setenv("STAND_IN_DOES", "save")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.PIPE, text=True)
+    started(stand_in, 2)
+    parent.send_signal(number)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 75  # and not restarted
+    assert "started again" not in errors
+    assert "error" not in errors
+    for rank in (0, 1):
+        assert (stand_in / f"saved-{rank}").read_text().strip() == signal.Signals(number).name
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_ends_at_once(stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "save long")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
+    pids = started(stand_in, 2)
+    parent.terminate()
+    parent.terminate()  # that is the same one: `timeout` and schedulers send it to a process and to its group
+    time.sleep(2.5)
+    assert all(map(alive, [parent.pid, *pids]))
+    parent.terminate()
+    assert parent.wait(20) == 143
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_where_one_fails_the_others_end(stand_in: Path, dense: Path, monkeypatch) -> None:
+    """Also those that take SIGTERM as the wish to save, and would be waited for for 30 s."""
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "hang")
+    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
+    pids = started(stand_in, 2)
+    assert parent.wait(20) == 70
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_processes_that_failed_are_started_again(stand_in: Path, dense: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("MAX_RESTARTS", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "fail once")
+    done = subprocess.run([MEGATRON, *line(dense)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: all processes are started again (restarts left: 1)") == 1
 
 
 @pytest.mark.slow
@@ -161,6 +243,7 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     processes = Processes.of_environment(gpus=8)
     assert (processes.world, processes.node_rank, processes.master_port) == (6, 1, 29500)
     command = torchrun_command(processes, ["megatron", "sft", "config.yaml"])
+    assert "--max_restarts=3" in torchrun_command(replace(processes, max_restarts=3), ["megatron"])
     assert command[3:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host",
                            "--master_port=29500",
                            "-m", "megaswift.cli.main", "megatron", "sft", "config.yaml"]  # fmt: skip

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 -m tests.lora.worker jobs.json results.json
 
 jobs.json: [{"name", "model": folder, "options": {flag: value}, "folder": a new one, with what is saved in it,
-"adapter": a folder to start from, unless "new" is true, "steps", "merges": how often all is saved, "planted": a fault},
-...]. In "folder": adapter, merged.
-results.json: {name: {"losses", "grad_norms", "log_probs", "base": whether the base's weights are as they were, bit for
-bit, "alike": whether what tensor parallelism does not split is the same on every rank}}.
+"adapter": a folder to start from, unless "new" is true, "steps", "merges": how often all is saved, "planted": a fault,
+"unwatched": whether there is one more step, in which the host must not wait for a GPU}, ...]. In "folder": adapter,
+merged.
+results.json: {name: {"losses", "grad_norms", "log_probs", "kernels": what ran, "base": whether the base's weights are
+as they were, bit for bit, "alike": whether what tensor parallelism does not split is the same on every rank}}.
 """
 
 import shutil
@@ -20,6 +21,7 @@ from megaswift.bridge.hub import read_config
 from megaswift.bridge.load import load_weights
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.files import load_adapter, save_adapter
+from megaswift.bridge.lora.layers import ExpertsAdapter
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.bridge.save import save_weights
@@ -51,12 +53,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with training.parameters_gathered():
         for _ in range(job.get("merges", 1)):
             save(model, source, folder)
+    if job.get("unwatched"):
+        batches = [batch.pin_memory() for batch in batches_of(0, options)]
+        torch.cuda.set_sync_debug_mode("error")
+        train_step(training, batches, sft_loss, 0)
+        torch.cuda.set_sync_debug_mode("default")
     after = copies(model)
     base = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (base, alike(model)))
     kept, same = (all(answers) for answers in zip(*everyone, strict=True))
-    return {"losses": losses, "grad_norms": norms, "log_probs": log_probs, "base": kept, "alike": same}
+    found = {"losses": losses, "grad_norms": norms, "log_probs": log_probs, "kernels": str(model.kernels)}
+    return found | {"base": kept, "alike": same}
 
 
 def open_model(source: Path, options: SftOptions, adapter: str | None) -> Model:
@@ -71,19 +79,32 @@ def open_model(source: Path, options: SftOptions, adapter: str | None) -> Model:
 
 
 def plant(fault: str | None, model: Model) -> None:
-    """A fault on purpose, in the adapters of attention, which the comparison must see."""
+    """A fault on purpose, which the comparison must see: in the adapters of attention or experts, or in biases."""
     for chunk in model.chunks if fault else ():
-        for layer in chunk.decoder.layers:
-            qkv, projection = layer.self_attention.linear_qkv.adapter, layer.self_attention.linear_proj.adapter
-            with torch.no_grad():
-                if fault == "scaling":
-                    qkv.mask.mul_(1.1)
-                elif fault == "swapped":  # the A of q, k and v
-                    qkv.lora_A.copy_(qkv.lora_A.roll(len(qkv.lora_A) // 3, dims=0))
-                elif fault == "shard":  # columns out of place
-                    projection.lora_A.copy_(projection.lora_A.roll(1, dims=1))
-                else:
-                    raise ValueError(fault)
+        if fault in ("doubled", "lost"):  # gradients of biases, as if build.py's heed_frozen were wrong
+            times = {"doubled": 2, "lost": 0}[fault]
+            for layer in chunk.decoder.layers:
+                layer.self_attention.linear_qkv.bias.register_hook(lambda gradient, times=times: times * gradient)
+        elif fault == "experts":  # each has its neighbour's A
+            for module in chunk.modules():
+                if isinstance(module, ExpertsAdapter):
+                    module.lora_A.data = module.lora_A.data.roll(1, dims=0)
+        else:
+            _plant_in_attention(fault, chunk)
+
+
+@torch.no_grad()
+def _plant_in_attention(fault: str | None, chunk: Any) -> None:
+    for layer in chunk.decoder.layers:
+        qkv, projection = layer.self_attention.linear_qkv.adapter, layer.self_attention.linear_proj.adapter
+        if fault == "scaling":
+            qkv.mask.mul_(1.5)
+        elif fault == "swapped":  # the A of q, k and v
+            qkv.lora_A.copy_(qkv.lora_A.roll(len(qkv.lora_A) // 3, dims=0))
+        elif fault == "shard":  # columns out of place
+            projection.lora_A.copy_(projection.lora_A.roll(1, dims=1))
+        else:
+            raise ValueError(fault)
 
 
 def copies(model: Model) -> dict[Any, Tensor]:

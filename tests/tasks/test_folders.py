@@ -9,36 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from megaswift.tasks import folders
-
-
-def test_two_runs_at_once_get_different_folders(tmp_path):
-    code = "from megaswift.tasks.folders import new_run_folder; import sys; print(new_run_folder(sys.argv[1]))"
-    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(4)]
-    made = [run.communicate()[0].decode().strip() for run in runs]
-    assert len(set(made)) == 4
-    assert sorted(made) == sorted(str(entry) for entry in tmp_path.iterdir())
-
-
-def test_versions_count_on_from_the_highest(tmp_path):
-    for name in ("v2-20250101-000000", "v10-20250101-000000", "v11-notes", "checkpoint-5"):
-        (tmp_path / name).mkdir()
-    assert folders.new_run_folder(tmp_path).name.startswith("v11-20")
-    assert folders.new_run_folder(tmp_path, add_version=False) == tmp_path
-
-
-def test_default_output_dir(tmp_path):
-    (tmp_path / "Tiny").mkdir()
-    assert folders.default_output_dir("Qwen/Qwen3-8B") == Path("megatron_output/Qwen3-8B")
-    assert folders.default_output_dir(f"{tmp_path}/Tiny/") == Path("megatron_output/Tiny")
-
-
-def test_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"^The folder cannot be written: .*file/out: .*--output_dir"):
-        folders.new_run_folder(tmp_path / "file" / "out")
-    with pytest.raises(OSError, match=r"cannot be written.*--output_dir"):
-        folders.new_run_folder("/proc/runs")
+from megaswift.tasks import folders, run_folder
 
 
 def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
@@ -48,9 +19,9 @@ def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
     (temporary / "model.safetensors").write_bytes(b"weights" * 1000)
     (temporary / "optimizer" / "0.bin").write_bytes(b"state")
     assert not path.exists()
-    assert folders.checkpoints(tmp_path) == []
+    assert run_folder.checkpoints(tmp_path) == []
     folders.commit(temporary, path)
-    assert folders.checkpoints(tmp_path) == [path]
+    assert run_folder.checkpoints(tmp_path) == [path]
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-7"]
     sums = subprocess.run(
         ["sha256sum", "model.safetensors", "optimizer/0.bin"], cwd=path, capture_output=True, text=True
@@ -97,16 +68,6 @@ def test_leftovers_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([living, other_host, temporary])
 
 
-def test_rotation_keeps_the_newest_by_step(tmp_path):
-    for age, step in enumerate((5, 10, 100, 20)):  # 20: of a new run into the same folder
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
-    assert folders.rotate(tmp_path, None) == []
-    assert [path.name for path in folders.rotate(tmp_path, 2)] == ["checkpoint-5", "checkpoint-10"]
-    folders.rotate(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
-
-
 def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
     with pytest.raises(
         OSError, match=r"disk is full.*1048576\.00 GiB are needed and .* GiB are free.*--save_total_limit"
@@ -122,7 +83,7 @@ def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"disk is full.*checkpoint-1.*Free some space") as caught:
         folders.commit(temporary, tmp_path / "checkpoint-1")
     assert caught.value.errno == errno.ENOSPC
-    assert folders.checkpoints(tmp_path) == []
+    assert run_folder.checkpoints(tmp_path) == []
     shutil.rmtree(temporary)
 
 
@@ -165,18 +126,6 @@ def test_folders_that_belong_together_are_there_together(tmp_path, monkeypatch):
         assert (each / "weights").read_text() == each.name
         assert folders.listed(each).keys() == {"weights"}
         assert not folders.damage(each, checksums=True)
-
-
-def test_merged_weights_go_with_their_checkpoint_and_an_exports_stay(tmp_path):
-    for age, step in enumerate((1, 2, 3)):
-        for ending, option in (("", "lr"), ("-merged", "to_mcore" if step == 2 else "lr")):
-            folder = tmp_path / f"checkpoint-{step}{ending}"
-            folder.mkdir()
-            (folder / "args.json").write_text(json.dumps({"options": {option: {}}}))
-        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
-    folders.rotate(tmp_path, 1)
-    names = {entry.name for entry in tmp_path.iterdir()}
-    assert names == {"checkpoint-2-merged", "checkpoint-3", "checkpoint-3-merged"}
 
 
 def test_an_error_is_explained_once(tmp_path):

@@ -1,52 +1,13 @@
 """Micro batches beside a naive construction from the documents."""
 
 import pickle
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from megaswift.templates.batches import Batches
 
-
-class Documents:
-    """A store in memory. Document n holds the tokens 1000 n, 1000 n + 1, ...: each token says where it is from."""
-
-    def __init__(self, count=37, longest=24, seed=0):
-        random = np.random.default_rng(seed)
-        self.lengths = random.integers(2, longest + 1, count)
-        self.documents = []
-        for n, length in enumerate(self.lengths):
-            weights = random.choice([0.0, 0.5, 1.0], length).astype(np.float32)
-            weights[-1] = 1.0
-            self.documents.append((np.arange(length, dtype=np.int32) + 1000 * (n + 1), weights))
-        self.weights = np.array([weights[1:].sum() for _, weights in self.documents], np.float64)
-
-    def __len__(self):
-        return len(self.documents)
-
-    def row(self, i):
-        return self.documents[i]
-
-
-def make(store, rank=0, ranks=1, **options) -> Batches:
-    options = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **options}
-    return Batches(store, data_parallel_rank=rank, data_parallel_size=ranks, **options)
-
-
-def take(batches: Batches, steps: int, start: int = 0) -> list:
-    return list(islice(batches.steps(start), steps))
-
-
-def seen(steps) -> list[int]:
-    """Numbers of the documents in these steps' batches, in order."""
-    return [n for step in steps for batch in step for n in documents_of(batch)]
-
-
-def documents_of(batch) -> list[int]:
-    starts = batch.tokens[(batch.position_ids == 0) & (batch.tokens > 0)]
-    return [int(token) // 1000 - 1 for token in starts]
-
+from tests.templates.stopping import Documents, documents_of, make, same, seen, take
 
 LAYOUTS = {
     "end to end": {},
@@ -129,18 +90,10 @@ def test_epochs_run_on_without_a_gap_and_are_shuffled_anew():
     assert seen(take(make(Documents(count=3)), 2)) == seen(take(make(Documents(count=3)), 2))  # batch beyond an epoch
 
 
-def same(first, second) -> bool:
-    def values(steps):
-        return [v.tolist() if isinstance(v, torch.Tensor) else v for s in steps for b in s for v in vars(b).values()]
-
-    return values(first) == values(second)
-
-
-def test_workers_and_restarts_change_nothing():
+def test_workers_change_nothing():
     store, packed = Documents(), {"packing": True, "max_length": 48, "context_parallel_size": 2}
     steps = take(make(store, **packed), 7)
     assert same(take(make(store, **packed, num_workers=2), 7), steps)
-    assert same(take(make(store, **packed), 3, start=4), steps[4:])
     assert same(pickle.loads(pickle.dumps(steps)), steps)
 
 

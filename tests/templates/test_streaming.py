@@ -79,15 +79,14 @@ def test_a_hubs_stream_is_shared_too(make_tokenizer, monkeypatch, files, num_wor
     assert sorted(seen) == list(range(40))
 
 
-def test_the_seed_decides_and_a_restart_continues(data, make_tokenizer):
+def test_the_seed_decides(data, make_tokenizer):
     tokenizer = make_tokenizer()
 
-    def order(start=0, steps=12, **options):
-        return rows(islice(make(data, tokenizer, **options).steps(start), steps), tokenizer)
+    def order(steps=12, **options):
+        return rows(islice(make(data, tokenizer, **options).steps(), steps), tokenizer)
 
     first = order()
     assert order() == first
-    assert order(start=5, steps=7) == order(steps=12)[20:]
     assert order(seed=1) != first
     assert order(shuffle=False) != first
     assert sorted(order(steps=60)[:200]) != sorted(range(40))

@@ -1,0 +1,92 @@
+"""Giving a run that is resumed what its checkpoint has: the data's place, optimizer, schedule, random numbers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from ..bridge.parallel import seed_ranks
+from ..bridge.safetensors_io import read_header
+from ..templates.batches import Batches
+from .plan import steps_of
+from .ranks import on_every_rank
+from .resume import Resumed
+from .run import Run
+from .train import Training
+from .training_state import load_optimizer, load_rng
+
+
+def place_data(run: Run, train: Batches) -> list[str]:
+    """Have `train` go on where the checkpoint was, in any layout. Notes for the user.
+
+    Every rank calls this. Raises ValueError, on every rank, where the data is another.
+    """
+    if run.resumed is None:
+        return []
+    notes = [f"resumed from {run.resumed.checkpoint}, at step {run.resumed.step}", *run.resumed.notes]
+    if run.options.ignore_data_skip:
+        return [*notes, "the data begins anew (--ignore_data_skip true)"]
+    position, cursors = run.resumed.state["data"], _cursors(run.resumed)
+    try:
+        return notes + on_every_rank(lambda: train.resume(position, cursors))
+    except ValueError as error:
+        raise ValueError(
+            f"{run.resumed.checkpoint}: {error}. To have the data begin anew, give --ignore_data_skip true"
+        ) from None
+
+
+def steps_left(run: Run, train: Batches) -> int:
+    """The number of the run's last step."""
+    options = run.options
+    if run.resumed is None or options.train_iters is not None or options.num_train_epochs is None:
+        return steps_of(options, train.samples)
+    samples = train.samples_until(options.num_train_epochs)
+    if samples is None:  # a stream
+        return steps_of(options, None)
+    return run.resumed.step + math.ceil(samples / options.global_batch_size - 1e-9)
+
+
+def restore(run: Run, training: Training) -> list[str]:
+    """Give optimizer, schedule and random numbers their state, in any layout. Notes for the user.
+
+    Every rank calls this, last before the first step. Raises ValueError, on every rank, where files lack something.
+    """
+    if run.resumed is None:
+        return []
+    options, resumed, notes = run.options, run.resumed, []
+    same = resumed.is_in(options, dist.get_world_size())
+    numbers: dict[str, Any] | None = resumed.state["optimizer"]
+    if options.no_load_optim or numbers is None:
+        training.schedule.step(resumed.step)
+        notes.append("the optimizer begins anew (--no_load_optim true)")
+    else:
+        load_optimizer(training, run.hf_config, resumed.folder, numbers, same_layout=same)
+    if same and resumed.state["rng"] and not options.no_load_rng:
+        load_rng(resumed.folder, dist.get_rank())
+    else:
+        seed_ranks(options, options.seed + resumed.step)
+        why = "--no_load_rng true" if same else "the layout is another"
+        notes.append(f"random numbers (of dropout) begin anew: {why}")
+    return notes
+
+
+def rank_file(folder: Path, rank: int) -> dict[str, Tensor]:
+    """What a rank's file in `folder` (training_state) has beside its share of the optimizer's state."""
+    file = folder / f"rank-{rank:05}.safetensors"
+    names = [name for name in read_header(file) if not name.startswith("optimizer/")]
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in names}
+
+
+def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
+    """Where the readers of a stream were, on all ranks of then."""
+    found = {}
+    for file in sorted(resumed.folder.glob("rank-*.safetensors")):
+        if names := [name for name in read_header(file) if name.startswith("data/")]:
+            with safe_open(file, "numpy") as tensors:
+                found |= {name: tensors.get_tensor(name) for name in names}
+    return found

@@ -1,0 +1,190 @@
+"""Going on with a run: which checkpoint from, whether it is whole and has all that exactness needs, and its state."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .options import LoggingOptions, ProfileOptions, ResumeOptions, SftOptions
+from .plan import Layout
+from .run_folder import (
+    LAUNCH,
+    STATE,
+    checkpoints,
+    default_output_dir,
+    faults,
+    new_run_folder,
+    run_folders,
+    saved_at,
+    state_of,
+    take,
+)
+
+# Options that may differ without a word: they change no number of the training.
+SILENT = {field.name for kind in (ResumeOptions, LoggingOptions, ProfileOptions) for field in fields(kind)} | {
+    "output_dir", "add_version", "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file",
+    "max_shard_size", "save_total_limit", "async_save",
+}  # fmt: skip
+CHUNKS = (
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    state: dict[str, Any]  # state.json
+    notes: list[str]  # what a user should know
+
+    @property
+    def step(self) -> int:
+        """The last one that is done."""
+        return self.state["step"]
+
+    @property
+    def folder(self) -> Path:
+        """Of what is no weights."""
+        return self.checkpoint / STATE
+
+    def is_in(self, options: SftOptions, world: int) -> bool:
+        """Whether it was saved by `world` processes in the layout of `options`."""
+        return self.state["layout"] == layout_of(options, world)
+
+
+def layout_of(options: SftOptions, world: int) -> dict[str, Any]:
+    """What decides which of `world` ranks holds what."""
+    return asdict(Layout.of(options, world)) | {name: getattr(options, name) for name in CHUNKS}
+
+
+def asked_for(options: SftOptions) -> str | None:
+    """What --resume_from_checkpoint has, or --finetune false says by the weights given: their run goes on."""
+    if options.finetune:
+        return options.resume_from_checkpoint
+    if options.tuner_type == "lora":
+        return options.mcore_adapter or next(iter(options.adapters), None)
+    return options.mcore_model or options.model
+
+
+def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
+    """The folder that the run is to write, locked, and the checkpoint to go on from. For one process of a run.
+
+    Raises ValueError or OSError, with the cure, where --resume_from_checkpoint cannot be followed or the folder cannot
+    be written.
+    """
+    output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
+    output = output.expanduser().absolute()
+    folder, checkpoint, notes = _choose(options, output)
+    if launch := _launch():
+        (folder / LAUNCH).write_text(launch)
+    if checkpoint is None:
+        return folder, None
+    state = state_of(checkpoint)
+    if state is None:
+        raise ValueError(
+            f"{checkpoint} has no {STATE}: an earlier version saved it, or an export. Its weights can begin a new run: "
+            "give it as --model (or --mcore_model, --adapters), without --resume_from_checkpoint"
+        )
+    _check_complete(checkpoint, state, options)
+    notes += _changes(checkpoint, options)
+    return folder, Resumed(checkpoint, state, notes)
+
+
+def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[str]]:
+    """The run's folder, the checkpoint, and notes."""
+    wanted, notes = asked_for(options), []
+    if own := _own_folder(output):  # torchrun has started the processes once more
+        take(own)
+        if checkpoint := _newest_whole([own], notes):
+            return own, checkpoint, notes
+        if wanted in (None, "auto", "latest"):
+            return own, None, notes
+    if wanted in ("auto", "latest"):
+        if checkpoint := _newest_whole(run_folders(output), notes):
+            return checkpoint.parent, checkpoint, notes
+        if wanted == "latest":
+            said = f" ({'; '.join(notes)})" if notes else ""
+            raise ValueError(
+                f"--resume_from_checkpoint latest: there is no whole checkpoint under {output}{said}. Give auto to "
+                "start afresh where there is none"
+            )
+    elif wanted is not None:
+        checkpoint = Path(wanted).expanduser().resolve()
+        _check_whole(checkpoint)
+        if checkpoint.parent in [folder.resolve() for folder in run_folders(output)]:
+            take(checkpoint.parent)
+            return checkpoint.parent, checkpoint, notes
+        return new_run_folder(output, add_version=options.add_version), checkpoint, notes
+    return new_run_folder(output, add_version=options.add_version), None, notes
+
+
+def _newest_whole(folders: list[Path], notes: list[str]) -> Path | None:
+    """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not."""
+    found = sorted((path for folder in folders for path in checkpoints(folder)), key=saved_at, reverse=True)
+    for path in found:
+        take(path.parent)
+        if not path.is_dir():  # a run that has just ended has deleted it
+            continue
+        if not (wrong := faults(path)):
+            return path
+        notes.append(f"{path} is damaged and left aside: {'; '.join(wrong)}")
+    return None
+
+
+def _check_whole(checkpoint: Path) -> None:
+    if not checkpoint.is_dir():
+        raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder. Give a checkpoint's, latest or auto")
+    if wrong := faults(checkpoint):
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint}: it is not as it was written ({'; '.join(wrong)}). Give another, "
+            "or latest for the newest whole one"
+        )
+
+
+def _check_complete(checkpoint: Path, state: dict[str, Any], options: SftOptions) -> None:
+    """What a run lacks to go on exactly, the user must know."""
+    for flag, lacking, what in (
+        ("no_load_optim", state["optimizer"] is None, "the optimizer's state (--no_save_optim true)"),
+        ("no_load_rng", not state["rng"], "the states of random numbers (--no_save_rng true)"),
+    ):
+        if lacking and not getattr(options, flag):
+            raise ValueError(f"{checkpoint} lacks {what}. To go on without, give --{flag} true")
+
+
+def _changes(checkpoint: Path, options: SftOptions) -> Iterator[str]:
+    """The options that are not what they were when a checkpoint was saved."""
+    try:
+        saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
+        former = {name: entry["value"] for name, entry in saved.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        yield f"{checkpoint / 'args.json'} cannot be read: which options have changed is not known"
+        return
+    for name, value in vars(options).items():
+        now = json.loads(json.dumps(value, default=os.fspath))
+        if name not in SILENT and name in former and former[name] != now:
+            yield f"changed since {checkpoint.name}: --{name} {_shown(now)} (was {_shown(former[name])})"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | list | dict) or value is None else str(value)
+
+
+def _launch() -> str | None:
+    """What tells one torchrun from another; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+
+
+def _own_folder(output: Path) -> Path | None:
+    """Where this same torchrun had its run before it started the processes again."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    own = [folder for folder in run_folders(output) if (folder / LAUNCH).is_file()]
+    return next((folder for folder in reversed(own) if (folder / LAUNCH).read_text() == _launch()), None)

@@ -1,0 +1,172 @@
+"""The folder of a run: `<output_dir>/v0-20260131-235959/`, with a `checkpoint-N/` for each time that it was saved.
+
+`last` and `best` in it are links to two of these. One process of a run holds the folder's lock, and makes, finds and
+deletes what is in it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from .folders import MANIFEST, damage, explained, hidden, listed, of_export, remove_leftovers, sync
+
+VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+STATE = "training_state"  # of a checkpoint: the folder with what a run goes on from, beside the weights
+LAUNCH = ".launch"  # in a run's folder: whose it is
+_locks: list[Any] = []  # open as long as this process lives
+
+
+def default_output_dir(model: str) -> Path:
+    """Where a run goes when `--output_dir` is not given: `megatron_output/<the model's own name>`."""
+    return Path("megatron_output") / (Path(model).resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1])
+
+
+def new_run_folder(output_dir: str | Path, *, add_version: bool = True) -> Path:
+    """Make `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false, and return it.
+
+    To be called by one process of a run. Two runs that start in the same second get different folders.
+    Raises OSError, with the cure, where the folder cannot be written, ValueError where another run is at work there.
+    """
+    output_dir = Path(output_dir).expanduser().absolute()
+    with explained(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        folder = _new_version(output_dir) if add_version else output_dir
+    take(folder)
+    return folder
+
+
+def _new_version(output_dir: Path) -> Path:
+    version = max((number for number, _ in _versions(output_dir)), default=-1) + 1
+    while True:
+        folder = output_dir / f"v{version}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            folder.mkdir()  # is the lock: exactly one of two runs makes it
+            return folder
+        except FileExistsError:
+            version += 1
+
+
+def _versions(output_dir: Path) -> list[tuple[int, Path]]:
+    matches = [(VERSION.fullmatch(entry.name), entry) for entry in output_dir.iterdir()]
+    return sorted((int(match[1]), entry) for match, entry in matches if match and entry.is_dir())
+
+
+def run_folders(output_dir: Path) -> list[Path]:
+    """The folders of runs in `output_dir`, oldest version first, and itself (--add_version false)."""
+    return [output_dir, *(folder for _, folder in _versions(output_dir))] if output_dir.is_dir() else []
+
+
+def take(folder: Path, patience: float = 10.0) -> None:
+    """Lock the folder of a run for this process until it ends, and clean it of what earlier ones left half-written.
+
+    A run that was killed may still be ending: it gets `patience` seconds. Raises ValueError where another is at work.
+    """
+    with explained(folder):
+        stream = (folder / ".lock").open("a")  # which tries as well whether the folder can be written
+        deadline = time.monotonic() + patience
+        while not _locked(stream):
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"another run is at work in {folder}: wait for its end, or start a run of its own beside it, "
+                    "without --resume_from_checkpoint"
+                )
+            time.sleep(0.2)
+        _locks.append(stream)
+        remove_leftovers(folder, ours=True)
+        for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's own had its place
+            if not entry.with_name(entry.name.removesuffix("-merged")).is_dir() and not of_export(entry / "args.json"):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _locked(stream: Any) -> bool:
+    """Of a process, not of its children; gone with it, however it ends."""
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else this file system has no locks
+    return True
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest step first."""
+    entries = [
+        (int(match[1]), entry) for entry in Path(folder).iterdir() if (match := CHECKPOINT.fullmatch(entry.name))
+    ]
+    return [entry for _, entry in sorted(entries)]
+
+
+def merged_beside(checkpoint: Path) -> Path:
+    """Where the merged weights of an adapter's checkpoint are."""
+    return checkpoint.with_name(f"{checkpoint.name}-merged")
+
+
+def faults(checkpoint: Path) -> list[str]:
+    """What is wrong with the files of a checkpoint, a line a file; every byte is read. Empty where it is whole."""
+    try:
+        return damage(checkpoint, checksums=True) if listed(checkpoint) else [f"{MANIFEST} is missing"]
+    except ValueError as error:
+        return [str(error)]
+
+
+def state_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What state.json of a checkpoint has; None where there is none that can be read."""
+    try:
+        state = json.loads((checkpoint / STATE / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def saved_at(checkpoint: Path) -> tuple[float, int]:
+    """When (seconds since 1970) and at which step it was saved, as far as it says so."""
+    state, match = state_of(checkpoint) or {}, CHECKPOINT.fullmatch(checkpoint.name)
+    when = state.get("time")
+    return when if isinstance(when, float) else checkpoint.stat().st_mtime, int(match[1]) if match else 0
+
+
+def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
+    """The checkpoint of a run folder that has the best of a metric; None where none has it."""
+    found = []
+    for path in checkpoints(folder):
+        value = ((state_of(path) or {}).get("metrics") or {}).get(metric)
+        if isinstance(value, int | float):
+            found.append((value if greater else -value, path))
+    return max(found, default=(0, None), key=lambda one: one[0])[1]
+
+
+def link(folder: Path, name: str, checkpoint: Path) -> None:
+    """Make the link `name` in a run folder lead to one of its checkpoints. A file system without links has none."""
+    beside = hidden(folder / name)
+    with contextlib.suppress(OSError):
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(checkpoint.name)
+        beside.replace(folder / name)
+        sync(folder)
+
+
+def rotate(folder: str | Path, save_total_limit: int | None, keep: Path | None = None) -> list[Path]:
+    """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
+
+    Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
+    an earlier run into this folder has left checkpoints of later steps; nor is `keep`, the best, which counts.
+    """
+    if save_total_limit is None:
+        return []
+    found = sorted(checkpoints(folder), key=saved_at)
+    others = [path for path in found[:-1] if path != keep]
+    doomed = others[: max(0, len(found) - max(1, save_total_limit))]
+    for path in doomed:
+        merged = merged_beside(path)
+        going = [merged, path] if merged.is_dir() and not of_export(merged / "args.json") else [path]
+        for each in going:
+            each.rename(hidden(each))  # absent at once: deleting many gigabytes takes a while
+        for each in going:
+            shutil.rmtree(hidden(each), ignore_errors=True)
+    return doomed

@@ -1,0 +1,57 @@
+"""SIGKILL at operations of a save and at random moments. The long version, at all of them: scripts/kill_test.py."""
+
+import pytest
+
+from tests.resume.harness import BEST, DROPOUT, LAYOUTS, LORA, Case, Chain, Output, leftovers, random_kills, sweep
+
+pytestmark = pytest.mark.slow
+# Of each rank, where a save has done how much: parts of labels, of which the first that is found is killed at.
+MOMENTS = ["half:training_state/rank-00001", "kill:fsync v", "kill:rename v/", "kill:link", "kill:remove"]
+
+
+def check(report: Chain) -> None:
+    print(report)
+    assert not report.faults, "\n\n".join(report.faults)
+    assert report.resumes >= report.kills // 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "model"),
+    [
+        ("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3"),
+        ("EP2 LoRA async", f"{LAYOUTS['EP2']} {DROPOUT} {LORA} --async_save true", "qwen3_moe"),
+    ],
+)
+def test_killed_within_a_save(name, flags, model, place):
+    case = Case(place, name, flags, model)
+    saves = [at for at in case.operations if "checkpoint-N" in at["label"] or "last" in at["label"]]
+    found = [
+        next((at for at in saves if at["how"] == how and part in at["label"]), None)
+        for how, part in (moment.split(":") for moment in MOMENTS)
+    ]
+    targets = [at for at in found if at]
+    assert len(targets) == len(MOMENTS)
+    report = sweep(case, targets)
+    check(report)
+    assert not report.missed
+
+
+def test_nothing_is_left_of_a_run_that_was_killed_within_its_first_save(place):
+    output = Output(Case(place, "first", "", processes=None))
+    at = next(at for at in output.case.operations if "manifest" in at["label"])
+    for _ in range(2):
+        output.run(at)
+    output.run()
+    assert not leftovers(output.folder)
+
+
+def test_every_file_of_a_checkpoint_was_seen_being_written(place):
+    """Else there are operations at which nobody is killed."""
+    case = Case(place, "seen", LAYOUTS["DP2"])
+    labels = {at["label"].split("/")[-1] for at in case.reference.runs[0].operations if at["how"] == "kill"}
+    files = {f.name for f in (case.reference.run_folder / "checkpoint-2").rglob("*") if f.is_file()}
+    assert files <= labels
+
+
+def test_killed_at_random_moments(place):
+    check(random_kills(Case(place, "TP2 async", f"{LAYOUTS['TP2']} {DROPOUT} --async_save true"), 3, seed=1))

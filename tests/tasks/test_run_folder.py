@@ -1,0 +1,61 @@
+"""A run's folder: its lock, what is found and kept in it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megaswift.tasks import run_folder
+
+
+def test_two_runs_at_once_get_different_folders(tmp_path):
+    code = "from megaswift.tasks.run_folder import new_run_folder; import sys; print(new_run_folder(sys.argv[1]))"
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(4)]
+    made = [run.communicate()[0].decode().strip() for run in runs]
+    assert len(set(made)) == 4
+    assert sorted(made) == sorted(str(entry) for entry in tmp_path.iterdir())
+
+
+def test_versions_count_on_from_the_highest(tmp_path):
+    for name in ("v2-20250101-000000", "v10-20250101-000000", "v11-notes", "checkpoint-5"):
+        (tmp_path / name).mkdir()
+    assert run_folder.new_run_folder(tmp_path).name.startswith("v11-20")
+    assert run_folder.new_run_folder(tmp_path, add_version=False) == tmp_path
+
+
+def test_default_output_dir(tmp_path):
+    (tmp_path / "Tiny").mkdir()
+    assert run_folder.default_output_dir("Qwen/Qwen3-8B") == Path("megatron_output/Qwen3-8B")
+    assert run_folder.default_output_dir(f"{tmp_path}/Tiny/") == Path("megatron_output/Tiny")
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"^The folder cannot be written: .*file/out: .*--output_dir"):
+        run_folder.new_run_folder(tmp_path / "file" / "out")
+    with pytest.raises(OSError, match=r"cannot be written.*--output_dir"):
+        run_folder.new_run_folder("/proc/runs")
+
+
+def test_rotation_keeps_the_newest_by_step(tmp_path):
+    for age, step in enumerate((5, 10, 100, 20)):  # 20: of a new run into the same folder
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
+    assert run_folder.rotate(tmp_path, None) == []
+    assert [path.name for path in run_folder.rotate(tmp_path, 2)] == ["checkpoint-5", "checkpoint-10"]
+    run_folder.rotate(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
+
+
+def test_merged_weights_go_with_their_checkpoint_and_an_exports_stay(tmp_path):
+    for age, step in enumerate((1, 2, 3)):
+        for ending, option in (("", "lr"), ("-merged", "to_mcore" if step == 2 else "lr")):
+            folder = tmp_path / f"checkpoint-{step}{ending}"
+            folder.mkdir()
+            (folder / "args.json").write_text(json.dumps({"options": {option: {}}}))
+        os.utime(tmp_path / f"checkpoint-{step}", (age, age))
+    run_folder.rotate(tmp_path, 1)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"checkpoint-2-merged", "checkpoint-3", "checkpoint-3-merged"}
