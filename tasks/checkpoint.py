@@ -31,6 +31,7 @@ from .ranks import on_first_rank
 from .run import Run
 from .run_folder import STATE, best, link, merged_beside, rotate
 from .train import Training
+from .training_state import rank_file
 from .watchdog import Watchdog
 
 POLL = 0.02  # seconds between two looks at the others' reports
@@ -86,7 +87,7 @@ class Checkpoints:
             while not saving.ended():
                 if saving.waits_for_others or saving.progress != progress:
                     progress = saving.progress
-                    self._watchdog.tick()
+                    self._watchdog.alive()
                 time.sleep(POLL)
         saving.result()
 
@@ -121,7 +122,7 @@ class Checkpoints:
         writer = Writer(temporary / path.name / STATE, copied=self._run.options.async_save)
         if tensors:
             writer.begin(
-                f"rank-{dist.get_rank():05}.safetensors",
+                rank_file(dist.get_rank()),
                 {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
             )
         for name, tensor in tensors.items():

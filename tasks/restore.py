@@ -17,7 +17,7 @@ from .ranks import on_every_rank
 from .resume import Resumed
 from .run import Run
 from .train import Training
-from .training_state import load_optimizer, load_rng
+from .training_state import load_optimizer, load_rng, rank_file
 
 
 def place_data(run: Run, train: Batches) -> list[str]:
@@ -74,10 +74,10 @@ def restore(run: Run, training: Training) -> list[str]:
     return notes
 
 
-def rank_file(folder: Path, rank: int) -> dict[str, Tensor]:
-    """What a rank's file in `folder` (training_state) has beside its share of the optimizer's state."""
-    file = folder / f"rank-{rank:05}.safetensors"
-    names = [name for name in read_header(file) if not name.startswith("optimizer/")]
+def read_window(folder: Path, rank: int) -> dict[str, Tensor]:
+    """What a rank had of the open window of the log."""
+    file = folder / rank_file(rank)
+    names = [name for name in read_header(file) if name.startswith("window/")]
     with safe_open(file, "pt") as tensors:
         return {name: tensors.get_tensor(name) for name in names}
 
@@ -85,7 +85,7 @@ def rank_file(folder: Path, rank: int) -> dict[str, Tensor]:
 def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
     """Where the readers of a stream were, on all ranks of then."""
     found = {}
-    for file in sorted(resumed.folder.glob("rank-*.safetensors")):
+    for file in sorted(resumed.folder.glob("*.safetensors")):
         if names := [name for name in read_header(file) if name.startswith("data/")]:
             with safe_open(file, "numpy") as tensors:
                 found |= {name: tensors.get_tensor(name) for name in names}

@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from ..templates.streaming import TokenStream
 from .args import save_args
 from .options import SftOptions
 from .plan import Layout, batches_of
-from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank
+from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
 from .resume import Resumed, open_folder
 
 
@@ -114,13 +113,12 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Bat
     )
 
 
-def streamed(steps: Iterator[list[Batch]], seconds: int) -> Iterator[list[Batch]]:
+def streamed(steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
     """A stream's steps, of which each rank counts the loss tokens of its own: with those of all data-parallel ranks.
 
-    A row that cannot be read stops all ranks, not one. They tell each other over gloo (waiting for `seconds` at most):
-    no device is waited for.
+    A row that cannot be read stops all ranks, not one. They tell each other over gloo: no device is waited for.
     """
-    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    group = patient_group()
     data_parallel: Any = parallel_state.get_data_parallel_group()
     peers = dist.get_process_group_ranks(data_parallel)
     while True:

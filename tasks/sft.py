@@ -8,7 +8,6 @@ from ..bridge.distributed import load_distributed
 from ..bridge.fp8 import reading_in_bf16
 from ..bridge.hub import read_config
 from ..bridge.load import load_weights
-from ..bridge.parallel import barrier
 from ..bridge.safetensors_io import has_weights
 from .args import save_args
 from .loop import fit
@@ -53,7 +52,6 @@ def run(options: SftOptions, sources: dict[str, str]) -> int:
         print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
     names = ["loss", "mtp_loss"] if model.architecture.predicting else ["loss"]
     stopped = fit(opened, training, sft_loss, names, train, val, steps)
-    barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return EXIT_STOPPED if stopped else 0

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime, timedelta
 from itertools import count, groupby
 from pathlib import Path
@@ -69,6 +69,10 @@ class Watchdog:
     def tick(self) -> None:
         """This rank has made progress in the same phase."""
         self._enter(self._status.phase)
+
+    def alive(self) -> None:
+        """The same, where the other ranks make it in another number of steps."""
+        self._status = replace(self._status, since=time.time())
 
     def close(self) -> None:
         """Watch no more. To be called where all ranks have come to the end; not where one fails."""

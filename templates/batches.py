@@ -4,6 +4,7 @@ The plan is a pure function of the table of lengths, the seed and the place: eve
 another. Where a run is in its data is known as `position` and, of a stream, `cursors`; `resume` goes on from there.
 """
 
+import signal
 from collections.abc import Iterable, Iterator
 from itertools import count, islice, product
 from typing import Any
@@ -178,6 +179,7 @@ class Batches:
             # A whole step is ready, in pinned memory, before it is asked for (of very many micro batches, a good part).
             prefetch_factor=min(max(2, -(-self.micro_batches // self.num_workers)), 16) if self.num_workers else None,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # its own: the loader must not move the model's random numbers
         )
 
@@ -260,6 +262,12 @@ class PlannedBatches(Dataset):
         if number < 0:
             return []
         return [self.store.row(document) for document in self.epochs.all.documents[number].tolist()]
+
+
+def _ignore_signals(worker: int) -> None:
+    """A scheduler tells every process that the run is to stop: these are needed until it has saved."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -177,25 +177,16 @@ def _end_with_server() -> None:
 
 def _wait(pids: list[int]) -> int:
     """The exit code of the first process that failed, which ends the others as torchrun would; 0 where none did."""
-    code, left, deadline = 0, set(pids), None
+    code, left = 0, set(pids)
     while left:
-        pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
+        pid, status = os.waitpid(-1, 0)
         left.discard(pid)
-        if pid and not code and (code := os.waitstatus_to_exitcode(status)):
+        if not code and (code := os.waitstatus_to_exitcode(status)):
             time.sleep(0.3)  # others may be about to say why they fail
-            _signal(left, signal.SIGTERM)
-            deadline = time.monotonic() + 30
-        elif deadline and not pid:
-            time.sleep(0.02)
-            if time.monotonic() > deadline:
-                _signal(left, signal.SIGKILL)
+            for other in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
     return code
-
-
-def _signal(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def attach(
                 _check_rank(settings, key, entries[key], view, architecture)
                 module = chunk.get_submodule(name.rpartition(".")[0])
                 module.adapter = adapter = _adapter(model, module, parameter, key, entries[key], plan, settings, dtype)
+                # Transformer Engine's modules would refuse adapters in another type than their input's.
+                module.activation_dtype = model.config.params_dtype
                 if not key.name.endswith(f"{ROUTER}.weight"):  # which calls it by itself
                     adapter.hook = module.register_forward_hook(_add)
         heed_frozen(chunk)

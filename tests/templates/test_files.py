@@ -39,6 +39,9 @@ def test_files_beside_the_datasets_library(tmp_path, kind):
     assert [(number, row) for number, _, row in source.rows(np.array([2, 5]))] == [(2, expected[2]), (5, expected[5])]
     shares = [[row for _, _, row in source.stream(share, 3)] for share in range(3)]
     assert shares == [expected[share::3] for share in range(3)]
+    for start in range(9):
+        rest = [(number, row) for number, _, row in source.stream(1, 2, start)]
+        assert rest == list(enumerate(expected))[1::2][start:]
 
 
 def test_text_and_blank_lines(tmp_path):
@@ -68,6 +71,11 @@ def test_a_folder_joins_its_files(tmp_path):
     assert [row["text"] for _, _, row in source.rows(np.arange(4))] == ["1", "2", "3", "4"]
     assert [number for number, _, _ in source.rows(np.array([1, 3]))] == [1, 3]
     assert [row["text"] for _, _, row in source.stream()] == ["1", "2", "3", "4"]
+    for share, shares in ((0, 1), (0, 2), (1, 2), (1, 3)):
+        every = list(source.stream(share, shares))
+        assert [list(source.stream(share, shares, start)) for start in range(6)] == [
+            every[start:] for start in range(6)
+        ]
 
 
 def test_a_folder_of_the_datasets_library(tmp_path):
@@ -159,6 +167,7 @@ def test_hugging_face(monkeypatch):
     assert (len(source), count) == (7, 3)
     assert list(source.rows(np.array([4]))) == [(4, "some/rows:part row 5", ROWS[4])]
     assert [row for _, _, row in open_source("hf::some/rows").stream(1, 3)] == ROWS[1::3]
+    assert [(n, row) for n, _, row in open_source("hf::some/rows").stream(1, 3, 1)] == [(4, ROWS[4])]
     with pytest.raises(ValueError, match="has no split `train`, only test, dev"):
         open_source("no/train", use_hf=True)
     with pytest.raises(ValueError, match="Hugging Face did not give it: no route"):

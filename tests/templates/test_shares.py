@@ -120,6 +120,23 @@ def test_no_document_is_lost_or_repeated(data, seed):
     assert counts == Counter(dict.fromkeys(EVERY, epochs + 1))
 
 
+def test_what_fits_nowhere_does_not_wait_forever(tmp_path):
+    """Documents as long as a pack, and a short one among them, that a pack always ends up with alone."""
+
+    class Long(Encoder):
+        def encode(self, rows):
+            length = {3: 7}
+            ids = [np.arange(length.get(row["n"], 48), dtype=np.int32) + 1000 * (row["n"] + 1) for _, _, row in rows]
+            return [(row[0], i, [(len(i), 1.0)]) for row, i in zip(rows, ids, strict=True)], Refusals()
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(2000)))
+    run = Stopped(TokenStream([(open_source(str(tmp_path / "a.jsonl")), None)], Long(), 1, strict=False))
+    options = {"packing": True, "max_length": 48, "micro_batch_size": 1, "global_batch_size": 16}
+    found = [n for _ in range(5) for n in seen(run.run(5, **options)[0])]  # it goes on waiting through each stop
+    assert 200 < found.index(3) < 300
+    assert len(set(found)) == len(found)
+
+
 def test_what_was_given_is_not_tokenised_again(data):
     run = Stopped(stream(data))
     run.run(12)
