@@ -7,6 +7,9 @@ With `--fp8_param_gather` these matrices are parameters in FP8, and their exact 
 Checkpoints know bf16 alone: `reading_in_bf16` and `masters_in_bf16`.
 """
 
+import json
+import os
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,11 +17,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils, parallel_state
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from .options import Fp8Options
 
 E4M3_MAX = 448.0
+NUMBERS = "numbers"  # among the scales of a module: what is no tensor, as JSON
+PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 OF_GEMM = 16  # every size of a matrix product in FP8 divides by it
 
 
@@ -155,3 +161,30 @@ def place(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if not any(fp8_utils.is_float8tensor(own) for own in module.parameters(recurse=False)):
             module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def scales_of(module: Any) -> dict[str, Tensor]:
+    """What a module of Transformer Engine has kept of past micro batches (--fp8_recipe delayed), by name; else {}."""
+    payload = module.get_extra_state()
+    if payload is None or not payload.numel():
+        return {}
+    state = pickle.loads(payload.numpy().tobytes())
+    numbers = {name: value for name, value in state["extra_fp8_variables"].items() if isinstance(value, int | float)}
+    scales = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return scales | {NUMBERS: torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)}
+
+
+def set_scales(module: Any, scales: dict[str, Tensor], config: TransformerConfig) -> None:
+    """Give a module what `scales_of` gave."""
+    numbers = json.loads(scales[NUMBERS].numpy().tobytes())
+    state: dict[str, Any] = {name: value for name, value in scales.items() if name != NUMBERS}
+    state |= {"recipe": fp8_utils.get_fp8_recipe(config), "extra_fp8_variables": numbers}
+    payload = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    before = os.environ.get(PICKLES)
+    os.environ[PICKLES] = "1"  # this one has just been made here: files of checkpoints have none
+    try:
+        module.set_extra_state(payload)
+    finally:
+        os.environ.pop(PICKLES)
+        if before is not None:
+            os.environ[PICKLES] = before

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from . import runtime
 from .options import ParallelOptions
@@ -29,10 +31,12 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # Of megatron-core's own barriers: the device is the one set above.
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
-        dist.init_process_group(
-            options.ddp_backend or ("nccl" if on_gpu else "gloo"),
-            timeout=timedelta(seconds=options.ddp_timeout + LATER),
-        )
+        timeout = timedelta(seconds=options.ddp_timeout + LATER)
+        store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+        # Where torchrun has started the processes again, its store still has the addresses of the former ones.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = options.ddp_backend or ("nccl" if on_gpu else "gloo")
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     tp, pp, cp = (
         options.tensor_model_parallel_size,
         options.pipeline_model_parallel_size,

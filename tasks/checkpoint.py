@@ -28,8 +28,9 @@ from ..bridge.writer import Folder, Report, Writer
 from .folders import Entry, begin, commit_together, explained
 from .plan import shard_bytes
 from .ranks import on_first_rank
+from .resume import tidy_for
 from .run import Run
-from .run_folder import STATE, best, link, merged_beside, rotate
+from .run_folder import STATE, merged_beside
 from .train import Training
 from .training_state import rank_file
 from .watchdog import Watchdog
@@ -210,17 +211,7 @@ class _Saving:
         for each in self.paths:
             (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, known)
-        link(run.folder, "last", path)
-        kept = self._best()
-        if kept is not None:
-            link(run.folder, "best", kept)
-        rotate(run.folder, run.options.save_total_limit, kept)
-
-    def _best(self) -> Path | None:
-        options = self._run.options
-        name = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        greater = not name.endswith("loss") if options.greater_is_better is None else options.greater_is_better
-        return best(self._run.folder, name, greater=greater)
+        tidy_for(run.options, path)
 
 
 def _told(error: Exception) -> bytes:

@@ -105,8 +105,10 @@ def remove_leftovers(folder: Path, name: str | None = None, *, ours: bool = Fals
             dead = pid == os.getpid() or not _alive(pid)
         else:
             dead = match["name"] == name
-        if dead or ours:
+        if (dead or ours) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
+        elif dead or ours:
+            entry.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from .run_folder import SHARED
+
 NEVER = timedelta(days=200)
 SHARED_AFTER = 30.0  # seconds until what one node has written must be seen by the others, whose NFS may look late
 CACHE_SHARED_AFTER = 3.0  # the same where by not seeing it only work is lost
@@ -83,7 +85,7 @@ def check_shared(folder: Path) -> None:
     Every rank calls this. Raises ValueError, on every rank, with the reason and the cure.
     """
     token, host = on_first_rank(lambda: _mark(folder))
-    mark, here = folder / f".shared-{token}", f"rank {dist.get_rank()} on {socket.gethostname()}"
+    mark, here = folder / f"{SHARED}{token}", f"rank {dist.get_rank()} on {socket.gethostname()}"
 
     def look() -> None:
         if not _soon(SHARED_AFTER, lambda: mark.read_text() == token):
@@ -112,7 +114,7 @@ def check_shared(folder: Path) -> None:
 def _mark(folder: Path) -> tuple[str, str]:
     """Leave a token in `folder`, where no other run has it. The token, and this host's name."""
     token = secrets.token_hex(8)
-    (folder / f".shared-{token}").write_text(token)
+    (folder / f"{SHARED}{token}").write_text(token)
     return token, socket.gethostname()
 
 

@@ -14,6 +14,7 @@ from .run_folder import (
     LAUNCH,
     STATE,
     checkpoints,
+    clean_others,
     default_output_dir,
     faults,
     new_run_folder,
@@ -21,6 +22,7 @@ from .run_folder import (
     saved_at,
     state_of,
     take,
+    tidy,
 )
 
 # Options that may differ without a word: they change no number of the training.
@@ -83,8 +85,11 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
     folder, checkpoint, notes = _choose(options, output)
     if launch := _launch():
         (folder / LAUNCH).write_text(launch)
+    clean_others(other for other in run_folders(output) if other != folder)
     if checkpoint is None:
         return folder, None
+    if checkpoint.parent == folder:  # its run may have been killed before it had done this
+        tidy_for(options, checkpoint)
     state = state_of(checkpoint)
     if state is None:
         raise ValueError(
@@ -94,6 +99,13 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
     _check_complete(checkpoint, state, options)
     notes += _changes(checkpoint, options)
     return folder, Resumed(checkpoint, state, notes)
+
+
+def tidy_for(options: SftOptions, newest: Path) -> None:
+    """Have the folder of a run be what the options say, with its newest checkpoint in its place."""
+    metric = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
+    greater = not metric.endswith("loss") if options.greater_is_better is None else options.greater_is_better
+    tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater)
 
 
 def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[str]]:

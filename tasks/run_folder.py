@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STATE = "training_state"  # of a checkpoint: the folder with what a run goes on from, beside the weights
 LAUNCH = ".launch"  # in a run's folder: whose it is
+SHARED = ".shared-"  # in a run's folder, while nodes look whether they share it
 _locks: list[Any] = []  # open as long as this process lives
 
 
@@ -79,7 +81,24 @@ def take(folder: Path, patience: float = 10.0) -> None:
                 )
             time.sleep(0.2)
         _locks.append(stream)
+        _clean(folder)
+
+
+def clean_others(folders: Iterable[Path]) -> None:
+    """Remove what runs that are dead have left half-written in their folders."""
+    for folder in folders:
+        if any(folder.glob(".*.partial-*")):
+            with contextlib.suppress(OSError), (folder / ".lock").open("a") as stream:
+                if _locked(stream):
+                    _clean(folder)
+
+
+def _clean(folder: Path) -> None:
+    """Of what a run that was killed has left."""
+    with explained(folder):
         remove_leftovers(folder, ours=True)
+        for mark in folder.glob(f"{SHARED}*"):
+            mark.unlink(missing_ok=True)
         for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's own had its place
             if not entry.with_name(entry.name.removesuffix("-merged")).is_dir() and not of_export(entry / "args.json"):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -151,16 +170,26 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
         sync(folder)
 
 
-def rotate(folder: str | Path, save_total_limit: int | None, keep: Path | None = None) -> list[Path]:
+def tidy(folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool) -> None:
+    """Have `last` lead to the newest whole checkpoint of a run folder, `best` to that with the best of a metric, and
+    delete what is beyond the limit, but for these two."""
+    link(folder, "last", newest)
+    leader = best(folder, metric, greater=greater)
+    if leader is not None:
+        link(folder, "best", leader)
+    rotate(folder, save_total_limit, {newest, leader})
+
+
+def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Path | None] = frozenset()) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
     Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
-    an earlier run into this folder has left checkpoints of later steps; nor is `keep`, the best, which counts.
+    an earlier run into this folder has left checkpoints of later steps; nor are those to `keep`, which count.
     """
     if save_total_limit is None:
         return []
     found = sorted(checkpoints(folder), key=saved_at)
-    others = [path for path in found[:-1] if path != keep]
+    others = [path for path in found[:-1] if path not in keep]
     doomed = others[: max(0, len(found) - max(1, save_total_limit))]
     for path in doomed:
         merged = merged_beside(path)

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..bridge.boxes import Box, Trained, fill
+from ..bridge.fp8 import scales_of, set_scales
 from .optimizer import parts, put_masters, shards
 from .ranks import on_every_rank
 from .train import Training
@@ -42,8 +43,8 @@ def rank_tensors(training: Training, hf_config: dict[str, Any], *, optimizer: bo
     tensors = {}
     if optimizer:
         tensors |= {box.label: box.values for box in _boxes(training, hf_config) if box.first}
-        scales = ((name, module.get_extra_state()) for name, module in _in_fp8(training))
-        tensors |= {name: scale for name, scale in scales if scale is not None and scale.numel()}
+        for name, module in _in_fp8(training):
+            tensors |= {f"{name}/{kind}": scale for kind, scale in scales_of(module).items()}
     return tensors | (_rng() if rng else {})
 
 
@@ -81,8 +82,9 @@ def load_optimizer(
     if same_layout:  # first: weights in FP8 are made of the masters by these scales
         scales = _own(folder, dist.get_rank(), FP8)
         for name, module in _in_fp8(training):
-            if name in scales:
-                module.set_extra_state(scales[name])
+            of_module = {key.rpartition("/")[2]: scale for key, scale in scales.items() if key.startswith(f"{name}/")}
+            if of_module:
+                set_scales(module, of_module, training.model.config)
     put_masters(training.optimizer, training.chunks)
     _load_numbers(training, numbers)
 

@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 # What may differ in the log of two runs of the same steps.
 TIMES = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "remaining"}
-TIMES |= {"seconds_per_step", "checkpoint_wait"}
+TIMES |= {"seconds_per_step", "save_wait"}
 Harm = Callable[[prepared.Running, Path], None]
 
 
@@ -232,7 +232,7 @@ class Output:
         assert link == f"checkpoint-{last}", f"{where}last leads to {link}"
         assert not leftovers(self.run_folder), f"{where}left over: {leftovers(self.run_folder)}"
         here, there = ({p.name for p in output.run_folder.iterdir()} for output in (self, reference))
-        assert {name for name in here ^ there if "checkpoint-" not in name} <= {".lock", ".launch"}, (
+        assert {name for name in here ^ there if "checkpoint-" not in name} <= {".lock", ".launch", "images"}, (
             f"{where}{here} {there}"
         )
 
@@ -408,7 +408,7 @@ def sweep(case: Case, targets: list[dict[str, Any]] | None = None, *, every: int
         for attempt in range(3):
             if attempt == 1:
                 chain.begin()
-            elif not chain.output.runs:
+            elif not newest(chain.output.folder):
                 chain.run({"rank": 0, "label": "step 5", "count": 1, "how": "kill"})
             if attempt == 2:
                 chain.run(within_a_save)
