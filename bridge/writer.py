@@ -32,8 +32,8 @@ class Writer:
     """`begin` a file, `put` its tensors in their order (each whole or in runs), and so on; `finish` at last.
 
     An error does not show before `finish`, so that what other ranks wait for goes on; what is put after it is dropped.
-    `copied`: what is put is copied first, to the host, so that the caller may go on to change it; nothing waits for the
-    disk before `finish`.
+    `copied`: what is put is copied first, to the host, so that the caller may go on to change it; nothing is written
+    before `finish`, so that nothing slows the copies down.
     """
 
     def __init__(self, folder: Path, *, copied: bool = False):
@@ -45,7 +45,8 @@ class Writer:
         self._waiting = 0
         self._room = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
-        self._thread.start()
+        if not copied:
+            self._thread.start()
 
     def begin(self, file: str, forms: Mapping[str, Form]) -> None:
         self._tasks.put((file, forms))
@@ -68,6 +69,8 @@ class Writer:
     def finish(self) -> None:
         """Wait until everything is on the disk. Look at `error` then."""
         self._tasks.put(None)
+        if self.copied:
+            self._thread.start()
         self._thread.join()
 
     def _work(self) -> None:
