@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .options import LoggingOptions, ProfileOptions, ResumeOptions, SftOptions
+from .options import CheckpointOptions, LoggingOptions, ProfileOptions, ResumeOptions, SftOptions
 from .plan import Layout
 from .run_folder import (
     LAUNCH,
@@ -26,9 +26,9 @@ from .run_folder import (
 )
 
 # Options that may differ without a word: they change no number of the training.
-SILENT = {field.name for kind in (ResumeOptions, LoggingOptions, ProfileOptions) for field in fields(kind)} | {
-    "output_dir", "add_version", "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file",
-    "max_shard_size", "save_total_limit", "async_save",
+NUMBERLESS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
+SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
+    "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
 CHUNKS = (
     "virtual_pipeline_model_parallel_size",

@@ -48,7 +48,7 @@ def attach(
             parameter.requires_grad_(key in plan.whole or (key == OUTPUT and bool(plan.copies)))
             if key in plan.adapted:
                 _check_rank(settings, key, entries[key], view, architecture)
-                module = chunk.get_submodule(name.rpartition(".")[0])
+                module: Any = chunk.get_submodule(name.rpartition(".")[0])
                 module.adapter = adapter = _adapter(model, module, parameter, key, entries[key], plan, settings, dtype)
                 # Transformer Engine's modules would refuse adapters in another type than their input's.
                 module.activation_dtype = model.config.params_dtype

@@ -35,7 +35,8 @@ MIXTURE = DENSE | {
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the machine's own launcher or GPUs in these tests."""
     for name in list(os.environ):
-        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MAX_RESTARTS",
+        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES", "NODE_RANK",
+                    "MAX_RESTARTS",
                     "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
                     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # fmt: skip
             monkeypatch.delenv(name)

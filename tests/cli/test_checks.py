@@ -251,3 +251,25 @@ def test_every_flag_with_a_bound_is_a_flag() -> None:
     from megaswift.tasks.options import SftOptions
 
     assert {*NOT_NEGATIVE, *POSITIVE, *SHARE} <= set(flags_of(SftOptions))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder. Give a checkpoint's"),
+        ("--finetune false --resume_from_checkpoint auto", "--resume_from_checkpoint auto and --finetune false"),
+        ("--finetune false --tuner_type lora", "--finetune false needs --mcore_adapter or --adapters"),
+        ("--async_save true --save_safetensors false", "--async_save true cannot be with --save_safetensors false"),
+        ("--metric_for_best_model accuracy", "--metric_for_best_model: nothing is evaluated. Give --val_dataset"),
+        ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
+    ],
+)
+def test_what_saving_and_resuming_cannot_be(dense: Path, words: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(dense, words)
+    assert str(caught.value).startswith(message)
+
+
+def test_flags_of_resuming_without_it_are_told(dense: Path) -> None:
+    assert check(dense, "--no_load_optim true")[1] == ["--no_load_optim true is not needed: nothing is resumed."]
+    assert check(dense, "--no_load_optim true --resume_from_checkpoint auto")[1] == []

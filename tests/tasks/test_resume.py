@@ -1,0 +1,127 @@
+"""Which checkpoint a run goes on from, and what it says of it. What comes of it: tests/resume."""
+
+import json
+import os
+import re
+
+import pytest
+from megaswift.tasks import folders, resume
+from megaswift.tasks.options import SftOptions
+from megaswift.tasks.run_folder import STATE, best, faults, take
+
+
+def save(folder, step, *, time=0.0, options=None, **state):
+    """A committed checkpoint without weights."""
+    path = folder / f"checkpoint-{step}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folders.begin(path)
+    (temporary / STATE).mkdir()
+    told = {"step": step, "time": time or float(step), "optimizer": {}, "rng": True, "metrics": {}} | state
+    (temporary / STATE / "state.json").write_text(json.dumps(told))
+    saved = {name: {"value": value} for name, value in vars(options or SftOptions()).items()}
+    (temporary / "args.json").write_text(json.dumps({"options": saved}))
+    return folders.commit(temporary, path)
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "out"
+
+
+def options(out, wanted="auto", **more):
+    return SftOptions(output_dir=str(out), resume_from_checkpoint=wanted, **more)
+
+
+V0, V1 = "v0-20260101-000000", "v1-20260101-000000"
+
+
+def test_auto_takes_the_newest_of_all_versions_or_starts_afresh(out):
+    folder, resumed = resume.open_folder(options(out))
+    assert (folder.parent, resumed) == (out, None)
+    save(out / V0, 30, time=1.0)
+    newest = save(out / V1, 10, time=2.0)
+    folder, resumed = resume.open_folder(options(out))
+    assert (folder, resumed.checkpoint, resumed.step) == (out / V1, newest, 10)
+    assert os.readlink(folder / "last") == "checkpoint-10"
+
+
+def test_a_damaged_one_is_named_and_the_one_before_taken(out):
+    whole, torn = save(out / V0, 1), save(out / V0, 2)
+    (torn / STATE / "state.json").write_text("{}")
+    _, resumed = resume.open_folder(options(out, save_total_limit=1))
+    assert resumed.checkpoint == whole
+    assert f"{torn} is damaged and left aside: {STATE}/state.json has 2 bytes instead of" in resumed.notes[0]
+    assert whole.is_dir(), "nor does the limit take it"
+    with pytest.raises(ValueError, match=f"{re.escape(str(torn))}: it is not as it was written"):
+        resume.open_folder(options(out, str(torn)))
+    for path in (whole, torn):
+        (path / "manifest.json").unlink()
+    assert faults(whole) == ["manifest.json is missing"]
+    with pytest.raises(ValueError, match=r"latest: there is no whole checkpoint under .*checkpoint-2 is damaged"):
+        resume.open_folder(options(out, "latest"))
+
+
+def test_a_folder_goes_on_where_it_is_or_in_a_new_one(out, tmp_path):
+    older, _ = save(out / V0, 1), save(out / V0, 2)
+    assert resume.open_folder(options(out, str(older)))[0] == out / V0
+    other = save(tmp_path / "elsewhere" / V0, 1)
+    folder, resumed = resume.open_folder(options(out, str(other)))
+    assert folder.name.startswith("v1-")
+    assert resumed.checkpoint == other
+
+
+def test_what_is_lacking_stops_the_run_unless_it_is_known(out):
+    path = save(out / V0, 1, optimizer=None, rng=False)
+    with pytest.raises(ValueError, match=r"lacks the optimizer's state.*give --no_load_optim true"):
+        resume.open_folder(options(out))
+    with pytest.raises(ValueError, match=r"lacks the states of random numbers.*give --no_load_rng true"):
+        resume.open_folder(options(out, no_load_optim=True))
+    assert resume.open_folder(options(out, no_load_optim=True, no_load_rng=True))[1].checkpoint == path
+    old = save(out / V1, 3, time=9.0)
+    (old / STATE / "state.json").unlink()
+    (old / STATE).rmdir()
+    manifest = json.loads((old / "manifest.json").read_text())
+    manifest["files"].pop(f"{STATE}/state.json")
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"has no training_state: an earlier version saved it.*give it as --model"):
+        resume.open_folder(options(out))
+
+
+def test_changed_options_are_listed(out):
+    save(out / V0, 1, options=options(out, lr=2e-5, save_steps=7))
+    _, resumed = resume.open_folder(options(out, lr=1e-5))
+    assert resumed.notes == ["changed since checkpoint-1: --lr 1e-05 (was 2e-05)"]
+
+
+def test_processes_that_torchrun_starts_again_find_their_folder(out, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    mine, _ = resume.open_folder(options(out, None))
+    save(out / "v9-20260101-000000", 5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resume.open_folder(options(out, None)) == (mine, None)
+    path = save(mine, 3)
+    assert resume.open_folder(options(out, None))[1].checkpoint == path
+
+
+def test_best_is_by_the_metric(tmp_path):
+    for step, (loss, accuracy) in enumerate(((3.0, 0.1), (1.0, 0.2), (2.0, 0.9)), start=1):
+        save(tmp_path, step, metrics={"eval_loss": loss, "eval_accuracy": accuracy})
+    save(tmp_path, 4)
+    assert best(tmp_path, "eval_loss", greater=False).name == "checkpoint-2"
+    assert best(tmp_path, "eval_accuracy", greater=True).name == "checkpoint-3"
+    assert best(tmp_path, "eval_f1", greater=True) is None
+
+
+def test_a_run_takes_away_what_dead_ones_have_left(tmp_path):
+    for name in (
+        ".checkpoint-2.partial-elsewhere-1",
+        ".checkpoint-3-replaced.partial-elsewhere-2",
+        "checkpoint-7-merged",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".last.partial-elsewhere-3").symlink_to("checkpoint-1")
+    (tmp_path / ".shared-0a").touch()
+    take(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
