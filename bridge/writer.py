@@ -36,10 +36,11 @@ class Writer:
     before `finish`, so that nothing slows the copies down.
     """
 
+    taken_in_all = 0  # runs that threads have taken to write: while this grows, nothing hangs
+
     def __init__(self, folder: Path, *, copied: bool = False):
         self.folder, self.copied = folder, copied
         self.shards: list[Shard] = []
-        self.taken = 0  # runs that the thread has taken to write
         self.error: Exception | None = None
         self._tasks: SimpleQueue = SimpleQueue()
         self._waiting = 0
@@ -91,7 +92,7 @@ class Writer:
     def _runs(self) -> Generator[tuple[str, Tensor]]:
         while True:
             name, run, size, event = self._tasks.get()
-            self.taken += 1
+            Writer.taken_in_all += 1
             if event is not None:
                 event.synchronize()
             try:

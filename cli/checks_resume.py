@@ -1,5 +1,6 @@
 """What saving and resuming cannot be, as far as the options tell."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from ..tasks.resume import asked_for
 from .flags import UsageError
 
 NEWEST = ("latest", "auto")  # of --resume_from_checkpoint: no folders
+METRICS = ("loss", "mtp_loss")  # of evaluations
 GO_ON = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # without something of a checkpoint
 
 
@@ -24,7 +26,8 @@ def check_resume(options: SftOptions) -> Iterator[str]:
                 f"--resume_from_checkpoint {options.resume_from_checkpoint} and --finetune false (which resumes from "
                 f"{wanted}): leave one out."
             )
-    if wanted is not None and wanted not in NEWEST and not Path(wanted).expanduser().is_dir():
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # the run itself may have replaced it since
+    if wanted is not None and wanted not in NEWEST and not again and not Path(wanted).expanduser().is_dir():
         raise UsageError(
             f"{flag} {wanted}: no such folder. Give a checkpoint's folder, latest (the newest under "
             "--output_dir), or auto (the same, or a new run where there is none)."
@@ -38,7 +41,9 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "--async_save true cannot be with --save_safetensors false: megatron-core's format is written at once. "
             "Leave one out."
         )
-    evaluates = bool(options.val_dataset) or options.split_dataset_ratio > 0
+    if (metric := (options.metric_for_best_model or "loss").removeprefix("eval_")) not in METRICS:
+        raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(METRICS)}. Give one of them.")
+    evaluates = (bool(options.val_dataset) or options.split_dataset_ratio > 0) and options.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):
         if getattr(options, name) is not None and not evaluates:
             raise UsageError(

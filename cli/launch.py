@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -20,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..bridge.options import ParallelOptions
+from ..tasks.resume import STARTED
 from .flags import UsageError, show
 
-STARTED = "MEGASWIFT_STARTED"  # set for the processes of a run: the one that started them has told the notes
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
 
 
@@ -134,7 +135,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
         return
     command = torchrun_command(processes, argv)
     print(shown_command(command, settings), file=sys.stderr, flush=True)
-    os.environ[STARTED] = "1"
+    os.environ[STARTED] = secrets.token_hex(8)
     os.execv(sys.executable, command)
 
 

@@ -51,6 +51,7 @@ class Checkpoints:
         # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
         self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._saved = 0
+        self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
         self._saving: _Saving | None = None
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
@@ -77,20 +78,20 @@ class Checkpoints:
                 self._saving = _Saving(self._run, self._store, self._saved, temporary, paths, folders, state)
                 if not self._run.options.async_save:
                     self.settle()
-        return {"checkpoint": path} | ({"merged_checkpoint": merged} if merged else {})
+        return _named(paths)
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is in its place. Raises, on every rank, what a rank met."""
         if self._saving is None:
             return
-        saving, self._saving, progress = self._saving, None, -1
+        saving, self._saving = self._saving, None
         with self._watchdog.phase(f"waiting until {saving.paths[-1].name} is written"):
             while not saving.ended():
-                if saving.waits_for_others or saving.progress != progress:
-                    progress = saving.progress
+                if saving.waits_for_others:
                     self._watchdog.alive()
                 time.sleep(POLL)
         saving.result()
+        self.last = _named(saving.paths)
 
     def _stage(self, step: int, folder: Path) -> list[Folder]:
         """The weights, or the adapter alone, in the format that is asked for."""
@@ -151,11 +152,6 @@ class _Saving:
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    @property
-    def progress(self) -> int:
-        """Tensors of this rank that are on their way to the disk, or there."""
-        return sum(folder.writer.taken for folders in self._folders.values() for folder in folders)
-
     def ended(self) -> bool:
         """Whether it is whole, or not to be."""
         return self._store.check([self._key("outcome")])
@@ -212,6 +208,11 @@ class _Saving:
             (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, known)
         tidy_for(run.options, path)
+
+
+def _named(paths: list[Path]) -> dict[str, Path]:
+    """A checkpoint, and its merged weights where it has some."""
+    return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
 
 
 def _told(error: Exception) -> bytes:

@@ -197,13 +197,13 @@ class RunLog:
         numbers = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         self.note(f"step {step}/{self.max_steps}  {numbers}  {duration(row['elapsed'])}")
 
-    def saved(self, step: int, paths: dict[str, Path], waited: float) -> None:
+    def saved(self, step: int, paths: dict[str, Path], waited: float, *, being_written: bool) -> None:
         """Log that a checkpoint was saved, or began to be: training waited for it so many seconds."""
         if self.folder is None:
             return
         self._write({"step": step, "max_steps": self.max_steps, "save_wait": waited, "elapsed": self.elapsed()}, "save")
         where = "; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in paths.items())
-        self.note(f"{where} (training waited {waited:.2f} s)")
+        self.note(f"{'writing ' * being_written}{where} (training waited {waited:.2f} s)")
 
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from ..bridge import runtime
 from ..bridge.parallel import barrier
+from ..bridge.writer import Writer
 from ..templates.batches import Batches
 from .args import SECRET
 from .checkpoint import Checkpoints
@@ -62,13 +63,17 @@ def fit(
         six_n=flops.six_n_d(1) if model.trained_share == 1 else None,
         settings={name: value for name, value in vars(options).items() if name not in SECRET},
     )
-    profile = Profile(options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused)
-    stop, watchdog = Stop(options.exit_duration_in_mins), Watchdog(options.ddp_timeout, run.folder)
+    profile = Profile(
+        options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused, first=start.step + 1
+    )
+    stop, watchdog = (
+        Stop(options.exit_duration_in_mins),
+        Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all),
+    )
     checkpoints = Checkpoints(run, training, watchdog)
     steps = train.steps()
     if train.loss_tokens_are_local:
         steps = streamed(steps)
-    saved = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # the last one
     if start.step >= max_steps:
         log.note(f"step {start.step} is the last of the run: there is nothing left to train")
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
@@ -94,8 +99,11 @@ def fit(
             sums = window.close(training) if log.due(step) else None
             record = partial(_record, log, step, sums, outcome, clock, log.meter.excluded, learning_rate, data_wait)
             reason = stop.reason() if step < max_steps else None
-            evaluates = val is not None and _falls_on(step, options.eval_steps or options.save_steps, max_steps)
-            saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch) or reason is not None
+            saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch)
+            evaluates = val is not None and (
+                _falls_on(step, options.eval_steps, max_steps) if options.eval_steps else saves
+            )
+            saves = saves or reason is not None
             if evaluates or saves or not torch.cuda.is_available():
                 training.look()
                 record = record and record()
@@ -109,18 +117,19 @@ def fit(
                 if saves:
                     began = time.perf_counter()
                     state = _state(run, training, train, log, window, evaluated)
-                    saved = checkpoints.save(step, state, _rank_state(run, training, train, window))
-                    log.saved(step, saved, time.perf_counter() - began)
+                    paths = checkpoints.save(step, state, _rank_state(run, training, train, window))
+                    log.saved(step, paths, time.perf_counter() - began, being_written=options.async_save)
                     log.draw()  # which fails where the checkpoint has filled the disk
             if reason is not None:
                 break
             if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
                 gc.collect()
         checkpoints.settle()
-    except NonFiniteError as error:
-        with suppress(OSError):
-            checkpoints.settle()
-        log.close({"stopped": str(error), "last_checkpoint": None} | _last(saved))
+    except Exception as error:
+        with suppress(OSError, RuntimeError):
+            checkpoints.settle()  # what is being written needs no rank's main thread
+        if isinstance(error, NonFiniteError):
+            log.close({"stopped": str(error)} | _last(checkpoints))
         raise
     watchdog.phase("the end of training")
     barrier()
@@ -131,7 +140,7 @@ def fit(
         log.note(
             f"stopped after step {step} of {max_steps}: {reason}. --resume_from_checkpoint auto goes on from there"
         )
-    log.close(({"stopped": reason} if reason else {}) | {"last_checkpoint": None} | _last(saved))
+    log.close(({"stopped": reason} if reason else {}) | _last(checkpoints))
     return reason
 
 
@@ -140,7 +149,7 @@ def _start(run: Run, window: Window) -> Start:
     if run.resumed is None:
         return Start()
     state = run.resumed.state
-    if run.resumed.is_in(run.options, dist.get_world_size()):
+    if run.resumed.is_in(run.options, dist.get_world_size(), runtime.device().type):
         window.load(read_window(run.resumed.folder, dist.get_rank()))
         waiting = 0
     else:  # the shares of other ranks than there are now
@@ -157,7 +166,7 @@ def _state(
         "tokens": log.meter.tokens,
         "window_tokens": int(sum_over_ranks({}, [], window.tokens).wait()[0]),
         "elapsed": log.elapsed(),
-        "layout": layout_of(options, dist.get_world_size()),
+        "layout": layout_of(options, dist.get_world_size(), runtime.device().type),
         "optimizer": None if options.no_save_optim else optimizer_numbers(training),
         "rng": not options.no_save_rng,
         "data": train.position(),
@@ -187,8 +196,8 @@ def _collected(options: SftOptions) -> Iterator[None]:
         gc.collect()
 
 
-def _last(saved: dict[str, Path]) -> dict[str, str]:
-    return {f"last_{what}": str(path) for what, path in saved.items()}
+def _last(checkpoints: Checkpoints) -> dict[str, str | None]:
+    return {"last_checkpoint": None} | {f"last_{what}": str(path) for what, path in checkpoints.last.items()}
 
 
 def _record(

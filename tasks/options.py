@@ -26,7 +26,7 @@ class BatchOptions:
     train_iters: Annotated[int | None, "Optimizer steps; this or --num_train_epochs is needed."] = None
     num_train_epochs: Annotated[float | None, "Passes over the data; this or --train_iters is needed."] = None
     eval_steps: Annotated[
-        int | None, "Evaluate every N steps where there is a validation set; left out: save_steps."
+        int | None, "Evaluate every N steps where there is a validation set; left out: whenever the run is saved."
     ] = None
     eval_iters: Annotated[int, "Global batches of one evaluation; -1: the whole validation set, 0: no evaluation."] = -1
     seed: Annotated[int, "Seed of everything but the data (see --data_seed)."] = 42

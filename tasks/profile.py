@@ -33,14 +33,16 @@ class Profile:
         max_steps: int,
         note: Callable[[str], None],
         paused: Callable[[], AbstractContextManager[None]],
+        first: int = 1,
     ):
+        """`first`: the step that the run, where it is resumed, begins with."""
         if options.profile and options.profile_step_start > max_steps:
             raise ValueError(
                 f"--profile_step_start {options.profile_step_start}: the run has {max_steps} steps. Give an earlier one"
             )
         mine = options.profile and dist.get_rank() in options.profile_ranks
         end = min(options.profile_step_end, max_steps)
-        self.steps = range(options.profile_step_start, end + 1) if mine else range(0)
+        self.steps = range(max(options.profile_step_start, first), end + 1) if mine else range(0)
         self.folder, self.note, self.paused = folder / "profile", note, paused
         self._profiler: Any = None
 

@@ -21,10 +21,10 @@ SHARED_AFTER = 30.0  # seconds until what one node has written must be seen by t
 CACHE_SHARED_AFTER = 3.0  # the same where by not seeing it only work is lost
 
 
-def on_first_rank[T](do: Callable[[], T]) -> T:
-    """`do()` on rank 0 alone; its result, or its error, on every rank."""
+def on_first_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`do()` on rank 0 alone; its result, or its error, on every rank (by `group`)."""
     outcome: list[Any] = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     value, error = outcome[0]
     if error is not None:
         raise error

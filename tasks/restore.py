@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from ..bridge import runtime
 from ..bridge.parallel import seed_ranks
 from ..bridge.safetensors_io import read_header
 from ..templates.batches import Batches
@@ -58,7 +59,7 @@ def restore(run: Run, training: Training) -> list[str]:
     if run.resumed is None:
         return []
     options, resumed, notes = run.options, run.resumed, []
-    same = resumed.is_in(options, dist.get_world_size())
+    same = resumed.is_in(options, dist.get_world_size(), runtime.device().type)
     numbers: dict[str, Any] | None = resumed.state["optimizer"]
     if options.no_load_optim or numbers is None:
         training.schedule.step(resumed.step)

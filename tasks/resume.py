@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ NUMBERLESS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
 SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
+STARTED = "MEGASWIFT_STARTED"  # of one launch of ours; set for its processes, that of the launcher has told the notes
 CHUNKS = (
     "virtual_pipeline_model_parallel_size",
     "decoder_first_pipeline_num_layers",
@@ -55,14 +57,14 @@ class Resumed:
         """Of what is no weights."""
         return self.checkpoint / STATE
 
-    def is_in(self, options: SftOptions, world: int) -> bool:
-        """Whether it was saved by `world` processes in the layout of `options`."""
-        return self.state["layout"] == layout_of(options, world)
+    def is_in(self, options: SftOptions, world: int, device: str) -> bool:
+        """Whether it was saved by `world` processes in the layout of `options`, on devices of the same type."""
+        return self.state["layout"] == layout_of(options, world, device)
 
 
-def layout_of(options: SftOptions, world: int) -> dict[str, Any]:
+def layout_of(options: SftOptions, world: int, device: str) -> dict[str, Any]:
     """What decides which of `world` ranks holds what."""
-    return asdict(Layout.of(options, world)) | {name: getattr(options, name) for name in CHUNKS}
+    return asdict(Layout.of(options, world)) | {name: getattr(options, name) for name in CHUNKS} | {"device": device}
 
 
 def asked_for(options: SftOptions) -> str | None:
@@ -83,8 +85,8 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
     output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
     output = output.expanduser().absolute()
     folder, checkpoint, notes = _choose(options, output)
-    if launch := _launch():
-        (folder / LAUNCH).write_text(launch)
+    if (launch := _launch()) and _started(folder) is None:
+        (folder / LAUNCH).write_text(f"{launch}\n{time.time()}")
     clean_others(other for other in run_folders(output) if other != folder)
     if checkpoint is None:
         return folder, None
@@ -105,7 +107,9 @@ def tidy_for(options: SftOptions, newest: Path) -> None:
     """Have the folder of a run be what the options say, with its newest checkpoint in its place."""
     metric = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
     greater = not metric.endswith("loss") if options.greater_is_better is None else options.greater_is_better
-    tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater)
+    read = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]  # until the end of the run
+    keep = {Path(folder).expanduser().resolve() for folder in read if folder}
+    tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 
 
 def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[str]]:
@@ -113,10 +117,8 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
     wanted, notes = asked_for(options), []
     if own := _own_folder(output):  # torchrun has started the processes once more
         take(own)
-        if checkpoint := _newest_whole([own], notes):
+        if checkpoint := _newest_whole([own], notes, since=_started(own) or 0.0):
             return own, checkpoint, notes
-        if wanted in (None, "auto", "latest"):
-            return own, None, notes
     if wanted in ("auto", "latest"):
         if checkpoint := _newest_whole(run_folders(output), notes):
             return checkpoint.parent, checkpoint, notes
@@ -132,13 +134,17 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
         if checkpoint.parent in [folder.resolve() for folder in run_folders(output)]:
             take(checkpoint.parent)
             return checkpoint.parent, checkpoint, notes
-        return new_run_folder(output, add_version=options.add_version), checkpoint, notes
-    return new_run_folder(output, add_version=options.add_version), None, notes
+        return own or new_run_folder(output, add_version=options.add_version), checkpoint, notes
+    return own or new_run_folder(output, add_version=options.add_version), None, notes
 
 
-def _newest_whole(folders: list[Path], notes: list[str]) -> Path | None:
-    """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not."""
+def _newest_whole(folders: list[Path], notes: list[str], since: float = 0.0) -> Path | None:
+    """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not.
+
+    `since`: those that were saved before, in seconds since 1970, do not count.
+    """
     found = sorted((path for folder in folders for path in checkpoints(folder)), key=saved_at, reverse=True)
+    found = [path for path in found if saved_at(path)[0] >= since]
     for path in found:
         take(path.parent)
         if not path.is_dir():  # a run that has just ended has deleted it
@@ -188,15 +194,29 @@ def _shown(value: Any) -> str:
 
 
 def _launch() -> str | None:
-    """What tells one torchrun from another; None without it."""
+    """What tells one torchrun from another, over its attempts; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    if STARTED in os.environ:
+        return os.environ[STARTED]
+    try:  # when the torchrun of somebody else began, since numbers of processes come again
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        began = ""
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {began}"
+
+
+def _started(folder: Path) -> float | None:
+    """When this same torchrun began its run in a folder, in seconds since 1970; None where it did not."""
+    try:
+        launch, began = (folder / LAUNCH).read_text().split("\n")
+        return float(began) if launch == _launch() else None
+    except (OSError, ValueError):
+        return None
 
 
 def _own_folder(output: Path) -> Path | None:
     """Where this same torchrun had its run before it started the processes again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    own = [folder for folder in run_folders(output) if (folder / LAUNCH).is_file()]
-    return next((folder for folder in reversed(own) if (folder / LAUNCH).read_text() == _launch()), None)
+    return next((folder for folder in reversed(run_folders(output)) if _started(folder) is not None), None)

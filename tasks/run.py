@@ -76,7 +76,7 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     found = replace(options, load_from_cache_file=True)
     data = first_of_each_cache(cache_root(), lambda: tokens(options), then=lambda: tokens(found))
-    folder, resumed = on_first_rank(lambda: open_folder(options))
+    folder, resumed = on_first_rank(lambda: open_folder(options), patient_group())  # which may read checkpoints whole
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
     check_shared(folder)
     weights_folder = model_folder

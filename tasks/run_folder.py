@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import re
 import shutil
 import time
@@ -85,12 +86,10 @@ def take(folder: Path, patience: float = 10.0) -> None:
 
 
 def clean_others(folders: Iterable[Path]) -> None:
-    """Remove what runs that are dead have left half-written in their folders."""
+    """Remove what runs of this machine that are dead have left half-written in their folders."""
     for folder in folders:
-        if any(folder.glob(".*.partial-*")):
-            with contextlib.suppress(OSError), (folder / ".lock").open("a") as stream:
-                if _locked(stream):
-                    _clean(folder)
+        with contextlib.suppress(OSError):
+            remove_leftovers(folder)
 
 
 def _clean(folder: Path) -> None:
@@ -99,9 +98,16 @@ def _clean(folder: Path) -> None:
         remove_leftovers(folder, ours=True)
         for mark in folder.glob(f"{SHARED}*"):
             mark.unlink(missing_ok=True)
+        newest = max((_step(path) for path in checkpoints(folder)), default=0)
         for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's own had its place
-            if not entry.with_name(entry.name.removesuffix("-merged")).is_dir() and not of_export(entry / "args.json"):
+            if _step(entry) > newest and not of_export(entry / "args.json"):
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def _step(checkpoint: Path) -> int:
+    """Of a checkpoint's folder, or that of its merged weights; 0 for one that is called otherwise."""
+    match = CHECKPOINT.fullmatch(checkpoint.name.removesuffix("-merged"))
+    return int(match[1]) if match else 0
 
 
 def _locked(stream: Any) -> bool:
@@ -145,9 +151,8 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
 
 def saved_at(checkpoint: Path) -> tuple[float, int]:
     """When (seconds since 1970) and at which step it was saved, as far as it says so."""
-    state, match = state_of(checkpoint) or {}, CHECKPOINT.fullmatch(checkpoint.name)
-    when = state.get("time")
-    return when if isinstance(when, float) else checkpoint.stat().st_mtime, int(match[1]) if match else 0
+    when = (state_of(checkpoint) or {}).get("time")
+    return when if isinstance(when, float) else checkpoint.stat().st_mtime, _step(checkpoint)
 
 
 def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
@@ -155,7 +160,7 @@ def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
     found = []
     for path in checkpoints(folder):
         value = ((state_of(path) or {}).get("metrics") or {}).get(metric)
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
             found.append((value if greater else -value, path))
     return max(found, default=(0, None), key=lambda one: one[0])[1]
 
@@ -170,17 +175,19 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
         sync(folder)
 
 
-def tidy(folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool) -> None:
+def tidy(
+    folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool, keep: Collection[Path] = ()
+) -> None:
     """Have `last` lead to the newest whole checkpoint of a run folder, `best` to that with the best of a metric, and
-    delete what is beyond the limit, but for these two."""
+    delete what is beyond the limit, but for these two and those to `keep`."""
     link(folder, "last", newest)
     leader = best(folder, metric, greater=greater)
     if leader is not None:
         link(folder, "best", leader)
-    rotate(folder, save_total_limit, {newest, leader})
+    rotate(folder, save_total_limit, {*keep, newest, *([leader] if leader else [])})
 
 
-def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Path | None] = frozenset()) -> list[Path]:
+def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
     Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
@@ -189,7 +196,8 @@ def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Pa
     if save_total_limit is None:
         return []
     found = sorted(checkpoints(folder), key=saved_at)
-    others = [path for path in found[:-1] if path not in keep]
+    kept = {path.resolve() for path in keep}
+    others = [path for path in found[:-1] if path.resolve() not in kept]
     doomed = others[: max(0, len(found) - max(1, save_total_limit))]
     for path in doomed:
         merged = merged_beside(path)

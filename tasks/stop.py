@@ -13,6 +13,7 @@ from .ranks import patient_group
 EXIT_STOPPED = 75  # of a run that has saved and ended early (EX_TEMPFAIL: try again later)
 AGAIN = 2.0  # seconds: schedulers signal each process, and torchrun passes on what it gets: that is one signal
 
+BEGAN = time.monotonic()  # this process, more or less
 TIME_IS_OVER = 1  # codes: the largest of all ranks counts
 CODES = {signal.SIGUSR1: 2, signal.SIGTERM: 3}
 
@@ -34,7 +35,7 @@ class Stop:
         The ranks ask each other over gloo: no device is waited for.
         """
         self._minutes, self._code, self._terminated = minutes, 0, 0.0
-        self._deadline = None if minutes is None or dist.get_rank() else time.monotonic() + 60 * minutes
+        self._deadline = None if minutes is None or dist.get_rank() else BEGAN + 60 * minutes
         self._group = patient_group()
         self._exchanged: tuple[torch.Tensor, dist.Work] | None = None
         self._former = {number: signal.signal(number, self._note) for number in CODES}

@@ -56,7 +56,7 @@ def optimizer_numbers(training: Training) -> dict[str, Any]:
             if "step" in group:
                 numbers["optimizer_steps"] = group["step"]
         if scaler := getattr(part, "grad_scaler", None):
-            numbers["grad_scaler"] = scaler.state_dict() | {"scale": scaler.scale.item()}
+            numbers.setdefault("grad_scalers", []).append(scaler.state_dict() | {"scale": scaler.scale.item()})
     return numbers
 
 
@@ -117,11 +117,12 @@ def _boxes(training: Training, hf_config: dict[str, Any]) -> Iterator[Box]:
 
 
 def _load_numbers(training: Training, numbers: dict[str, Any]) -> None:
-    for part in parts(training.optimizer):
+    for number, part in enumerate(parts(training.optimizer)):
         for group in part.param_groups:
             if "step" in group:
                 group["step"] = numbers.get("optimizer_steps", numbers["schedule_steps"])
-        if (scaler := getattr(part, "grad_scaler", None)) and (saved := numbers.get("grad_scaler")):
+        if (scaler := getattr(part, "grad_scaler", None)) and (scalers := numbers.get("grad_scalers")):
+            saved = scalers[min(number, len(scalers) - 1)]
             scaler.load_state_dict(saved | {"scale": torch.tensor([saved["scale"]], dtype=torch.float32)})
     training.schedule.num_steps = numbers["schedule_steps"]
     training.schedule.step(0)  # the learning rate of the next step

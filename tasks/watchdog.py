@@ -46,8 +46,12 @@ class Watchdog:
     waited for without a limit. Collectives must not give up before: their own timeouts are to be longer.
     """
 
-    def __init__(self, seconds: float, folder: Path):
-        """`folder`: of the run; stacks go to its subfolder `hang`. Every rank calls this."""
+    def __init__(self, seconds: float, folder: Path, progress: Callable[[], int] = lambda: 0):
+        """`folder`: of the run; stacks go to its subfolder `hang`. Every rank calls this.
+
+        `progress`: a number of this rank that changes while there is progress of another kind.
+        """
+        self._progress = progress
         self.seconds, self.folder = seconds, folder / "hang"
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._interval = min(max(seconds / 10, 0.05), 10.0)
@@ -97,11 +101,12 @@ class Watchdog:
                     self._told.set()
 
     def _watch(self) -> None:
-        idle, seen, last = 0.0, self._status, time.monotonic()
+        idle, seen, last = 0.0, (self._status, self._progress()), time.monotonic()
         while not self._closed.wait(self._interval):
             status, now = self._status, time.monotonic()
-            idle = idle + min(now - last, 2 * self._interval) if status is seen and status.phase is not None else 0.0
-            seen, last = status, now
+            stands = status is seen[0] and self._progress() == seen[1] and status.phase is not None
+            idle = idle + min(now - last, 2 * self._interval) if stands else 0.0
+            seen, last = (status, self._progress()), now
             if idle >= self.seconds or self._told.is_set():
                 self._end(status)
 

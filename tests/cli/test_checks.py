@@ -260,7 +260,11 @@ def test_every_flag_with_a_bound_is_a_flag() -> None:
         ("--finetune false --resume_from_checkpoint auto", "--resume_from_checkpoint auto and --finetune false"),
         ("--finetune false --tuner_type lora", "--finetune false needs --mcore_adapter or --adapters"),
         ("--async_save true --save_safetensors false", "--async_save true cannot be with --save_safetensors false"),
-        ("--metric_for_best_model accuracy", "--metric_for_best_model: nothing is evaluated. Give --val_dataset"),
+        (
+            "--metric_for_best_model acc --val_dataset d",
+            "--metric_for_best_model acc: evaluations have loss, mtp_loss",
+        ),
+        ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Give --val_dataset"),
         ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
     ],
 )

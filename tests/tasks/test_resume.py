@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 
 import pytest
 from megaswift.tasks import folders, resume
@@ -101,14 +102,26 @@ def test_processes_that_torchrun_starts_again_find_their_folder(out, monkeypatch
     save(out / "v9-20260101-000000", 5)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resume.open_folder(options(out, None)) == (mine, None)
-    path = save(mine, 3)
+    save(mine, 9)  # of an earlier run into this folder
+    path = save(mine, 3, time=time.time())
     assert resume.open_folder(options(out, None))[1].checkpoint == path
+    monkeypatch.setenv(resume.STARTED, "another launch")
+    assert resume.open_folder(options(out, None))[0] not in (mine, None)
+
+
+def test_what_the_run_still_reads_is_kept(out):
+    base = save(out / V0, 1)
+    for step in (2, 3):
+        save(out / V0, step)
+    folder, _ = resume.open_folder(options(out, "latest", model=str(base), save_total_limit=1))
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_best_is_by_the_metric(tmp_path):
     for step, (loss, accuracy) in enumerate(((3.0, 0.1), (1.0, 0.2), (2.0, 0.9)), start=1):
         save(tmp_path, step, metrics={"eval_loss": loss, "eval_accuracy": accuracy})
     save(tmp_path, 4)
+    save(tmp_path, 5, metrics={"eval_loss": float("nan")})
     assert best(tmp_path, "eval_loss", greater=False).name == "checkpoint-2"
     assert best(tmp_path, "eval_accuracy", greater=True).name == "checkpoint-3"
     assert best(tmp_path, "eval_f1", greater=True) is None
@@ -124,4 +137,5 @@ def test_a_run_takes_away_what_dead_ones_have_left(tmp_path):
     (tmp_path / ".last.partial-elsewhere-3").symlink_to("checkpoint-1")
     (tmp_path / ".shared-0a").touch()
     take(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {".lock", "checkpoint-5", "checkpoint-3-merged", "checkpoint-best-merged"}
