@@ -66,10 +66,8 @@ def fit(
     profile = Profile(
         options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused, first=start.step + 1
     )
-    stop, watchdog = (
-        Stop(options.exit_duration_in_mins),
-        Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all),
-    )
+    stop = Stop(options.exit_duration_in_mins)
+    watchdog = Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all)
     checkpoints = Checkpoints(run, training, watchdog)
     steps = train.steps()
     if train.loss_tokens_are_local:
@@ -100,10 +98,9 @@ def fit(
             record = partial(_record, log, step, sums, outcome, clock, log.meter.excluded, learning_rate, data_wait)
             reason = stop.reason() if step < max_steps else None
             saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch)
-            evaluates = val is not None and (
-                _falls_on(step, options.eval_steps, max_steps) if options.eval_steps else saves
-            )
+            evaluates = _falls_on(step, options.eval_steps, max_steps) if options.eval_steps else saves
             saves = saves or reason is not None
+            evaluates = evaluates and val is not None
             if evaluates or saves or not torch.cuda.is_available():
                 training.look()
                 record = record and record()

@@ -134,6 +134,8 @@ def test_a_run_takes_away_what_dead_ones_have_left(tmp_path):
         "checkpoint-7-merged",
     ):
         (tmp_path / name).mkdir()
+    for kept in ("checkpoint-5", "checkpoint-3-merged", "checkpoint-best-merged"):
+        (tmp_path / kept).mkdir()
     (tmp_path / ".last.partial-elsewhere-3").symlink_to("checkpoint-1")
     (tmp_path / ".shared-0a").touch()
     take(tmp_path)
