@@ -98,7 +98,7 @@ def message(function, *arguments, **keywords) -> str:
 def share_read(folder: Path, options: BuildOptions) -> float:
     """The share of a model's bytes that this rank reads."""
     source, counted = folder / "qwen2", 0
-    read, shortest = safetensors_io._read, safetensors_io.SHORTEST
+    read, shortest = safetensors_io.read_runs, safetensors_io.SHORTEST
 
     def counting(*arguments):
         nonlocal counted
@@ -106,9 +106,9 @@ def share_read(folder: Path, options: BuildOptions) -> float:
         counted += tensor.nbytes
         return tensor
 
-    safetensors_io._read, safetensors_io.SHORTEST = counting, 0  # a tiny model's rows are all short
+    safetensors_io.read_runs, safetensors_io.SHORTEST = counting, 0  # a tiny model's rows are all short
     build(source, options, torch.float32)
-    safetensors_io._read, safetensors_io.SHORTEST = read, shortest
+    safetensors_io.read_runs, safetensors_io.SHORTEST = read, shortest
     return counted / sum(tensor.nbytes for tensor in tensors_of(source).values())
 
 
