@@ -126,7 +126,6 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
     """Return in a process of the run: this one where it is the only one, else those that torchrun starts instead."""
     os.environ.update(settings)
     if under_torchrun():
-        end_with_torchrun()
         return
     if processes.world == 1 and not processes.max_restarts:
         port = processes.master_port or 0  # one that is free when it is opened: others start at the same time

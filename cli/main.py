@@ -56,6 +56,10 @@ def swift() -> NoReturn:
 
 def main(program: str, argv: list[str]) -> int:
     """Do what a command line asks for. The exit code: 2 where the line is wrong, 1 where the task fails."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # at once: another process may fail while this one is importing
+        from .launch import end_with_torchrun
+
+        end_with_torchrun()
     try:
         return _main(program, argv)
     except UsageError as error:
