@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ..bridge import runtime
 from ..bridge.parallel import barrier
 from ..bridge.writer import Writer
 from ..templates.batches import Batches
@@ -23,8 +22,6 @@ from .flops import Flops, peak_flops
 from .log import RunLog, Start
 from .options import SftOptions
 from .profile import Profile
-from .restore import read_window
-from .resume import layout_of
 from .run import Run, streamed
 from .stop import Stop
 from .train import (
@@ -37,7 +34,7 @@ from .train import (
     sum_over_ranks,
     train_step,
 )
-from .training_state import optimizer_numbers, rank_tensors
+from .training_state import optimizer_numbers, rank_tensors, read_own
 from .watchdog import Watchdog
 from .window import Sums, Window, balancing
 
@@ -146,8 +143,8 @@ def _start(run: Run, window: Window) -> Start:
     if run.resumed is None:
         return Start()
     state = run.resumed.state
-    if run.resumed.is_in(run.options, dist.get_world_size(), runtime.device().type):
-        window.load(read_window(run.resumed.folder, dist.get_rank()))
+    if state["layout"] == run.layout:
+        window.load(read_own(run.resumed.folder, dist.get_rank(), "window/"))
         waiting = 0
     else:  # the shares of other ranks than there are now
         waiting = state["window_tokens"]
@@ -163,7 +160,7 @@ def _state(
         "tokens": log.meter.tokens,
         "window_tokens": int(sum_over_ranks({}, [], window.tokens).wait()[0]),
         "elapsed": log.elapsed(),
-        "layout": layout_of(options, dist.get_world_size(), runtime.device().type),
+        "layout": run.layout,
         "optimizer": None if options.no_save_optim else optimizer_numbers(training),
         "rng": not options.no_save_rng,
         "data": train.position(),

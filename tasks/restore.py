@@ -1,24 +1,19 @@
 """Giving a run that is resumed what its checkpoint has: the data's place, optimizer, schedule, random numbers."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import Tensor
 
-from ..bridge import runtime
 from ..bridge.parallel import seed_ranks
-from ..bridge.safetensors_io import read_header
 from ..templates.batches import Batches
 from .plan import steps_of
 from .ranks import on_every_rank
 from .resume import Resumed
 from .run import Run
 from .train import Training
-from .training_state import load_optimizer, load_rng, rank_file
+from .training_state import load_optimizer, load_rng, read_prefixed
 
 
 def place_data(run: Run, train: Batches) -> list[str]:
@@ -59,7 +54,7 @@ def restore(run: Run, training: Training) -> list[str]:
     if run.resumed is None:
         return []
     options, resumed, notes = run.options, run.resumed, []
-    same = resumed.is_in(options, dist.get_world_size(), runtime.device().type)
+    same = resumed.state["layout"] == run.layout
     numbers: dict[str, Any] | None = resumed.state["optimizer"]
     if options.no_load_optim or numbers is None:
         training.schedule.step(resumed.step)
@@ -75,19 +70,7 @@ def restore(run: Run, training: Training) -> list[str]:
     return notes
 
 
-def read_window(folder: Path, rank: int) -> dict[str, Tensor]:
-    """What a rank had of the open window of the log."""
-    file = folder / rank_file(rank)
-    names = [name for name in read_header(file) if name.startswith("window/")]
-    with safe_open(file, "pt") as tensors:
-        return {name: tensors.get_tensor(name) for name in names}
-
-
 def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
     """Where the readers of a stream were, on all ranks of then."""
-    found = {}
-    for file in sorted(resumed.folder.glob("*.safetensors")):
-        if names := [name for name in read_header(file) if name.startswith("data/")]:
-            with safe_open(file, "numpy") as tensors:
-                found |= {name: tensors.get_tensor(name) for name in names}
-    return found
+    files = sorted(resumed.folder.glob("*.safetensors"))
+    return {name: tensor.numpy() for file in files for name, tensor in read_prefixed(file, "data/").items()}

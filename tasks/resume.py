@@ -5,12 +5,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .options import CheckpointOptions, LoggingOptions, ProfileOptions, ResumeOptions, SftOptions
-from .plan import Layout
 from .run_folder import (
     LAUNCH,
     STATE,
@@ -32,11 +31,6 @@ SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
 STARTED = "MEGASWIFT_STARTED"  # of one launch of ours; set for its processes, that of the launcher has told the notes
-CHUNKS = (
-    "virtual_pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
 
 
 @dataclass(frozen=True)
@@ -56,15 +50,6 @@ class Resumed:
     def folder(self) -> Path:
         """Of what is no weights."""
         return self.checkpoint / STATE
-
-    def is_in(self, options: SftOptions, world: int, device: str) -> bool:
-        """Whether it was saved by `world` processes in the layout of `options`, on devices of the same type."""
-        return self.state["layout"] == layout_of(options, world, device)
-
-
-def layout_of(options: SftOptions, world: int, device: str) -> dict[str, Any]:
-    """What decides which of `world` ranks holds what."""
-    return asdict(Layout.of(options, world)) | {name: getattr(options, name) for name in CHUNKS} | {"device": device}
 
 
 def asked_for(options: SftOptions) -> str | None:

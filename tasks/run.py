@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..bridge import hub
+from ..bridge import hub, runtime
 from ..bridge.build import DTYPES
 from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
@@ -25,6 +25,12 @@ from .options import SftOptions
 from .plan import Layout, batches_of
 from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
 from .resume import Resumed, open_folder
+
+CHUNKS = (
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
 
 
 @dataclass
@@ -46,6 +52,13 @@ class Run:
     def writes(self) -> bool:
         """Whether this process writes the logs."""
         return dist.get_rank() == 0
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What decides which rank holds what, and what its random numbers are; for JSON."""
+        chunks = {name: getattr(self.options, name) for name in CHUNKS}
+        device = {"device": runtime.device().type}
+        return asdict(Layout.of(self.options, dist.get_world_size())) | chunks | device
 
     @property
     def base(self) -> str:

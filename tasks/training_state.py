@@ -80,7 +80,7 @@ def load_optimizer(
 
     on_every_rank(read)
     if same_layout:  # first: weights in FP8 are made of the masters by these scales
-        scales = _own(folder, dist.get_rank(), FP8)
+        scales = read_own(folder, dist.get_rank(), FP8)
         for name, module in _in_fp8(training):
             of_module = {key.rpartition("/")[2]: scale for key, scale in scales.items() if key.startswith(f"{name}/")}
             if of_module:
@@ -91,7 +91,7 @@ def load_optimizer(
 
 def load_rng(folder: Path, rank: int) -> None:
     """Give this process's generators the state of `rank`'s: in the same layout, as the last thing before a step."""
-    tensors = _own(folder, rank, RNG)
+    tensors = read_own(folder, rank, RNG)
     torch.set_rng_state(tensors.pop(RNG + "torch"))
     version, state, gauss = _from_json(tensors.pop(RNG + "python"))
     random.setstate((version, tuple(state), gauss))
@@ -155,7 +155,12 @@ def _from_json(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
-def _own(folder: Path, rank: int, prefix: str) -> dict[str, Tensor]:
+def read_own(folder: Path, rank: int, prefix: str) -> dict[str, Tensor]:
     """What the file of a rank has under a prefix."""
-    with safe_open(folder / rank_file(rank), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+    return read_prefixed(folder / rank_file(rank), prefix)
+
+
+def read_prefixed(file: Path, prefix: str) -> dict[str, Tensor]:
+    """What a file has under a prefix."""
+    with safe_open(file, framework="pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(prefix)}  # noqa: SIM118

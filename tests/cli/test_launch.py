@@ -92,6 +92,14 @@ def started(folder: Path, ranks: int) -> list[int]:
     return [int(file.read_text().split()[0]) for file in files]
 
 
+def begin(does: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[subprocess.Popen, list[int]]:
+    """torchrun with two processes of the stand-in that do something, and their pids, once both have begun."""
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", does)
+    parent = subprocess.Popen([MEGATRON, *line(model)], stderr=subprocess.PIPE, text=True)
+    return parent, started(folder, 2)
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -103,24 +111,18 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, dense: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("STAND_IN_DOES", "wait")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
-    pids = started(stand_in, 2)
+    parent, pids = begin("wait", stand_in, dense, monkeypatch)
     assert all(map(alive, [parent.pid, *pids]))
     parent.send_signal(number)
-    assert parent.wait(30) == code
+    assert parent.wait(90) == code
     assert not any(map(alive, pids))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_lets_every_process_save(number: int, stand_in: Path, dense: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("MAX_RESTARTS", "1")
-    monkeypatch.setenv("STAND_IN_DOES", "save")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.PIPE, text=True)
-    started(stand_in, 2)
+    parent, _ = begin("save", stand_in, dense, monkeypatch)
     parent.send_signal(number)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 75  # and not restarted
@@ -132,10 +134,7 @@ def test_a_signal_lets_every_process_save(number: int, stand_in: Path, dense: Pa
 
 @pytest.mark.slow
 def test_a_second_sigterm_ends_at_once(stand_in: Path, dense: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("STAND_IN_DOES", "save long")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
-    pids = started(stand_in, 2)
+    parent, pids = begin("save long", stand_in, dense, monkeypatch)
     parent.terminate()
     parent.terminate()  # that is the same one: `timeout` and schedulers send it to a process and to its group
     time.sleep(2.5)
@@ -148,10 +147,7 @@ def test_a_second_sigterm_ends_at_once(stand_in: Path, dense: Path, monkeypatch)
 @pytest.mark.slow
 def test_where_one_fails_the_others_end(stand_in: Path, dense: Path, monkeypatch) -> None:
     """Also those that take SIGTERM as the wish to save, and would be waited for for 30 s."""
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("STAND_IN_DOES", "hang")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
-    pids = started(stand_in, 2)
+    parent, pids = begin("hang", stand_in, dense, monkeypatch)
     assert parent.wait(90) == 70
     assert not any(map(alive, pids))
 
@@ -168,10 +164,7 @@ def test_processes_that_failed_are_started_again(stand_in: Path, dense: Path, mo
 
 @pytest.mark.slow
 def test_a_killed_process_is_told_and_ends_all(stand_in: Path, dense: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("STAND_IN_DOES", "wait")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.PIPE, text=True)
-    pids = started(stand_in, 2)
+    parent, pids = begin("wait", stand_in, dense, monkeypatch)
     os.kill(pids[1], signal.SIGKILL)
     _, errors = parent.communicate(timeout=30)
     assert parent.returncode == 128 + signal.SIGKILL
@@ -181,10 +174,7 @@ def test_a_killed_process_is_told_and_ends_all(stand_in: Path, dense: Path, monk
 
 @pytest.mark.slow
 def test_a_killed_torchrun_leaves_no_process(stand_in: Path, dense: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("STAND_IN_DOES", "wait")
-    parent = subprocess.Popen([MEGATRON, *line(dense)], stderr=subprocess.DEVNULL)
-    pids = started(stand_in, 2)
+    parent, pids = begin("wait", stand_in, dense, monkeypatch)
     parent.kill()
     parent.wait(30)
     deadline = time.monotonic() + 10
