@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -119,9 +120,7 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         ranks = [None] if job["processes"] is None else list(range(job["processes"]))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = _free_port()
         pids = []
         for rank in ranks:
             pids.append(os.fork())
@@ -129,6 +128,14 @@ def serve() -> None:
                 os._exit(_become(job, rank, port))  # without taking apart what was imported, which takes a second
         print(json.dumps(pids), flush=True)
         print(json.dumps(_wait(pids)), flush=True)
+
+
+def _free_port() -> int:
+    """One that the system gives to nobody who asks for any: another test's connection does not take it meanwhile."""
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", random.randrange(12000, 32000)))
+            return listener.getsockname()[1]
 
 
 def _become(job: dict, rank: int | None, port: int) -> int:
