@@ -37,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="words of the names of cases")
     parser.add_argument("--every", type=int, help="kill at each N-th operation; left out: at all, or each third")
+    parser.add_argument("--first", type=int, default=0, help="the operation to begin with, by its number")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most so long for each sweep")
     parser.add_argument("--kills", type=int, default=4, help="random kills of each case")
     parser.add_argument("--seed", type=int, default=1, help="of the random moments")
@@ -47,7 +48,7 @@ def main() -> int:
     reports: list[Chain] = []
     for case in cases(place, args.only.split()):
         begun, every = time.monotonic(), args.every or (1 if case.name in ALL else 3)
-        reports.append(sweep(case, every=every, seconds=args.seconds))
+        reports.append(sweep(case, first=args.first, every=every, seconds=args.seconds))
         if args.kills:
             reports.append(random_kills(case, args.kills, args.seed))
         for report in reports[-1 - bool(args.kills) :]:

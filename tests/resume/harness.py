@@ -393,10 +393,17 @@ class Chain:
         return ended
 
 
-def sweep(case: Case, targets: list[dict[str, Any]] | None = None, *, every: int = 1, seconds: float = 1e9) -> Chain:
+def sweep(
+    case: Case,
+    targets: list[dict[str, Any]] | None = None,
+    *,
+    first: int = 0,
+    every: int = 1,
+    seconds: float = 1e9,
+) -> Chain:
     """Kill at each of `targets`, or at each `every`-th operation of a run, and of those that only resumed runs have."""
     chain, end = Chain(case.name, case), time.monotonic() + seconds
-    todo = case.operations[::every] if targets is None else list(targets)
+    todo = case.operations[first::every] if targets is None else list(targets)
     known = {json.dumps(at) for at in case.operations}
     within_a_save = next(at for at in case.operations if at["rank"] == 0 and "manifest" in at["label"])
     while todo and time.monotonic() < end and len(chain.faults) < 5:
