@@ -2,8 +2,9 @@
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from .layers.delta_rule import make_runs
 from .layers.embedding import AccumulatingEmbedding
 from .layers.logprobs import label_log_probs
 from .layers.mtp import Prediction, next_ones
+from .layers.pooling import Head, last_tokens, mean_tokens, unused
 from .layers.rope import Rotation, rotation
 from .layers.segments import Documents, Reach, describe_documents, following, to_device
 from .layers.spec import block_spec, predicting_spec
@@ -83,6 +85,70 @@ class Model:
             output_processor=self._log_probs_of_all_depths,
         )
 
+    def scores(
+        self,
+        chunk: torch.nn.Module,
+        *,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        ends: Tensor,
+    ) -> Tensor:
+        """What the head makes of each document's last token: fp32 [documents, labels], on the last pipeline stage.
+
+        Arguments and stages as of `log_probs`, of one row; ends [documents] on the CPU: see `last_tokens` in
+        layers/pooling.py, which says how gradients add up. The same on every tensor- and context-parallel rank.
+        """
+        documents = self.documents(position_ids, cu_seqlens, max_seqlen)
+        process = functools.partial(self._scores, ends=ends)
+        return chunk(tokens, position_ids, None, packed_seq_params=documents, output_processor=process)
+
+    def embeddings(
+        self,
+        chunk: torch.nn.Module,
+        *,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        ends: Tensor,
+        spans: Tensor,
+        segments: Tensor,
+        lengths: Sequence[int],
+        pooling: Literal["last", "mean"],
+    ) -> Tensor:
+        """A vector of each document, not normalised: fp32 [documents, hidden_size], on the last pipeline stage.
+
+        The last hidden state, behind its norm, of the last token or as a mean over tokens. As `scores`; spans, segments
+        and lengths (of the documents, without padding): see `mean_tokens` in layers/pooling.py.
+        """
+        documents = self.documents(position_ids, cu_seqlens, max_seqlen)
+        pool = functools.partial(last_tokens, ends=ends)
+        if pooling == "mean":
+            assert documents.positions is not None
+            pool = functools.partial(
+                mean_tokens, positions=documents.positions, spans=spans, segments=segments, lengths=lengths
+            )
+        process = functools.partial(self._embeddings, pool=pool)
+        return chunk(tokens, position_ids, None, packed_seq_params=documents, output_processor=process)
+
+    def choices(
+        self,
+        chunk: torch.nn.Module,
+        *,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        ends: Tensor,
+        choices: Sequence[int],
+    ) -> Tensor:
+        """log p of each of the tokens `choices` behind each document: fp32 [documents, choices]. As `scores`."""
+        documents = self.documents(position_ids, cu_seqlens, max_seqlen)
+        process = functools.partial(self._choices, ends=ends, choices=choices)
+        return chunk(tokens, position_ids, None, packed_seq_params=documents, output_processor=process)
+
     def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
         cp_size = parallel_state.get_context_parallel_world_size()
         documents = describe_documents(
@@ -106,6 +172,31 @@ class Model:
             documents.runs = make_runs(bounds, rows, cp_size, kernel, position_ids.device)
         return documents
 
+    def _scores(self, *, hidden_states: Tensor, output_layer: torch.nn.Module, ends: Tensor, **_: Any) -> Tensor:
+        return output_layer(last_tokens(hidden_states, ends, sequence_parallel=self.config.sequence_parallel))
+
+    def _embeddings(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        pool: functools.partial[Tensor],
+        **_: Any,
+    ) -> Tensor:
+        _run_hooks(output_layer)
+        weight = cast(Tensor | None, output_layer.weight)  # None where it is the embedding, which this chunk has
+        return pool(unused(hidden_states, weight), sequence_parallel=self.config.sequence_parallel)
+
+    def _choices(self, *, hidden_states: Tensor, ends: Tensor, choices: Sequence[int], **output: Any) -> Tensor:
+        asked = ends if len(ends) else ends.new_tensor([-1])  # of nothing the kernels know nothing
+        found = last_tokens(hidden_states, asked, sequence_parallel=self.config.sequence_parallel)
+        hidden = found.to(hidden_states.dtype).unsqueeze(1).expand(-1, len(choices), -1).flatten(0, 1).unsqueeze(1)
+        labels = to_device(torch.tensor(choices).repeat(1, len(asked)), hidden.device)
+        log_probs = self._label_log_probs(
+            **output | {"hidden_states": hidden, "labels": labels, "sequence_parallel": False}
+        )
+        return log_probs.view(-1, len(choices))[: len(ends)]
+
     def _log_probs_of_all_depths(
         self, *, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, input_ids: Tensor, **output: Any
     ) -> Tensor:
@@ -125,11 +216,10 @@ class Model:
         output_weight: Tensor | None,
         labels: Tensor,
         packed_seq_params: Documents,
+        sequence_parallel: bool | None = None,
         **_,
     ) -> Tensor:
-        # The matrix is used without calling its module: its hooks (which wait for an overlapped gathering) run here.
-        for hook in output_layer._forward_pre_hooks.values():
-            hook(output_layer, ())
+        _run_hooks(output_layer)
         weight = output_layer.weight if output_weight is None else output_weight
         assert isinstance(weight, Tensor)
         return label_log_probs(
@@ -138,11 +228,17 @@ class Model:
             labels,
             vocab_size=self.architecture.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
-            sequence_parallel=self.config.sequence_parallel,
+            sequence_parallel=self.config.sequence_parallel if sequence_parallel is None else sequence_parallel,
             temperature=self.architecture.logits_scale,
             accumulate=self.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
             scored=packed_seq_params.scored,
         )
+
+
+def _run_hooks(output_layer: torch.nn.Module) -> None:
+    """Those before a module that is not called itself: they wait for an overlapped gathering of its matrix."""
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
 
 
 def build_model(
@@ -303,6 +399,9 @@ def _build_chunk(
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
     )
+    if architecture.head is not None and model.post_process:
+        head = Head(architecture.head, config.hidden_size, config.params_dtype)
+        model.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]
     fp8.place(model, runtime.device())
     if config.fp8:
         fp8.check_sizes(model.decoder)

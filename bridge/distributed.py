@@ -5,6 +5,7 @@ tokenizer and other small files of the model.
 """
 
 import errno
+import math
 import shutil
 import time
 import warnings
@@ -34,16 +35,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from .carried import Carried
 from .families import family_of
+from .heads import begin_head
 from .hub import LATEST, mcore_folder, read_adapter_config
 from .lora.attach import Lora
 from .lora.files import write_adapter_config
 from .lora.settings import LoraSettings
 from .proof import peak_memory, prove_loading, sources, write_proof
-from .rows import EMBEDDING, Architecture, Family, table
+from .rows import EMBEDDING, OUTPUT, Architecture, Family, table
 from .safetensors_io import names_of
 from .save import carry
 from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
-from .tensors import ADAPTER, architecture_of, some
+from .tensors import ADAPTER, architecture_of, held, some
 
 MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
 APART = "Do the folder and its config.json belong together?"
@@ -156,12 +158,13 @@ def _on_first_rank(do: Callable[[], None]) -> None:
 
 
 @torch.no_grad()
-def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path) -> None:
+def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
     """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the checkpoint in `folder`.
 
-    `hf_config` is the raw config.json of the model. Values are converted to each parameter's dtype and device. Beyond
-    its own weights a rank holds one piece of the checkpoint at a time. Nothing is sent between ranks. Raises ValueError
-    where the folder has no such checkpoint, or one of another model.
+    `hf_config` is the raw config.json of the model, or `with_head`'s: of a model without a head the head is random by
+    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Beyond its own weights
+    a rank holds one piece of the checkpoint at a time. Nothing is sent between ranks. Raises ValueError where the
+    folder has no such checkpoint, or one of another model.
     """
     folder = mcore_folder(folder)
     family = family_of(hf_config)
@@ -169,9 +172,15 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
     entries = table(family, hf_config, architecture)
     stored = _stored(folder)
     naming = name_tensors(entries, stored)
-    _check_names(folder, stored.keys(), set(naming.names.values()), family)
-    _check_vocabulary(folder, stored[naming.names[EMBEDDING]][0], architecture)
-    _read(sharded_state(chunks, hf_config, naming), folder, stored, architecture, APART)
+    state, read = sharded_state(chunks, hf_config, naming), dict(naming.names)
+    if architecture.head is not None and stored.get(OUTPUT.name, (math.inf,))[0] >= architecture.vocab_size:
+        del read[OUTPUT]  # the checkpoint has a matrix of the vocabulary, or none of its own
+        stored.pop(OUTPUT.name, None)
+        if state.pop(str(OUTPUT), None) is not None:
+            begin_head(held(chunks)[OUTPUT], hf_config, seed)
+    _check_names(folder, stored.keys(), set(read.values()), family)
+    _check_vocabulary(folder, stored[read[EMBEDDING]][0], architecture)
+    _read(state, folder, stored, architecture, APART)
 
 
 def adapter_settings(folder: str | Path) -> LoraSettings:

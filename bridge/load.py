@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from .carried import carried_names
 from .families import family_of
+from .families.scored import SCORE, head_of
+from .heads import begin_head
+from .hub import read_config
 from .proof import accounted
 from .quantized import Weights, open_weights
-from .rows import Architecture, Entry, Key, Span, table, window
+from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
 from .safetensors_io import BLOCK, INDEX, unlisted
 from .tensors import architecture_of, expected, held, some, split_of
 
@@ -20,20 +23,24 @@ READERS = 4
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path) -> None:
+def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
     """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
 
-    `hf_config` is the folder's raw config.json. Values are converted to each parameter's dtype and device. Nothing is
-    sent between ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
+    `hf_config` is the folder's raw config.json, or `with_head`'s: of a model without a head the head is random by
+    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Nothing is sent between
+    ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
     not in the folder, or a shape differs.
     """
     family = family_of(hf_config)
     architecture = architecture_of(chunks, family, hf_config)
     source = open_weights(folder, hf_config)
     entries = table(family, hf_config, architecture, source.tensors)
-    _check_names(source, entries, architecture, family.name)
+    begins = architecture.head is not None and SCORE.hf not in source.tensors and head_of(read_config(folder)) is None
+    _check_names(source, {OUTPUT} if begins else set(), entries, architecture, family.name)
     tensors = held(chunks)
     _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
+    if begins and OUTPUT in tensors:
+        begin_head(tensors.pop(OUTPUT), hf_config, seed)
     read_tensors(tensors, entries, architecture, source)
 
 
@@ -105,8 +112,11 @@ def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
             )
 
 
-def _check_names(source: Weights, entries: dict[Key, Entry], architecture: Architecture, family: str) -> None:
-    wanted = {name for entry in entries.values() for name in entry.hf}
+def _check_names(
+    source: Weights, made: Container[Key], entries: dict[Key, Entry], architecture: Architecture, family: str
+) -> None:
+    """`made`: what is not read."""
+    wanted = {name for key, entry in entries.items() if key not in made for name in entry.hf}
     if missing := wanted - source.tensors.keys():
         cure = "Do weights and config.json belong together?"
         if others := unlisted(source.folder):

@@ -58,6 +58,8 @@ def accounted(extra: Iterable[str], architecture: Architecture) -> dict[str, str
     for name in extra:
         if name == "lm_head.weight" and architecture.tied:
             reasons[name] = "tied: the output layer is the embedding"
+        elif name.endswith("lm_head.weight") and architecture.head is not None:
+            reasons[name] = "the model ends in a head of its own, score.weight"
         elif name.endswith(".rotary_emb.inv_freq"):
             reasons[name] = "computed from config.json"
     return reasons

@@ -69,6 +69,7 @@ class Architecture:
     expert_bias: bool = False  # on both matrices of each expert
     routing: Routing | None = None  # None: as megatron-core's moe_router settings in `transformer` say
     predicting: int = 0  # layers of multi-token prediction that are built: see layers/mtp.py
+    head: int | None = None  # labels of a head in the output layer's place: see families/scored.py
     carried: str = ""  # pattern of the names of tensors that the model is built without; they go along: carried.py
 
 

@@ -57,6 +57,16 @@ def freeze(model: Model, hf_config: dict[str, Any], options: TrainableOptions, *
         heed_frozen(chunk)
 
 
+def freeze_output(model: Model) -> None:
+    """Freeze the output layer, where it is no embedding's, of a model that is trained without it: for embeddings.
+
+    Called after `freeze`, before the model is wrapped for data parallelism.
+    """
+    for chunk in model.chunks:
+        if chunk.post_process and not model.architecture.tied:
+            chunk.output_layer.requires_grad_(False)
+
+
 def count_parameters(model: Model, hf_config: dict[str, Any]) -> tuple[int, int]:
     """How many parameters of the whole model are trained, and how many there are, adapters among them.
 

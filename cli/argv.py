@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tasks.args import load_args
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, RLHF, today, written
+from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -31,8 +31,50 @@ class Given:
 def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[Given, str | None]:
     """The flags of a command line (without program and command), and the path of its config file.
 
-    `others` names flags of other commands, with the command. Raises UsageError for what no flag takes.
+    `others` names flags that are not among `flags`, each with what to say of it. Raises UsageError for what no flag
+    takes.
     """
+    pairs, config = _split(argv)
+    given = Given()
+    for name, values in pairs:
+        _take(given, name, values, flags, others, "command line")
+    return given, config
+
+
+def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Given:
+    """The flags of a YAML or JSON file, or of an args.json. Variables of its `ENV:` block that are unset are set."""
+    table = _table(path)
+    for name, value in (table.pop("ENV", None) or {}).items():
+        os.environ.setdefault(name, show(value))
+    given = Given()
+    for name, (value, source) in _entries(table, path).items():
+        _take(given, name, value if isinstance(value, list) else [value], flags, others, source)
+    return given
+
+
+def value_of(name: str, argv: list[str]) -> str | None:
+    """What one flag is, on a command line (without program and command) or else in its config file; None: left out.
+
+    Raises UsageError where this version does not have that value.
+    """
+    pairs, config = _split(argv)
+    given = [(show(values), "") for other, values in pairs if other == name]
+    if not given and config:
+        given = [
+            (show(value), f" (from {source})")
+            for other, (value, source) in _entries(_table(config), config).items()
+            if other == name and value is not None
+        ]
+    if not given:
+        return None
+    value, where = given[-1]
+    if later := LATER_VALUES.get((name, value)):
+        raise UsageError(f"--{name} {value}{where}: this version does not have {later.feature}. {later.cure}")
+    return value
+
+
+def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
+    """Each flag of a command line with its words, and the path of the config file."""
     argv, config = list(argv), None
     if argv and argv[0].endswith(CONFIG_FILE) and not argv[0].startswith("-"):
         config = argv.pop(0)
@@ -47,19 +89,15 @@ def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -
             raise UsageError(
                 f"{word}: not a flag. Flags begin with --, a config file ends in {', '.join(CONFIG_FILE)}."
             )
-    given = Given()
     for name, values in pairs:
         if name == "config":
             if len(values) != 1:
                 raise UsageError("--config takes one file.")
             config = values[0]
-        else:
-            _take(given, name, values, flags, others, "command line")
-    return given, config
+    return [(name, values) for name, values in pairs if name != "config"], config
 
 
-def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Given:
-    """The flags of a YAML or JSON file, or of an args.json. Variables of its `ENV:` block that are unset are set."""
+def _table(path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UsageError(f"--config {path}: no such file.")
@@ -69,14 +107,14 @@ def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Gi
         raise UsageError(f"--config {path}: cannot be read: {error}") from None
     if not isinstance(table, dict):
         raise UsageError(f"--config {path}: a table of flag: value is needed.")
-    for name, value in (table.pop("ENV", None) or {}).items():
-        os.environ.setdefault(name, show(value))
-    given = Given()
+    return table
+
+
+def _entries(table: dict[str, Any], path: str) -> dict[str, tuple[Any, str]]:
+    """Value and source of each flag in a config file's table."""
     saved = isinstance(table.get("options"), dict)
     entries = load_args(table, path) if saved else {name: (value, path) for name, value in table.items()}
-    for name, (value, source) in entries.items():
-        _take(given, name.replace("-", "_"), value if isinstance(value, list) else [value], flags, others, source)
-    return given
+    return {name.replace("-", "_"): entry for name, entry in entries.items()}
 
 
 def _read(file: Path) -> Any:
@@ -129,10 +167,8 @@ def _one_or_all(flag: Flag, values: list[Any], where: str) -> Any:
 
 
 def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
-    if name in RLHF:
-        return f"--{name} is a flag of `megatron rlhf`, not of this command. Leave it out."
     if name in others:
-        return f"--{name} is a flag of `{others[name]}`, not of this command. Leave it out."
+        return f"--{name} is {others[name]}. Leave it out."
     close = ELSEWHERE.get(name) or nearest(name, flags)
     return f"--{name}: no such flag." + (f" The nearest is --{close}." if close else " See --help.")
 

@@ -6,16 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..bridge.families import family_of
-from ..bridge.hub import ADAPTER_CONFIG, mcore_folder, read_config
-from ..bridge.options import BuildOptions, Fp8Options, ModelOptions, ParallelOptions, RecomputeOptions
+from ..bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ..tasks.log import require_reporters
 from ..tasks.options import InferOptions, LoggingOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.run_folder import default_output_dir
 from ..templates.options import PrepareOptions
 from .checks_lora import check_adapters, check_base, check_tuner, take_base
+from .checks_model import check_divisible, known_model, read_model_config
 from .checks_resume import check_resume
+from .checks_tasks import check_speaks, check_task, with_its_head
 from .flags import UsageError, show
 
 
@@ -42,9 +42,10 @@ def check_training(
     check_pipeline(options)
     if options.tuner_type == "lora":
         notes += check_base(options, options, model)
-        notes += check_adapters(options, sources, model)
+        notes += check_adapters(options, sources, with_its_head(options, model))
     if model is not None:
         check_divisible(options, layout, model)
+    notes += check_task(options, layout, model, sources)
     check_processes(layout, gpus, processes)
     _global_batch(options, layout)
     _lengths(options)
@@ -60,7 +61,9 @@ def check_infer(options: InferOptions) -> list[str]:
         raise UsageError("--merge_lora true needs --adapters: what is to be merged.")
     notes = list(take_base(options, options))
     if options.model or not options.adapters:  # of a hub's adapter the task finds the model
-        notes += check_base(options, options, read_model_config(options))
+        model = read_model_config(options)
+        check_speaks(options, model)
+        notes += check_base(options, options, model)
     for name, least in (("temperature", 0), ("max_new_tokens", 1), ("max_batch_size", 1), ("vllm_max_model_len", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             raise UsageError(f"--{name} {value}: must be at least {least}.")
@@ -83,69 +86,6 @@ def _put_right(options: SftOptions) -> Iterator[str]:
         yield "--use_distributed_optimizer true is switched off: with --optimizer sgd there is none to share."
 
 
-def read_model_config(options: ModelOptions) -> dict[str, Any] | None:
-    """config.json of a local model; None for a hub id, which the task fetches."""
-    if not options.model:
-        raise UsageError("--model is needed: a folder with a Hugging Face checkpoint, or a hub id.")
-    folder = Path(options.model).expanduser()
-    if not folder.is_dir():
-        if folder.is_file():
-            raise UsageError(f"--model {options.model}: is a file. Give the folder of a Hugging Face checkpoint.")
-        if options.model.startswith((".", "/", "~")) or options.model.count("/") != 1:
-            raise UsageError(
-                f"--model {options.model}: no such model folder. Give a folder, or a hub id as OWNER/NAME."
-            )
-        return None
-    if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors*")):
-        raise UsageError(f"--model {options.model}: is an adapter. Give it as --adapters.")
-    try:
-        config = read_config(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from None
-    if ("vision_config" in config or "audio_config" in config) and not _has_family(config):
-        raise UsageError(f"--model {options.model}: this version does not have multimodal models. Give a text model.")
-    return config
-
-
-def _has_family(config: dict[str, Any]) -> bool:
-    """Whether a model is known: of some that see, the text model is."""
-    try:
-        family_of(config)
-    except ValueError:
-        return False
-    return True
-
-
-def known_model(options: ModelOptions) -> dict[str, Any] | None:
-    """config.json of a model whose architecture is known; None for a hub id. Raises UsageError."""
-    if mcore := getattr(options, "mcore_model", None):
-        return _mcore_model(options, mcore)
-    config = read_model_config(options)
-    try:
-        if config is not None:
-            family_of(config)
-    except ValueError as error:
-        raise UsageError(f"--model {options.model}: {error}") from None
-    return config
-
-
-def _mcore_model(options: ModelOptions, mcore: str) -> dict[str, Any]:
-    if options.model:
-        raise UsageError(
-            f"--model {options.model}: config.json and tokenizer come from the folder of --mcore_model. Leave one out."
-        )
-    folder = Path(mcore).expanduser()
-    try:
-        mcore_folder(folder)
-        config = read_config(folder, mcore=True)
-        family_of(config)
-    except (ValueError, FileNotFoundError) as error:
-        text = str(error)
-        raise UsageError(text if text.startswith("--") else f"--mcore_model {folder}: {text}") from None
-    return config
-
-
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # in config.json of some family
 POSITIVE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -153,10 +93,12 @@ POSITIVE = (
     "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
     "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio", "exit_duration_in_mins",
+    "beta", "discopop_tau", "num_labels", "infonce_temperature", "listwise_temperature",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",
-    "dataloader_num_workers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "dataloader_num_workers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "rpo_alpha",
+    "desirable_weight", "undesirable_weight", "center_rewards_coefficient", "contrastive_margin",
 )  # fmt: skip
 SHARE = (
     "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout", "lora_dropout",
@@ -329,70 +271,6 @@ def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
             f"{named}: a step has {micro_batches} micro batches on each data-parallel process, and they go through "
             f"{stages} pipeline stages in groups of {group}. Give a --global_batch_size for which they are a multiple "
             f"of {max(group, stages)}."
-        )
-
-
-def check_divisible(options: BuildOptions, layout: Layout, model: dict[str, Any]) -> None:
-    """Raise UsageError where the model's own sizes, as far as config.json names them, cannot be laid out so.
-
-    Fewer KV heads than TP are repeated: no error.
-    """
-    model = model.get("text_config") or model
-    tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
-    _divides("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
-    _divides("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
-    if max(kv_heads, tensor) % min(kv_heads, tensor):
-        raise UsageError(
-            f"--tensor_model_parallel_size {tensor}: the model's {kv_heads} key and value heads can be neither split "
-            f"nor repeated over {tensor} processes. Give a divisor or a multiple of {kv_heads}."
-        )
-    if (key_heads := model.get("linear_num_key_heads")) and key_heads % (tensor * layout.context):
-        raise UsageError(
-            f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
-            f"{key_heads} key heads of the model's gated delta nets. Give a product that divides {key_heads}."
-        )
-    if experts := next((model[key] for key in EXPERTS if model.get(key)), None):
-        _experts(options, layout, experts, model.get("moe_intermediate_size"))
-    elif layout.expert > 1:
-        raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Leave it out.")
-    if layers := model.get("num_hidden_layers"):
-        _layers(options, layout, layers)
-
-
-def _divides(flag: str, size: int, whole: int | None, what: str) -> None:
-    if whole and whole % size:
-        raise UsageError(f"--{flag} {size}: does not divide the model's {whole} {what}. Give a divisor of {whole}.")
-
-
-def _experts(options: BuildOptions, layout: Layout, experts: int, width: int | None) -> None:
-    _divides("expert_model_parallel_size", layout.expert, experts, "experts")
-    _divides("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
-    if layout.tensor > 1 and not options.sequence_parallel:
-        raise UsageError(
-            f"--tensor_model_parallel_size {layout.tensor}: training a mixture of experts with it needs "
-            "--sequence_parallel true."
-        )
-
-
-def _layers(options: BuildOptions, layout: Layout, layers: int) -> None:
-    chunks = options.virtual_pipeline_model_parallel_size or 1
-    given = {
-        name: value
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        if (value := getattr(options, name)) is not None
-    }
-    for name, value in given.items():
-        if value % chunks:
-            raise UsageError(f"--{name} {value}: not a multiple of --virtual_pipeline_model_parallel_size {chunks}.")
-    stages, rest = layout.pipeline - len(given), layers - sum(given.values())
-    if rest < stages * chunks or (rest % (stages * chunks) if stages else rest):
-        spelled = "".join(f", --{name} {value}" for name, value in given.items())
-        chunked = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
-        raise UsageError(
-            f"--pipeline_model_parallel_size {layout.pipeline}{chunked}{spelled}: {rest} of the model's {layers} "
-            f"layers cannot be shared evenly by {stages} stages of {chunks} chunk{'s' * (chunks > 1)}. Give sizes that "
-            "divide, or give the first or last stage another number by --decoder_first_pipeline_num_layers or "
-            "--decoder_last_pipeline_num_layers."
         )
 
 

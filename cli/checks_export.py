@@ -11,8 +11,9 @@ from ..bridge.hub import model_folder, read_config
 from ..tasks.folders import check_free
 from ..tasks.options import ExportOptions, MegatronExportOptions
 from ..tasks.plan import Layout, build_options, export_folder, shard_bytes
-from .checks import check_divisible, check_pipeline, check_positive, check_processes, known_model
+from .checks import check_pipeline, check_positive, check_processes
 from .checks_lora import check_base, check_fits, settings_of, source_of, take_base
+from .checks_model import check_divisible, known_model
 from .flags import UsageError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

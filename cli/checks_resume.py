@@ -9,7 +9,18 @@ from ..tasks.resume import asked_for
 from .flags import UsageError
 
 NEWEST = ("latest", "auto")  # of --resume_from_checkpoint: no folders
-METRICS = ("loss", "mtp_loss")  # of evaluations
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+LOG_PROBS = ("logps/chosen", "logps/rejected")
+METRICS = {  # of evaluations
+    "causal_lm": ("loss", "mtp_loss"),
+    "dpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
+    "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
+    "rm": ("loss", *REWARDS, "rewards/accuracies"),
+    "seq_cls": ("loss", "accuracy", "mse"),
+    "embedding": ("loss", "accuracy"),
+    "reranker": ("loss", "accuracy", "mrr"),
+    "generative_reranker": ("loss", "accuracy", "mrr"),
+}
 GO_ON = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # without something of a checkpoint
 
 
@@ -41,8 +52,9 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "--async_save true cannot be with --save_safetensors false: megatron-core's format is written at once. "
             "Leave one out."
         )
-    if (metric := (options.metric_for_best_model or "loss").removeprefix("eval_")) not in METRICS:
-        raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(METRICS)}. Give one of them.")
+    known = METRICS[getattr(options, "rlhf_type", None) or getattr(options, "task_type", "causal_lm")]
+    if (metric := (options.metric_for_best_model or "loss").removeprefix("eval_")) not in known:
+        raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(known)}. Give one of them.")
     evaluates = (bool(options.val_dataset) or options.split_dataset_ratio > 0) and options.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):
         if getattr(options, name) is not None and not evaluates:

@@ -18,7 +18,7 @@ def report(
     settings: Mapping[str, str],
 ) -> str:
     """Reads the dataset (its tokens are cached for the run itself), but no weights. `argv`: program, command, flags."""
-    data = plan_data(options, layout, stage="pt" if argv[1] == "pt" else "sft")
+    data = plan_data(options, layout)
     share = options.micro_batch_size * layout.data
     lines = [
         *_options(options, sources),

@@ -70,7 +70,9 @@ def _title(group: type) -> str:
 
 
 def _own_fields(group: type) -> dict[str, Any]:
-    return inspect.get_annotations(group) if dataclasses.is_dataclass(group) else {}
+    """The fields that a class of its own names, with their annotations: class variables are none."""
+    names = {field.name for field in dataclasses.fields(group)} if dataclasses.is_dataclass(group) else ()
+    return {name: annotated for name, annotated in inspect.get_annotations(group).items() if name in names}
 
 
 def _plain(hint: Any) -> Any:

@@ -4,7 +4,22 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..tasks.options import ExportOptions, InferOptions, MegatronExportOptions, PtOptions, SftOptions
+from ..tasks.options import (
+    CausalLmOptions,
+    DpoOptions,
+    EmbeddingOptions,
+    ExportOptions,
+    GenerativeRerankerOptions,
+    InferOptions,
+    KtoOptions,
+    MegatronExportOptions,
+    PtOptions,
+    ReferenceOptions,
+    RerankerOptions,
+    RmOptions,
+    SeqClsOptions,
+    SftOptions,
+)
 from .flags import Flag, flags_of, show
 from .names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 
@@ -28,6 +43,8 @@ DEPARTURES = {
     "wandb_project": ("megatron-swift", "our own name"),
 }
 
+HEADINGS = ("flag", "type", "default", "")
+
 HEAD = """\
 # Flags
 
@@ -40,6 +57,8 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
 - A run saves all its flags, each with where its value came from, as `args.json`, which is a config file too.
 - Processes: `NPROC_PER_NODE` (left out: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`,
   `MASTER_PORT`.
+- `--task_type` and `--rlhf_type` are read before the rest, and choose which flags there are: another type's is refused.
+  `megatron rlhf --rlhf_type kto --help` shows those of one.
 - `--dry_run true` checks and prints everything, and trains nothing.
 - `MEGASWIFT_TRACEBACK=1` shows where an error was raised.
 """
@@ -48,16 +67,61 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
 def page() -> str:
     """The whole page, Markdown."""
     return (
-        "\n".join([HEAD, *_training(), *_infer(), *_export(), *_departures(), *_older(), *_refused(), *_needless()])
+        "\n".join(
+            [
+                HEAD,
+                *_training(),
+                *_tasks(),
+                *_preferences(),
+                *_infer(),
+                *_export(),
+                *_departures(),
+                *_older(),
+                *_refused(),
+                *_needless(),
+            ]
+        )
         + "\n"
     )
 
 
 def _training() -> Iterator[str]:
-    pt, sft = flags_of(PtOptions), flags_of(SftOptions)
+    pt, sft = flags_of(PtOptions), flags_of(CausalLmOptions)
     others = [f"`--{name} {show(flag.default)}`" for name, flag in pt.items() if flag.default != sft[name].default]
-    yield f"## megatron sft, megatron pt\n\npt has other defaults: {', '.join(others)}.\n"
+    yield f"## megatron sft, megatron pt\n\npt has other defaults: {', '.join(others)}; and no `--task_type`.\n"
     yield from _groups(sft.values())
+
+
+def _tasks() -> Iterator[str]:
+    yield "## megatron sft --task_type\n\nEach takes the flags above, and its own.\n"
+    yield from _beyond("seq_cls", SeqClsOptions, CausalLmOptions)
+    yield from _beyond("embedding", EmbeddingOptions, CausalLmOptions)
+    yield from _beyond("reranker, generative_reranker", RerankerOptions, CausalLmOptions)
+    yield from _beyond("generative_reranker alone", GenerativeRerankerOptions, RerankerOptions)
+
+
+def _preferences() -> Iterator[str]:
+    kinds = flags_of(DpoOptions)["rlhf_type"].metavar
+    yield f"## megatron rlhf --rlhf_type {kinds}\n\nLeft out: dpo. Each takes the flags of sft, and its own.\n"
+    yield from _beyond("dpo, kto: the reference model", ReferenceOptions)
+    yield from _beyond("dpo", DpoOptions, SftOptions, ReferenceOptions)
+    yield from _beyond("kto", KtoOptions, SftOptions, ReferenceOptions)
+    yield from _beyond("rm", RmOptions, SftOptions)
+
+
+def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:
+    """The flags that the `bases` do not have, save the one by which it is chosen; and where defaults are others."""
+    known = {name: flag for base in bases for name, flag in flags_of(base).items()}
+    flags = {name: flag for name, flag in flags_of(options).items() if name not in ("task_type", "rlhf_type")}
+    others = [
+        f"`--{name} {show(flag.default)}`"
+        for name, flag in flags.items()
+        if name in known and flag.default != known[name].default
+    ]
+    yield f"### {title}\n"
+    if others:
+        yield f"Another default: {', '.join(others)}.\n"
+    yield from _table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in known))
 
 
 def _infer() -> Iterator[str]:
@@ -75,11 +139,11 @@ def _export() -> Iterator[str]:
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:
     for group, members in itertools.groupby(flags, key=lambda flag: flag.group):
         yield f"### {group}\n"
-        rows = (
-            (f"`--{f.name}`", f"`{f.metavar}`", f"`{f.shown_default}`" if f.shown_default else "", f.help)
-            for f in members
-        )
-        yield from _table(("flag", "type", "default", ""), rows)
+        yield from _table(HEADINGS, map(_row, members))
+
+
+def _row(flag: Flag) -> tuple[str, ...]:
+    return f"`--{flag.name}`", f"`{flag.metavar}`", f"`{flag.shown_default}`" if flag.shown_default else "", flag.help
 
 
 def _departures() -> Iterator[str]:

@@ -10,27 +10,50 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
 from .flags import Flag, UsageError, flags_of, nearest, show
+from .names import LATER_TYPES
 
 
 @dataclass(frozen=True)
 class Command:
     summary: str
-    options: str = ""  # the class in tasks/options.py; none: this version does not have the command
+    options: str = ""  # the class in tasks/options.py; none, and no types: this version does not have the command
     task: str = ""  # the module in tasks/ whose `run(options, sources)` does it
+    by: str = ""  # the flag that is read before the rest, and chooses one of `types`
+    types: Mapping[str, "Command"] = field(default_factory=dict)  # the first: where it is left out
+
+    @property
+    def kinds(self) -> "Mapping[str, Command]":
+        """Its types, or itself; nothing where this version does not have it."""
+        return {"": self} if self.options else self.types
 
 
+TASKS = {
+    "causal_lm": Command("Supervised fine-tuning, on conversations.", "CausalLmOptions", "sft"),
+    "seq_cls": Command("Classification and regression, by a head.", "SeqClsOptions", "heads"),
+    "embedding": Command("Vectors of texts, by which they are found.", "EmbeddingOptions", "heads"),
+    "reranker": Command("Scores of documents for a query, by a head.", "RerankerOptions", "heads"),
+    "generative_reranker": Command(
+        "Scores of documents for a query, by two tokens.", "GenerativeRerankerOptions", "heads"
+    ),
+}
+PREFERENCES = {
+    "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference"),
+    "kto": Command("KTO: a policy learns from single answers, wanted or not.", "KtoOptions", "preference"),
+    "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference"),
+}
 COMMANDS = {
     "megatron": {
         "pt": Command("Go on with pre-training, on plain text.", "PtOptions", "sft"),
-        "sft": Command("Supervised fine-tuning, on conversations.", "SftOptions", "sft"),
-        "rlhf": Command("GRPO, DPO, KTO, GKD, reward models (not in this version)."),
+        "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
+        "rlhf": Command("Learn from preferences: DPO, KTO, reward models.", by="rlhf_type", types=PREFERENCES),
         "export": Command("Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "export"),
     },
     "swift": {
@@ -86,14 +109,29 @@ def _main(program: str, argv: list[str]) -> int:
         hint = f" The nearest is {close}." if close else ""
         raise UsageError(f"{program} {argv[0]}: no such command.{hint} There are {', '.join(commands)}.")
     if helped:
-        return _typer(program, name)([name, "--help"] if name else ["--help"], prog_name=program, standalone_mode=False)
-    command = commands[name]
-    if not command.options:
-        there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].options]
+        words = [word for word in argv[1:] if word not in ("--help", "-h")]
+        chosen = _chosen(commands[name], words) if name else None
+        words = [name, "--help"] if name else ["--help"]
+        return _typer(program, name, chosen)(words, prog_name=program, standalone_mode=False)
+    if not commands[name].kinds:
+        there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].kinds]
         raise UsageError(f"{program} {name}: this version does not have it. It has {', '.join(there)}.")
 
     start = _start_export if name == "export" else _start_training if program == "megatron" else _start_here
-    return start(command, *read_options(program, argv), [program, *argv])
+    return start(_chosen(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
+
+
+def _chosen(command: Command, words: list[str]) -> Command:
+    """The type of a command that its flags ask for. Raises UsageError for one that is not there."""
+    from .argv import value_of
+
+    if not command.types:
+        return command
+    first, *_ = command.types
+    value = value_of(command.by, words)
+    if value is not None and value not in command.types:
+        raise UsageError(f"{f'--{command.by} {value}'.strip()}: choose one of {', '.join(command.types)}.")
+    return command.types[value or first]
 
 
 def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], list[str]]:
@@ -103,11 +141,13 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
     """
     from .argv import from_argv, from_config, resolve
 
-    name, options = argv[0], _options(COMMANDS[program][argv[0]])
-    flags, others = flags_of(options), _flags_of_others(program, name)
+    name = argv[0]
+    chosen = _chosen(COMMANDS[program][name], argv[1:])
+    options = _options(chosen)
+    flags, others = flags_of(options), _flags_of_others(program, name, chosen)
     typed, config = from_argv(argv[1:], flags, others)
     filed = from_config(config, flags, others) if config else None
-    given = _typer(program, name)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
+    given = _typer(program, name, chosen)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (filed.notes if filed else [])
     return *resolve(options, given, filed), notes
 
@@ -178,13 +218,31 @@ def _options(command: Command) -> Any:
     return getattr(importlib.import_module("..tasks.options", __package__), command.options)
 
 
-def _flags_of_others(program: str, name: str) -> dict[str, str]:
-    """The flags of the other commands, each with the first command that has it."""
-    found: dict[str, str] = {}
+def _flags_of_others(program: str, name: str, chosen: Command) -> dict[str, str]:
+    """The flags of other types and commands, each with what is said of it: of its own command first, then of others."""
+    here, found = COMMANDS[program][name], {}
+    for flag, kinds in _kinds_of_flags(here).items():
+        this = next((kind for kind, each in here.types.items() if each is chosen), "")
+        found[flag] = f"for --{here.by} {'|'.join(kinds)}, not for {this}"
     for each, commands in COMMANDS.items():
         for other, command in commands.items():
-            if command.options and (each, other) != (program, name):
-                found = dict.fromkeys(flags_of(_options(command)), f"{each} {other}") | found
+            for flag, kinds in _kinds_of_flags(command).items():
+                only = f" --{command.by} {'|'.join(kinds)}" if len(kinds) < len(command.kinds) else ""
+                found.setdefault(flag, f"a flag of `{each} {other}{only}`, not of this command")
+    for kind, flags in LATER_TYPES.items():
+        where = f"for --rlhf_type {kind}, which this version does not have"
+        if name != "rlhf":
+            where = f"a flag of `megatron rlhf --rlhf_type {kind}`, not of this command"
+        found = dict.fromkeys(flags, where) | found
+    return found
+
+
+def _kinds_of_flags(command: Command) -> dict[str, list[str]]:
+    """The flags of a command, each with the types that have it."""
+    found: dict[str, list[str]] = {}
+    for kind, each in command.kinds.items():
+        for flag in flags_of(_options(each)):
+            found.setdefault(flag, []).append(kind)
     return found
 
 
@@ -197,21 +255,22 @@ def _words(values: dict[str, Any]) -> list[str]:
     ]
 
 
-def _typer(program: str, chosen: str) -> typer.Typer:
+def _typer(program: str, name: str, chosen: Command | None) -> typer.Typer:
     """The program for typer; only the chosen command gets its flags. It returns what was given, as text."""
     app = typer.Typer(help=ABOUT[program], add_completion=False, rich_markup_mode=None)
     app.callback()(lambda: None)
-    for name, command in COMMANDS[program].items():
+    for other, command in COMMANDS[program].items():
 
         def given(**values: Any) -> dict[str, Any]:
             return {name: value for name, value in values.items() if value is not None}
 
-        flags = flags_of(_options(command)).values() if name == chosen and command.options else ()
+        this = chosen if chosen and other == name else command
+        flags = flags_of(_options(this)).values() if this is chosen and this.options else ()
         parameters = [_parameter(flag) for flag in flags]
         given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         given.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         grouped = type("GroupedHelp", (_GroupedHelp,), {"flags": tuple(flags)})
-        app.command(name, help=command.summary, cls=grouped, options_metavar=USAGE)(given)
+        app.command(other, help=this.summary, cls=grouped, options_metavar=USAGE)(given)
     return app
 
 

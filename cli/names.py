@@ -9,6 +9,8 @@ RENAMED = {
     "train_type": "tuner_type",
     "load": "mcore_model",
     "adapter_load": "mcore_adapter",
+    "ref_load": "mcore_ref_model",
+    "ref_adapter_load": "mcore_ref_adapter",
     "save": "output_dir",
     "save_interval": "save_steps",
     "eval_interval": "eval_steps",
@@ -98,6 +100,7 @@ NEEDLESS = {
     "vllm_enable_lora": "with --adapters it is so",
     "vllm_max_lora_rank": "it is the adapter's rank",
     "use_persistent_ckpt_worker": "checkpoints are written without one",
+    "calculate_KL": "--loss_type kto takes an estimate of it, apo_zero_unpaired does without",
 }
 
 
@@ -141,8 +144,11 @@ LATER: dict[str, Later] = {
              account_for_loss_in_pipeline_split="false"),
     **_later("layers per virtual stage as a flag", "Give the number of chunks: --virtual_pipeline_model_parallel_size.",
              num_layers_per_virtual_pipeline_stage=NEVER),
-    **_later("tasks other than causal language modelling", "Leave it out.", task_type="causal_lm", num_labels=NEVER,
-             problem_type=NEVER, mrl_dims=NEVER),
+    **_later("references with an adapter in megatron-core's format",
+             "Put it into PEFT's by `swift export --to_hf true --merge_lora false`, and give that as --ref_adapters.",
+             mcore_ref_adapter=NEVER),
+    **_later("references that follow the model", "Leave it out.", sync_ref_model="false", ref_model_mixup_alpha=NEVER,
+             ref_model_sync_steps=NEVER),
     **_later("plugins", "Leave it out.", external_plugins=NEVER, callbacks=NEVER, custom_register_path=NEVER,
              custom_dataset_info=NEVER),
     **_later("other templates than the tokenizer's own", "Put the template into the model's chat_template.jinja.",
@@ -157,22 +163,34 @@ LATER: dict[str, Later] = {
 # Values of flags that ask for what this version does not have.
 LATER_VALUES: dict[tuple[str, str], Later] = {
     ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
+    ("rlhf_type", "grpo"): Later("GRPO", "It has dpo, kto and rm."),
+    ("rlhf_type", "gkd"): Later("GKD", "It has dpo, kto and rm."),
 }
 
-# Flags of `megatron rlhf` that sft and pt do not know.
-RLHF = frozenset({
-    "rlhf_type", "beta", "ref_model", "ref_adapters", "mcore_ref_model", "mcore_ref_adapter", "loss_type",
-    "rpo_alpha", "reference_free", "label_smoothing", "f_divergence_type", "desirable_weight",
-    "undesirable_weight", "calculate_KL", "center_rewards_coefficient", "teacher_model",
-    "teacher_model_server", "gkd_logits_topk", "lmbda", "sft_alpha", "seq_kd", "max_completion_length",
-    "num_generations", "generation_batch_size", "steps_per_generation", "epsilon", "epsilon_high", "delta",
-    "importance_sampling_level", "advantage_estimator", "kl_in_reward", "scale_rewards", "dynamic_sample",
-    "max_resample_times", "overlong_filter", "reward_funcs", "reward_weights", "log_completions",
-    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "sleep_level",
-    "offload_model", "offload_optimizer", "offload_bridge", "vllm_mode", "vllm_server_host",
-    "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout", "use_vllm", "multi_turn_scheduler",
-    "max_turns",
-})  # fmt: skip
+# Flags of the types of `megatron rlhf` that this version does not have.
+LATER_TYPES = {
+    "grpo": frozenset({
+        "max_completion_length", "num_generations", "generation_batch_size", "steps_per_generation", "epsilon",
+        "epsilon_high", "delta", "importance_sampling_level", "advantage_estimator", "kl_in_reward", "scale_rewards",
+        "dynamic_sample", "max_resample_times", "overlong_filter", "reward_funcs", "reward_weights", "reward_model",
+        "log_completions", "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "sleep_level",
+        "offload_model", "offload_optimizer", "offload_bridge", "vllm_mode", "vllm_server_host", "vllm_server_port",
+        "vllm_server_base_url", "vllm_server_timeout", "use_vllm", "multi_turn_scheduler", "max_turns",
+    }),
+    "gkd": frozenset({
+        "teacher_model", "teacher_model_server", "gkd_logits_topk", "lmbda", "sft_alpha", "seq_kd",
+    }),
+}  # fmt: skip
+
+# Variables of the environment that tell ms-swift what are flags here; and how all such begin, by the stage of the data.
+VARIABLES_BEGIN = {"embedding": ("INFONCE_",), "reranker": ("LISTWISE_RERANKER_", "GENERATIVE_RERANKER_")}
+VARIABLES = {
+    "INFONCE_TEMPERATURE": "infonce_temperature",
+    "INFONCE_USE_BATCH": "infonce_use_batch",
+    "LISTWISE_RERANKER_TEMPERATURE": "listwise_temperature",
+    "GENERATIVE_RERANKER_POSITIVE_TOKEN": "positive_token",
+    "GENERATIVE_RERANKER_NEGATIVE_TOKEN": "negative_token",
+}
 
 
 def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from ..bridge.fp8 import masters_in_bf16
 from ..bridge.lora.files import stage_adapter
 from ..bridge.safetensors_io import Form
 from ..bridge.save import stage_weights
+from ..bridge.sentence_transformers import sentence_transformers_files
 from ..bridge.writer import Folder, Report, Writer
 from .folders import Entry, begin, commit_together, explained
+from .options import EmbeddingOptions
 from .plan import shard_bytes
 from .ranks import on_first_rank
 from .resume import tidy_for
@@ -109,7 +112,7 @@ class Checkpoints:
     def _stage_weights(self, folder: Path) -> Folder:
         """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
         run = self._run
-        return stage_weights(
+        staged = stage_weights(
             self._training.model.chunks,
             run.hf_config,
             run.model_folder,
@@ -119,6 +122,7 @@ class Checkpoints:
             merge=True,
             copied=run.options.async_save,
         )
+        return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
 
     def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> Folder:
         writer = Writer(temporary / path.name / STATE, copied=self._run.options.async_save)
@@ -208,6 +212,17 @@ class _Saving:
             (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, known)
         tidy_for(run.options, path)
+
+
+def _embedding(staged: Folder, folder: Path, options: EmbeddingOptions) -> Folder:
+    """With what sentence-transformers reads."""
+
+    def complete(ranks: list[Report]) -> dict[str, str]:
+        names = staged.complete(ranks)
+        sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims)
+        return names
+
+    return replace(staged, complete=complete)
 
 
 def _named(paths: list[Path]) -> dict[str, Path]:

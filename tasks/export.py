@@ -25,9 +25,10 @@ from ..bridge.distributed import (
     save_distributed,
     stored_depths,
 )
+from ..bridge.heads import with_head
 from ..bridge.load import load_weights
 from ..bridge.lora.attach import attach
-from ..bridge.lora.files import load_adapter, save_adapter, settings_of
+from ..bridge.lora.files import labels_of, load_adapter, save_adapter, settings_of
 from ..bridge.lora.merge import settle
 from ..bridge.lora.settings import LoraSettings
 from ..bridge.options import BuildOptions
@@ -65,6 +66,10 @@ class Source:
         options, mcore = hub.with_base(options, adapter), bool(options.mcore_model)
         folder = hub.source_folder(options, options.mcore_model)
         hf_config = hub.read_config(folder, mcore=mcore)
+        peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
+        labels = labels_of(adapter) if adapter and peft else None
+        if labels is not None:  # the adapter is of a model with a head
+            hf_config = with_head(hf_config, labels, pad_token_id=hub.load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
 
     @property

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from ..bridge.build import Model
+
 # Dense bf16 peaks of the makers' data sheets, FLOP/s; the first pattern that is found in the device's name.
 PEAK_BF16 = [
     (r"\bGB200\b", 2500e12),
@@ -46,6 +48,13 @@ class Flops:
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
     output: int = 0  # of the matrix parameters, those of the output layer
     trained: float = 1.0  # the share of the parameters that have gradients
+
+    @classmethod
+    def of_model(cls, model: "Model", *, scores_tokens: bool = True) -> "Flops":
+        """Of a model; not `scores_tokens`: without its output layer (a head's products, a few for each document, are
+        not counted)."""
+        vocabulary = model.architecture.vocab_size if scores_tokens else 0
+        return cls.of(model.config, vocabulary, trained=model.trained_share)
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":
@@ -91,15 +100,22 @@ class Flops:
 
         scored: of how many tokens the label's probability is needed; None: of all.
         """
-        lengths = list(lengths)
+        products, attention = self._forward(list(lengths), scored)
+        return round((2 + self.trained) * products) + 3 * attention
+
+    def forward(self, lengths: Iterable[int], scored: int | None = None) -> int:
+        """The same of a forward pass alone."""
+        return sum(self._forward(list(lengths), scored))
+
+    def _forward(self, lengths: list[int], scored: int | None) -> tuple[int, int]:
+        """Of matrix products, and of attention."""
         skipped = 0 if scored is None else sum(lengths) - scored
         attention = sum(
             cost * pairs(length, window, chunk)
             for window, chunk, cost in ((None, None, self.pair), *self.limited)
             for length in lengths
         )
-        products = 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped
-        return round((2 + self.trained) * products) + 3 * attention
+        return 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped, attention
 
     def six_n_d(self, tokens: float) -> float:
         """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""

@@ -20,13 +20,13 @@ from .args import SECRET
 from .checkpoint import Checkpoints
 from .flops import Flops, peak_flops
 from .log import RunLog, Start
+from .objective import Objective
 from .options import SftOptions
 from .profile import Profile
 from .run import Run, streamed
 from .stop import Stop
 from .train import (
     Clock,
-    Loss,
     NonFiniteError,
     Outcome,
     Training,
@@ -40,15 +40,12 @@ from .window import Sums, Window, balancing
 
 
 def fit(
-    run: Run, training: Training, loss: Loss, names: list[str], train: Batches, val: Batches | None, max_steps: int
+    run: Run, training: Training, objective: Objective, train: Batches, val: Batches | None, max_steps: int
 ) -> str | None:
-    """Train to the last step, or until there is a reason to stop, which is returned: the run is saved then.
-
-    `names`: the metrics that `loss` returns; they are logged under these names.
-    """
+    """Train to the last step, or until there is a reason to stop, which is returned: the run is saved then."""
     options, model = run.options, training.model
-    flops = Flops.of(model.config, model.architecture.vocab_size, trained=model.trained_share)
-    window = Window(names)
+    flops = Flops.of_model(model, scores_tokens=objective.scores_tokens)
+    window = Window(objective)
     start = _start(run, window)
     log = RunLog(
         run.folder if run.writes else None,
@@ -86,7 +83,8 @@ def fit(
             data_wait = time.perf_counter() - began
             watchdog.phase(f"step {step}")
             learning_rate = training.learning_rate
-            metrics, outcome = train_step(training, batches, loss, step)
+            batches = objective.prepare(training, batches, False)
+            metrics, outcome = train_step(training, batches, objective.loss, step, objective.forward)
             record = record and record()  # of the step before, whose numbers have come; the device has this one to do
             if outcome.skipped:
                 log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
@@ -106,7 +104,7 @@ def fit(
                 evaluated: dict[str, float] = {}
                 if val is not None and evaluates:
                     with watchdog.phase(f"evaluation at step {step}"), _collected(options):
-                        evaluated = evaluate(training, val, loss, names, options.eval_iters, watchdog.tick)
+                        evaluated = evaluate(training, val, objective, options.eval_iters, watchdog.tick)
                     log.evaluation(step, evaluated)
                 if saves:
                     began = time.perf_counter()
@@ -216,21 +214,22 @@ def _record(
 
 
 def evaluate(
-    training: Training, val: Batches, loss: Loss, names: list[str], most: int, tick: Callable[[], None]
+    training: Training, val: Batches, objective: Objective, most: int, tick: Callable[[], None]
 ) -> dict[str, float]:
-    """Means over the evaluation data by trained tokens, as `eval_<name>`; over `most` global batches, or all (-1).
+    """Means over the evaluation data, as `eval_<name>`; over `most` global batches, or all (-1).
 
     Calls `tick` for each global batch.
     """
-    totals, weight = {}, 0.0
+    totals, whole = {}, 0.0
     for batches in islice(val.once(), most if most >= 0 else None):
         tick()
-        tokens = batches[0].loss_tokens
-        for name, value in evaluate_step(training, batches, loss).items():
-            totals[name] = totals.get(name, 0.0) + value.double() * tokens
-        weight += tokens
-    sums = sum_over_ranks(totals, names).wait()
-    return {f"eval_{name}": value / max(weight, 1.0) for name, value in zip(names, sums, strict=True)}
+        batches, weight = objective.prepare(training, batches, True), objective.weight(batches[0])
+        for name, value in evaluate_step(training, batches, objective.loss, objective.forward).items():
+            totals[name] = totals.get(name, 0.0) + value.double() * weight
+        whole += weight
+    sums = sum_over_ranks(totals, objective.names).wait()
+    found = objective.means(dict(zip(objective.names, sums, strict=True)), whole)
+    return {f"eval_{name}": value for name, value in found.items()}
 
 
 def _falls_on(step: int, every: int, max_steps: int) -> bool:

@@ -1,7 +1,7 @@
 """What the training loop reads, and the option set of each command. No torch here: the command line imports this."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..bridge.options import (
     AdapterOptions,
@@ -14,7 +14,20 @@ from ..bridge.options import (
     PredictionLayers,
     TrainableOptions,
 )
+from ..templates.formats import Stage
 from ..templates.options import PrepareOptions
+
+# The flags that choose among the option sets of a command: each set has its own as its default.
+RlhfType = Annotated[
+    Literal["dpo", "kto", "rm"],
+    "What is trained: a policy by pairs of answers, one by single answers, or a reward model. Each has flags of its "
+    "own: --rlhf_type kto --help shows them.",
+]
+TaskType = Annotated[
+    Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
+    "What is trained: the next token, classes or numbers, vectors, or a score of documents by a head or by two tokens. "
+    "Each has flags of its own: --task_type seq_cls --help shows them.",
+]
 
 
 @dataclass
@@ -188,6 +201,27 @@ class ConversionOptions:
 
 
 @dataclass
+class ReferenceOptions:
+    """Reference model"""
+
+    ref_model: Annotated[
+        str | None,
+        "The reference: a folder, or a hub id; left out: the model as it is when training begins, with LoRA without "
+        "the adapter.",
+    ] = None
+    mcore_ref_model: Annotated[str | None, "A megatron-core checkpoint, in place of --ref_model."] = None
+    ref_adapters: Annotated[
+        list[str], "The folder of an adapter (or its hub id) that makes the model the reference."
+    ] = field(default_factory=list)
+    precompute_ref_log_probs: Annotated[
+        bool, "Compute the reference's log-probabilities once, before training, and let it go."
+    ] = False
+    offload_ref_model: Annotated[bool, "Keep the reference's weights in the host's memory while they are not used."] = (
+        False
+    )
+
+
+@dataclass
 class SftOptions(
     ModelOptions,
     McoreOptions,
@@ -207,6 +241,8 @@ class SftOptions(
 ):
     """megatron sft"""
 
+    stage: ClassVar[Stage] = "sft"  # what templates make of a row
+
     def __post_init__(self) -> None:
         """Fill in what is left out and follows from other options."""
         lora = self.tuner_type == "lora"
@@ -220,7 +256,129 @@ class SftOptions(
 class PtOptions(SftOptions):
     """megatron pt"""
 
+    stage = "pt"
     loss_scale: Literal["default", "last_round", "all"] = "all"
+
+
+@dataclass
+class DpoOptions(ReferenceOptions, SftOptions):
+    """DPO"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "dpo"
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau)."] = 0.1
+    loss_type: Annotated[
+        list[
+            Literal[
+                "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+                "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+            ]
+        ],
+        "The loss, or several that are summed.",
+    ] = field(default_factory=lambda: ["sigmoid"])  # fmt: skip
+    loss_weights: Annotated[list[float], "The weight of each of --loss_type; left out: 1."] = field(
+        default_factory=list
+    )
+    label_smoothing: Annotated[
+        float, "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired)."
+    ] = 0.0
+    rpo_alpha: Annotated[float | None, "Weight of the chosen answers' own loss per token, beside the others."] = None
+    reference_free: Annotated[bool, "No reference: its log-probabilities count as 0."] = False
+    f_divergence_type: Annotated[
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
+        "How the distance from the reference is measured.",
+    ] = "reverse_kl"
+    f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha."] = 0.5
+    discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture."] = 0.05
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+
+@dataclass
+class KtoOptions(ReferenceOptions, SftOptions):
+    """KTO"""
+
+    stage = "kto"
+    rlhf_type: RlhfType = "kto"
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference."] = 0.1
+    loss_type: Annotated[
+        Literal["kto", "apo_zero_unpaired"], "The loss: with a KL estimate as its zero, or without one."
+    ] = "kto"
+    desirable_weight: Annotated[float, "Weight of the answers that are wanted."] = 1.0
+    undesirable_weight: Annotated[float, "Weight of those that are not."] = 1.0
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+
+@dataclass
+class RmOptions(SftOptions):
+    """Reward model"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "rm"
+    center_rewards_coefficient: Annotated[
+        float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance)."
+    ] = None
+
+
+@dataclass
+class CausalLmOptions(SftOptions):
+    """Task"""
+
+    task_type: TaskType = "causal_lm"
+
+
+@dataclass
+class SeqClsOptions(SftOptions):
+    """Classification"""
+
+    stage = "seq_cls"
+    task_type: TaskType = "seq_cls"
+    num_labels: Annotated[int | None, "Outputs of the head; left out: those that the checkpoint's head has."] = None
+    problem_type: Annotated[
+        Literal["single_label_classification", "multi_label_classification", "regression"] | None,
+        "One class of several, any number of them, or numbers; left out: the checkpoint's, else what the labels are.",
+    ] = None
+
+
+@dataclass
+class EmbeddingOptions(SftOptions):
+    """Embedding"""
+
+    stage = "embedding"
+    task_type: TaskType = "embedding"
+    loss_type: Annotated[
+        Literal["infonce", "contrastive", "online_contrastive", "cosine_similarity"],
+        "Find the positive among others, or (with labels) push pairs together and apart, or to a score.",
+    ] = "infonce"
+    pooling: Annotated[Literal["last", "mean"], "A text's vector: its last token's, or the mean of all."] = "last"
+    mrl_dims: Annotated[
+        list[int], "Matryoshka: train the vectors' first so many dimensions to be vectors of their own, too."
+    ] = field(default_factory=list)
+    mrl_weights: Annotated[list[float], "The weight of each of --mrl_dims; left out: 1."] = field(default_factory=list)
+    infonce_temperature: Annotated[float, "infonce: similarities are divided by it."] = 0.1
+    infonce_use_batch: Annotated[bool, "In-batch negatives, across data-parallel ranks."] = True
+    contrastive_margin: Annotated[float, "contrastive, online_contrastive: how far apart is far enough."] = 0.5
+
+
+@dataclass
+class RerankerOptions(SftOptions):
+    """Reranker"""
+
+    stage = "reranker"
+    task_type: TaskType = "reranker"
+    loss_type: Annotated[
+        Literal["pointwise_reranker", "listwise_reranker"],
+        "Each document is relevant or not, or the positive is found among its negatives.",
+    ] = "pointwise_reranker"
+    listwise_temperature: Annotated[float, "listwise_reranker: scores are divided by it."] = 1.0
+
+
+@dataclass
+class GenerativeRerankerOptions(RerankerOptions):
+    """Generative reranker"""
+
+    task_type: TaskType = "generative_reranker"
+    positive_token: Annotated[str, "The token that says a document is relevant."] = "yes"
+    negative_token: Annotated[str, "The one that says it is not."] = "no"
 
 
 @dataclass

@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
 from .options import BatchOptions, ExportOptions, SftOptions
@@ -90,13 +90,13 @@ class DataPlan:
     report: str
 
 
-def plan_data(options: SftOptions, layout: Layout, *, stage: Literal["sft", "pt"]) -> DataPlan:
+def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
     """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
     from ..bridge.hub import load_tokenizer, model_folder
     from ..templates.prepare import prepare
 
     tokenizer = load_tokenizer(model_folder(options, weights=False))
-    prepared = prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
+    prepared = prepare(options, tokenizer, stage=options.stage, use_hf=options.use_hf, hub_token=options.hub_token)
     batches = batches_of(options, prepared.train, layout)
     return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)
 

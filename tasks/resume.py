@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .options import CheckpointOptions, LoggingOptions, ProfileOptions, ResumeOptions, SftOptions
+from .options import CheckpointOptions, LoggingOptions, ProfileOptions, ReferenceOptions, ResumeOptions, SftOptions
 from .run_folder import (
     LAUNCH,
     STATE,
@@ -30,6 +30,7 @@ NUMBERLESS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
 SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
+LESS_IS_BETTER = ("loss", "mse", "kl", "rejected")  # how the names of such metrics end
 STARTED = "MEGASWIFT_STARTED"  # of one launch of ours; set for its processes, that of the launcher has told the notes
 
 
@@ -91,8 +92,10 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
 def tidy_for(options: SftOptions, newest: Path) -> None:
     """Have the folder of a run be what the options say, with its newest checkpoint in its place."""
     metric = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
-    greater = not metric.endswith("loss") if options.greater_is_better is None else options.greater_is_better
+    greater = not metric.endswith(LESS_IS_BETTER) if options.greater_is_better is None else options.greater_is_better
     read = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]  # until the end of the run
+    if isinstance(options, ReferenceOptions):
+        read += [options.ref_model, options.mcore_ref_model, *options.ref_adapters]
     keep = {Path(folder).expanduser().resolve() for folder in read if folder}
     tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 

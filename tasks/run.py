@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from ..templates.prepare import Prepared, prepare
 from ..templates.store import TokenStore, cache_root
 from ..templates.streaming import TokenStream
 from .args import save_args
+from .labels import headed
 from .options import SftOptions
 from .plan import Layout, batches_of
 from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
@@ -68,7 +69,7 @@ class Run:
         return str(folder.absolute()) if folder.is_dir() else name
 
 
-def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sft", "pt"]) -> Run:
+def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     """Process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
     if options.deterministic_mode:
         _only_deterministic_kernels()
@@ -79,16 +80,17 @@ def open_run(options: SftOptions, sources: dict[str, str], *, stage: Literal["sf
     adapter_folder = first_of_each_node(lambda: hub.adapter_folder(options, options.adapters))
     if options.mcore_adapter:
         adapter_folder = Path(options.mcore_adapter).expanduser()
-    hf_config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
-    dtype = dtype_of(options, hf_config)
+    config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
+    dtype = dtype_of(options, config)
     tokenizer = hub.load_tokenizer(model_folder)
 
     def tokens(options: SftOptions) -> Prepared:
-        return prepare(options, tokenizer, stage=stage, use_hf=options.use_hf, hub_token=options.hub_token)
+        return prepare(options, tokenizer, stage=options.stage, use_hf=options.use_hf, hub_token=options.hub_token)
 
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     found = replace(options, load_from_cache_file=True)
     data = first_of_each_cache(cache_root(), lambda: tokens(options), then=lambda: tokens(found))
+    hf_config = on_every_rank(lambda: headed(options, config, data, tokenizer.pad_token_id))
     folder, resumed = on_first_rank(lambda: open_folder(options), patient_group())  # which may read checkpoints whole
     on_first_rank(lambda: save_args(folder / "args.json", options, sources))
     check_shared(folder)
@@ -127,7 +129,7 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Bat
 
 
 def streamed(steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-    """A stream's steps, of which each rank counts the loss tokens of its own: with those of all data-parallel ranks.
+    """A stream's steps, of which each rank counts what is its own: with the counts of all data-parallel ranks.
 
     A row that cannot be read stops all ranks, not one. They tell each other over gloo: no device is waited for.
     """
@@ -136,9 +138,16 @@ def streamed(steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
     peers = dist.get_process_group_ranks(data_parallel)
     while True:
         batches = on_every_rank(lambda: next(steps), group)
-        tokens = [0.0] * dist.get_world_size()
-        dist.all_gather_object(tokens, batches[0].loss_tokens, group)
-        yield [replace(batch, loss_tokens=sum(tokens[rank] for rank in peers)) for batch in batches]
+        counts: list[Any] = [None] * dist.get_world_size()
+        own = batches[0].loss_tokens, batches[0].grouping.loss_samples if batches[0].grouping else 0.0
+        dist.all_gather_object(counts, own, group)
+        tokens, samples = (sum(counts[rank][which] for rank in peers) for which in range(2))
+        yield [
+            replace(
+                batch, loss_tokens=tokens, grouping=batch.grouping and replace(batch.grouping, loss_samples=samples)
+            )
+            for batch in batches
+        ]
 
 
 def dtype_of(options: ModelOptions, hf_config: dict[str, Any]) -> torch.dtype:

@@ -101,7 +101,7 @@ def _clean(folder: Path) -> None:
         newest = max((_step(path) for path in checkpoints(folder)), default=0)
         for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's own had its place
             if _step(entry) > newest and not of_export(entry / "args.json"):
-                shutil.rmtree(entry, ignore_errors=True)
+                _delete(entry)
 
 
 def _step(checkpoint: Path) -> int:
@@ -201,9 +201,13 @@ def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Pa
     doomed = others[: max(0, len(found) - max(1, save_total_limit))]
     for path in doomed:
         merged = merged_beside(path)
-        going = [merged, path] if merged.is_dir() and not of_export(merged / "args.json") else [path]
-        for each in going:
-            each.rename(hidden(each))  # absent at once: deleting many gigabytes takes a while
-        for each in going:
-            shutil.rmtree(hidden(each), ignore_errors=True)
+        _delete(*([merged] if merged.is_dir() and not of_export(merged / "args.json") else []), path)
     return doomed
+
+
+def _delete(*folders: Path) -> None:
+    """They are absent at once: deleting many gigabytes takes a while, and may be cut short."""
+    for folder in folders:
+        folder.rename(hidden(folder))
+    for folder in folders:
+        shutil.rmtree(hidden(folder), ignore_errors=True)

@@ -8,7 +8,7 @@ divides by the number of ranks, of micro batches, or of tokens a second time.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 
@@ -25,11 +25,14 @@ from ..bridge import runtime
 from ..bridge.build import Model
 from ..bridge.layers.segments import to_device
 from ..templates.layout import Batch
-from .losses import cross_entropy
+from .losses.tokens import cross_entropy
 from .optimizer import update
 
-# (micro batch, log-probabilities of its labels [rows, local length]) -> (this micro batch's share of the loss, metrics)
+# (micro batch, what `Forward` gives of it) -> (this micro batch's share of the loss, metrics)
 Loss = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+# (model, chunk, micro batch, the places of it to score) -> what a loss sees on the last pipeline stage, else what the
+# next stage wants
+Forward = Callable[[Model, torch.nn.Module, Batch, Tensor | None], Tensor]
 
 
 @dataclasses.dataclass
@@ -140,13 +143,29 @@ def _event() -> torch.cuda.Event:
     return event
 
 
+def log_probs(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
+    """log p of the labels, fp32 [rows, local length], 0 where they are not scored."""
+    return model.log_probs(
+        chunk,
+        tokens=batch.tokens,
+        labels=batch.labels,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        loss_weights=batch.loss_weights,
+        scored=scored,
+    )
+
+
 def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean cross entropy over the tokens of the global batch that are trained on."""
     loss = cross_entropy(log_probs, batch.loss_weights) / max(batch.loss_tokens, 1.0)
     return loss, {"loss": loss.detach()}
 
 
-def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) -> tuple[dict[str, Tensor], Outcome]:
+def train_step(
+    training: Training, batches: list[Batch], loss: Loss, step: int, forward: Forward = log_probs
+) -> tuple[dict[str, Tensor], Outcome]:
     """One optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
 
     Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the outcome.
@@ -159,7 +178,7 @@ def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) 
             chunk.train()
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False)
+    metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False, forward=forward)
     training.look()
     norms = update(training.optimizer, training.clip_grad)
     training.outcome = Outcome(step, norms, metrics)
@@ -169,17 +188,40 @@ def train_step(training: Training, batches: list[Batch], loss: Loss, step: int) 
 
 
 @torch.no_grad()
-def evaluate_step(training: Training, batches: list[Batch], loss: Loss) -> dict[str, Tensor]:
+def evaluate_step(
+    training: Training, batches: list[Batch], loss: Loss, forward: Forward = log_probs
+) -> dict[str, Tensor]:
     """The metrics of a global batch, by the same schedule without its backward half."""
     for chunk in training.chunks:
         chunk.eval()
-    return run_schedule(training.model, training.chunks, batches, loss, forward_only=True)
+    return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, forward=forward)
 
 
 def run_schedule(
-    model: Model, chunks: list[DistributedDataParallel], batches: list[Batch], loss: Loss, *, forward_only: bool
+    model: Model,
+    chunks: Sequence[torch.nn.Module],
+    batches: list[Batch],
+    loss: Loss,
+    *,
+    forward_only: bool,
+    forward: Forward = log_probs,
 ) -> dict[str, Tensor]:
     """Every micro batch through the pipeline, forward and (unless `forward_only`) backward; metrics are summed."""
+    outputs = through_pipeline(model, chunks, batches, loss, forward_only=forward_only, forward=forward)
+    names = outputs[0].keys() if outputs else ()
+    return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
+
+
+def through_pipeline(
+    model: Model,
+    chunks: Sequence[torch.nn.Module],
+    batches: list[Batch],
+    loss: Loss,
+    *,
+    forward_only: bool,
+    forward: Forward = log_probs,
+) -> list[dict[str, Tensor]]:
+    """As `run_schedule`: the metrics of each micro batch; empty but on the last pipeline stage."""
     _check_vocabulary(batches, model.architecture.vocab_size)
     inputs = [(_to_device(batch), scored_places(batch.loss_weights)) for batch in batches]
     # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
@@ -187,38 +229,26 @@ def run_schedule(
 
     def forward_step(micro_batches, chunk):
         batch, scored = next(micro_batches)
-        output = model.log_probs(
-            chunk,
-            tokens=batch.tokens,
-            labels=batch.labels,
-            position_ids=batch.position_ids,
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            loss_weights=batch.loss_weights,
-            scored=scored,
-        )
-        return output, partial(scaled_loss, batch)
+        return forward(model, chunk, batch, scored), partial(scaled_loss, batch)
 
-    def scaled_loss(batch: Batch, log_probs: Tensor):
+    def scaled_loss(batch: Batch, output: Tensor):
         if not model.architecture.predicting:
-            value, metrics = loss(batch, log_probs)
+            value, metrics = loss(batch, output)
             return value * scale, metrics
-        value, metrics = loss(batch, log_probs[0])
-        further = -log_probs[1:].sum() / len(log_probs[1:]) / max(batch.loss_tokens, 1.0)
+        value, metrics = loss(batch, output[0])
+        further = -output[1:].sum() / len(output[1:]) / max(batch.loss_tokens, 1.0)
         return (value + model.prediction_scale * further) * scale, metrics | {"mtp_loss": further.detach()}
 
     rows, length = batches[0].tokens.shape
-    outputs = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(inputs) for _ in chunks] if len(chunks) > 1 else iter(inputs),
-        model=chunks if len(chunks) > 1 else chunks[0],  # pyright: ignore[reportArgumentType]
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
         micro_batch_size=rows,
         forward_only=forward_only,
     )
-    names = outputs[0].keys() if outputs else ()
-    return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
 
 
 def scored_places(weights: Tensor) -> Tensor | None:
@@ -233,7 +263,7 @@ def scored_places(weights: Tensor) -> Tensor | None:
     return None if scored.all() else scored.nonzero().squeeze(1)
 
 
-def sum_over_ranks(values: dict[str, Tensor], names: list[str], *local: float) -> Fetched:
+def sum_over_ranks(values: dict[str, Tensor], names: Sequence[str], *local: float) -> Fetched:
     """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
 
     Every rank calls this. The metrics in the order of `names`, then the numbers; nothing waits for the device.
@@ -260,14 +290,12 @@ def _check_vocabulary(batches: list[Batch], size: int) -> None:
 
 
 def _to_device(batch: Batch) -> Batch:
-    """The tensors that the model computes with move; the document boundaries stay where they are read, on the CPU."""
+    """The tensors that the model computes with move; what tells documents apart stays where it is read, on the CPU."""
     device = runtime.device()
     if device.type == "cpu":
         return batch
-    moved = {
-        name: getattr(batch, name).to(device, non_blocking=True)
-        for name in ("tokens", "labels", "loss_weights", "position_ids")
-    }
+    names = "tokens", "labels", "loss_weights", "position_ids"
+    moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
     return dataclasses.replace(batch, **moved)
 
 

@@ -9,10 +9,12 @@ from ..bridge.hub import ADAPTER_WEIGHTS, LATEST, read_adapter_config
 from ..bridge.lora.attach import attach
 from ..bridge.lora.files import load_adapter, settings_of
 from ..bridge.lora.settings import LoraSettings
+from ..bridge.lora.switch import Switch
 from ..bridge.safetensors_io import names_of
 from ..bridge.tensors import some
-from ..bridge.trainable import count_parameters, freeze
+from ..bridge.trainable import count_parameters, freeze, freeze_output
 from .folders import WEIGHTS, damage, listed
+from .options import EmbeddingOptions, ReferenceOptions
 from .ranks import on_every_rank, on_first_rank
 from .run import Run
 
@@ -26,15 +28,24 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     if options.tuner_type == "lora":
         settings = on_every_rank(lambda: _settings(run))
         on_every_rank(lambda: attach(model, run.hf_config, settings, seed=options.seed, names=names))
+        if model.lora and isinstance(options, ReferenceOptions) and not reference_apart(options):
+            model.lora.switch = Switch(model.chunks)
         _read_adapter(model, run)
     else:
         on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
+        if isinstance(options, EmbeddingOptions):  # which does not use the output layer: it is not to decay
+            freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
     model.trained_share = trained / total
     lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
     if model.lora and model.lora.plan.left_out:
         lines.append(f"no adapters: {some(model.lora.plan.left_out)}, which have all experts in one")
     return lines
+
+
+def reference_apart(options: ReferenceOptions) -> bool:
+    """Whether the reference is to be another model than the one that is trained without its adapters."""
+    return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
 
 
 def _settings(run: Run) -> LoraSettings:

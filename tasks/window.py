@@ -12,6 +12,7 @@ from torch import Tensor
 from ..bridge import runtime
 from ..templates.layout import Batch
 from .flops import Flops
+from .objective import Objective, scored_tokens
 from .train import Fetched, Training, sum_over_ranks
 
 Sums = Callable[[], tuple[dict[str, float], float, float]]  # means of metrics, tokens, FLOPs: waits for the device
@@ -34,8 +35,8 @@ def balancing(training: Training) -> dict[str, Tensor]:
 class Window:
     """Sums since the last log line, on the device."""
 
-    def __init__(self, names: list[str]):
-        self.names = names
+    def __init__(self, objective: Objective):
+        self.objective, self.names = objective, objective.names
         self.balancing_names: list[str] = []  # those of all ranks, found at the first line
         self.asked = False
         self._reset()
@@ -50,10 +51,7 @@ class Window:
         self.steps += 1
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
-        # Of a context-parallel group each rank holds a share of the weights, about as many of them trained on.
-        shares = parallel_state.get_context_parallel_world_size()
-        scored = shares * sum(int(batch.loss_weights.count_nonzero()) for batch in batches)
-        self.flops += flops.training(lengths, scored)
+        self.flops += flops.training(lengths, scored_tokens(batches)) + self.objective.more_flops(batches)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -84,7 +82,7 @@ class Window:
 
         def wait() -> tuple[dict[str, float], float, float]:
             *metrics, tokens, flops = sums.wait()
-            means = {name: value / steps for name, value in zip(self.names, metrics, strict=True)}
+            means = self.objective.means(dict(zip(self.names, metrics, strict=True)), steps)
             if balance is not None:
                 means |= zip(self.balancing_names, balance.wait(), strict=True)
             return means, tokens, flops

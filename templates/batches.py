@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .epochs import Epochs
-from .layout import Batch, Layout, Sample
-from .store import TokenStore
+from .formats import ALONE
+from .layout import Batch, Layout, Totals
+from .store import Group, TokenStore
 from .streaming import StreamedBatches, TokenStream
 
 
@@ -25,7 +26,8 @@ class Batches:
     `store` is what `prepare` gives. `max_length` is the length of a pack. `length_multiple` divides the local length of
     every row; `equal_lengths` pads the rows of all micro batches of a step to the longest of them, `equal_over_ranks`
     those of a micro batch to the longest of any rank.
-    With a stream, `loss_tokens` counts this rank's share alone (`loss_tokens_are_local`): the trainer adds it up.
+    With a stream, `loss_tokens` and `loss_samples` count this rank's share alone (`loss_tokens_are_local`): the trainer
+    adds them up.
     Raises ValueError where the sizes do not fit together, naming the flags.
     """
 
@@ -57,6 +59,8 @@ class Batches:
             )
         if packing and not padding_free:
             raise ValueError("--packing true lays documents end to end, which --padding_free false forbids: drop one")
+        if store.stage not in ALONE and not padding_free:
+            raise ValueError(f"--padding_free false cannot be used with {store.stage} data: drop it")
         pack_length = max_length if packing else None
         if packing and not pack_length:
             raise ValueError("--packing true needs the length of a pack: give --packing_length or --max_length")
@@ -67,6 +71,7 @@ class Batches:
             context_parallel_rank=context_parallel_rank,
             context_parallel_size=context_parallel_size,
             pad_token_id=pad_token_id,
+            stage=store.stage,
         )
         if pack_length and pack_length % self.layout.row_multiple:
             raise ValueError(
@@ -98,6 +103,11 @@ class Batches:
     def samples(self) -> int | None:
         """Samples (packs, where packed) of an epoch. None for a stream."""
         return None if isinstance(self.plan, StreamedBatches) else self.plan.samples
+
+    @property
+    def stored(self) -> int:
+        """Samples of the store, of which a pack has several. 0 for a stream."""
+        return 0 if isinstance(self.plan, StreamedBatches) else len(self.plan.store)
 
     @property
     def padding_share(self) -> float | None:
@@ -164,8 +174,11 @@ class Batches:
         while True:
             step = list(islice(loader, self.micro_batches))
             loss_tokens = sum(batch.loss_tokens for batch, _ in step)
+            loss_samples = sum(batch.grouping.loss_samples for batch, _ in step if batch.grouping)
             for batch, given in step:
                 batch.loss_tokens = loss_tokens
+                if batch.grouping:
+                    batch.grouping.loss_samples = loss_samples
                 stream.followers[given.share].follow(given)
             yield [batch for batch, _ in step]
 
@@ -208,6 +221,10 @@ class PlannedBatches(Dataset):
         self.shape = (-1, data_parallel_size, micro_batch_size)  # micro batches, ranks, samples
         self.rank = data_parallel_rank
         self.epochs = Epochs(store, layout, shuffle, seed)
+        self.width = 0  # of labels
+        if layout.stage not in ALONE:  # found before the loader's processes are forked
+            self.width, self.counts = store.label_width, store.document_counts
+            self.positive = store.first_labels == 1
 
     @property
     def samples(self) -> int:
@@ -222,22 +239,24 @@ class PlannedBatches(Dataset):
         samples = self._samples(step, once)  # [global batch]
         samples = samples.reshape(self.shape)  # [micro batches, ranks, samples of one]
         lengths = self._row_lengths(samples)[:, self.rank]  # [micro batches]
-        return self.layout.batch(
-            [self._sample(i) for i in samples[micro_batch, self.rank].tolist()],
-            loss_tokens=float(self.epochs.all.weights[samples[samples >= 0]].sum()),
+        return self.layout.lay(
+            [[self._group(i) for i in pack] for pack in self._packs(samples[micro_batch, self.rank])],
+            self._totals(samples, micro_batch),
             row_length=int(lengths[micro_batch]),
+            width=self.width,
         )
 
     def padding_share(self) -> float:
+        rows_of_a_sample = 2 if self.layout.beside else 1
         if self.layout.pack_length:
-            return 1 - self.store.lengths.sum() / self.epochs.whole.lengths.sum()
+            return 1 - self.store.lengths.sum() / (rows_of_a_sample * self.epochs.whole.lengths.sum())
         samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
         samples[samples >= 0] = self.epochs.permutation(self.samples, 0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
         rows = self._row_lengths(micro_batches)
         filled = (micro_batches >= 0).any(-1)  # rows without any sample are an evaluation's, not training's
         total = rows[filled].sum() * (1 if self.layout.padding_free else self.shape[-1])
-        return 1 - self.store.lengths.sum() / total
+        return 1 - self.store.lengths.sum() / (rows_of_a_sample * total)
 
     def _samples(self, step: int, once: bool) -> np.ndarray:
         """Numbers of the samples of a global batch, -1 for a filler: [global batch]."""
@@ -258,10 +277,30 @@ class PlannedBatches(Dataset):
     def _lengths(self, samples: np.ndarray) -> np.ndarray:
         return np.where(samples >= 0, self.epochs.all.lengths[samples], self.layout.pack_length or 0)
 
-    def _sample(self, number: int) -> Sample:
-        if number < 0:
-            return []
-        return [self.store.row(document) for document in self.epochs.all.documents[number].tolist()]
+    def _totals(self, samples: np.ndarray, micro_batch: int) -> Totals:
+        """[micro batches, ranks, samples of one]"""
+        tokens = float(self.epochs.all.weights[samples[samples >= 0]].sum())
+        if self.layout.stage in ALONE:
+            return Totals(tokens)
+        items = self._items(samples.ravel())
+        of_ranks = [self._items(of_rank) for of_rank in samples[micro_batch]]
+        return Totals(
+            tokens,
+            samples=float(len(items)),
+            positives=float(self.positive[items].sum()) if self.layout.beside else 0.0,
+            peers=[len(some) if self.layout.beside else int(self.counts[some].sum()) for some in of_ranks],
+        )
+
+    def _packs(self, samples: np.ndarray) -> list[np.ndarray]:
+        """Numbers in the store of what each of these samples holds; of a filler none."""
+        return [self.epochs.all.documents[i] if i >= 0 else np.empty(0, np.int64) for i in samples.tolist()]
+
+    def _items(self, samples: np.ndarray) -> np.ndarray:
+        """Numbers in the store of all that these samples hold."""
+        return np.concatenate(self._packs(samples))
+
+    def _group(self, item: int) -> Group:
+        return Group(self.store.row(item), self.store.label(item), item)
 
 
 def _ignore_signals(worker: int) -> None:

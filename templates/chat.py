@@ -45,8 +45,8 @@ class ChatTemplate:
     def __init__(self, tokenizer, **template_kwargs: Any):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which sft needs: take an instruction-tuned model's tokenizer, put "
-                "a chat_template.jinja into the model's folder, or train on plain text with megatron pt"
+                "the tokenizer has no chat template, which messages need: take an instruction-tuned model's tokenizer, "
+                "put a chat_template.jinja into the model's folder, or train on plain text with megatron pt"
             )
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs

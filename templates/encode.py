@@ -2,22 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .chat import ChatTemplate
-from .formats import Conversation, Stage, UnusableRow, to_conversation, to_text
+from .formats import ALONE, POOLED, Stage, UnusableRow
 from .offsets import Offsets, Span
 from .options import TemplateOptions
-from .store import FORMAT, Refusals
+from .render import Renderer, Text
+from .store import FORMAT, Encoded, Refusals, Runs
 
 Row = tuple[int, str, dict[str, Any]]  # number, place to name in a message, columns
-Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
-Document = tuple[int, np.ndarray, Runs]  # number of the row, token ids, loss weights
 
 
 GROUP = 1 << 20  # characters tokenized at a time: what the tokenizer returns is a hundred times as large
@@ -27,29 +26,42 @@ GROUP = 1 << 20  # characters tokenized at a time: what the tokenizer returns is
 class _Rendered:
     number: int
     place: str
-    text: str
-    turns: list[Span]  # of characters
-    weights: list[float]  # of each turn
+    texts: list[Text]
+    label: list[float]
+
+
+class _Document(NamedTuple):
+    ids: np.ndarray  # int32 [tokens]
+    runs: Runs
+    body: Span  # the tokens among which it may be cut
+    prompt: int = 0  # preference and kto: tokens before the answer
 
 
 class Encoder:
-    """Encodes rows by the options. Raises ValueError where the options and the tokenizer do not fit together."""
+    """Encodes rows by the options. Raises ValueError where the options and the tokenizer do not fit together.
 
-    def __init__(self, tokenizer, options: TemplateOptions, stage: Stage, columns: dict[str, str]):
+    `sample_length`: how long the documents of a sample may be together; none: no bound.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        options: TemplateOptions,
+        stage: Stage,
+        columns: dict[str, str],
+        sample_length: int | None = None,
+    ):
         if not tokenizer.is_fast:
             raise ValueError("the tokenizer has no fast version (tokenizer.json), which finds the tokens of a turn")
-        if stage == "sft" and options.truncation_strategy == "split":
+        if stage != "pt" and options.truncation_strategy == "split":
             raise ValueError("--truncation_strategy split cuts plain text (megatron pt); take delete, left or right")
-        if stage == "pt" and (options.system or options.enable_thinking is not None):
-            raise ValueError(
-                "--system and --enable_thinking are for conversations; megatron pt takes plain text: drop it"
-            )
         if stage == "pt" and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which ends each document of pre-training")
-        self.tokenizer, self.options, self.stage, self.columns = tokenizer, options, stage, columns
-        self.system = _system(options.system)
-        thinking = {} if options.enable_thinking is None else {"enable_thinking": options.enable_thinking}
-        self.chat = ChatTemplate(tokenizer, **thinking) if stage == "sft" else None
+        self.tokenizer, self.options, self.columns = tokenizer, options, columns
+        self.stage: Stage = stage
+        # KTO's two documents lie in two rows.
+        self.sample_length = None if stage in (*ALONE, "kto") else sample_length
+        self.renderer = Renderer(tokenizer, options, stage)
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
@@ -65,113 +77,153 @@ class Encoder:
         options = [getattr(self.options, f.name) for f in fields(TemplateOptions)]
         tokenizer = self.tokenizer
         parts = [
-            FORMAT, self.stage, options, self.system, self.columns,
+            FORMAT, self.stage, options, self.renderer.system, self.columns, self.sample_length,
             tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map,
             transformers.__version__, tokenizers.__version__,
         ]  # fmt: skip
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
-    def encode(self, rows: Iterable[Row]) -> tuple[list[Document], Refusals]:
-        """The documents of rows, in order, and the rows that give none."""
+    def encode(self, rows: Iterable[Row]) -> tuple[list[Encoded], Refusals]:
+        """The samples of rows, in order, and the rows that give none. KTO: the rows lend each other their answers."""
         refusals = Refusals()
         rendered: list[_Rendered] = []
         for number, place, row in rows:
+            if self.columns:
+                row = {self.columns.get(column, column): value for column, value in row.items()}
             try:
-                rendered.append(_Rendered(number, place, *self._text(row)))
+                rendered += [_Rendered(number, place, *sample) for sample in self.renderer(row)]
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
-        documents = []
-        for row, (ids, runs) in zip(rendered, self._tokenize(rendered), strict=True):
+        samples: list[tuple[_Rendered, list[_Document]]] = []
+        tokenized = self._tokenize([text for sample in rendered for text in sample.texts])
+        for sample in rendered:
+            documents = list(islice(tokenized, len(sample.texts)))
             try:
-                documents += [(row.number, *piece) for piece in self._cut(ids, runs)]
+                samples += [(sample, cut) for cut in self._cut(documents)]
             except UnusableRow as reason:
-                refusals.add(str(reason), row.place)
-        return documents, refusals
-
-    def _tokenize(self, rows: list[_Rendered]) -> Iterator[tuple[np.ndarray, Runs]]:
-        """Token ids and loss weights of each row."""
-        for group in _groups(rows):
-            texts = [row.text for row in group]
-            if self.chat is None:
-                eos = self.tokenizer.eos_token_id
-                for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts):
-                    ids = encoding.ids if encoding.ids[-1:] == [eos] else [*encoding.ids, eos]
-                    yield np.array(ids, np.int32), [(len(ids), 1.0)]
-            else:
-                found = self.offsets.tokenize(texts, [row.turns for row in group])
-                for row, (ids, spans) in zip(group, found, strict=True):
-                    yield ids, self._runs(len(ids), spans, row.weights)
-
-    def _runs(self, length: int, spans: list[Span], weights: list[float]) -> Runs:
-        """The loss weights of a document whose turns are these spans of tokens."""
-        elsewhere = float(self.options.loss_scale == "all")
-        runs, done = [], 0
-        for (first, after), weight in zip(spans, weights, strict=True):
-            first = max(first, done)
-            if after > first:
-                runs += [(first - done, elsewhere), (after - first, weight)]
-                done = after
-        return [run for run in (*runs, (length - done, elsewhere)) if run[0]]
-
-    def _text(self, row: dict[str, Any]) -> tuple[str, list[Span], list[float]]:
-        """The text of a row, where the assistant's turns are in it, and how much each is trained on."""
-        if self.columns:
-            row = {self.columns.get(column, column): value for column, value in row.items()}
-        if self.chat is None:
-            text = to_text(row)
-            if not text:
-                raise UnusableRow("it is empty")
-            return text, [], []
-        conversation = to_conversation(row)
-        if self.system and conversation.messages[0]["role"] != "system":
-            conversation.messages.insert(0, {"role": "system", "content": self.system})
-            conversation.weights.insert(0, None)
-        return *self.chat.turns(conversation), self._turn_weights(conversation)
-
-    def _turn_weights(self, conversation: Conversation) -> list[float]:
-        """How much each turn of the assistant is trained on: as the message says, else by --loss_scale."""
-        roles = [message["role"] for message in conversation.messages]
-        last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-        first = last_user if self.options.loss_scale == "last_round" else -1
-        return [
-            float(i > first) if weight is None else weight
-            for i, (role, weight) in enumerate(zip(roles, conversation.weights, strict=True))
-            if role == "assistant"
+                refusals.add(str(reason), sample.place)
+        if self.stage == "kto":
+            lenders = [documents[0] for _, documents in samples]
+            for number, (_, documents) in enumerate(samples):
+                documents.append(self._mismatched(documents[0], lenders[number - 1]))
+        encoded = [
+            Encoded(sample.number, [(document.ids, document.runs) for document in documents], sample.label)
+            for sample, documents in samples
         ]
+        return encoded, refusals
 
-    def _cut(self, ids: np.ndarray, runs: Runs) -> list[tuple[np.ndarray, Runs]]:
-        """A document within --max_length, or its pieces."""
+    def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
+        for group in _groups(texts):
+            plain, others = ([text for text in group if text.special is special] for special in (True, False))
+            encodings = iter(self.tokenizer.backend_tokenizer.encode_batch_fast([text.text for text in plain]))
+            spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in others]
+            located = iter(self.offsets.tokenize([text.text for text in others], spans))
+            for text in group:
+                yield self._plain(next(encodings).ids) if text.special else self._located(text, *next(located))
+
+    def _plain(self, ids: list[int]) -> _Document:
+        """A text with the tokenizer's own special tokens; in pre-training it ends with eos."""
+        if self.stage == "pt":
+            eos = self.tokenizer.eos_token_id
+            ids = ids if ids[-1:] == [eos] else [*ids, eos]
+            return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
+        before, after = self._special
+        return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (before, len(ids) - after))
+
+    @cached_property
+    def _special(self) -> Span:
+        """How many special tokens the tokenizer puts before and after a text."""
+        mask = self.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
+        return mask.index(0), mask[::-1].index(0)
+
+    def _located(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
+        turns, further = spans[: len(text.turns)], spans[len(text.turns) :]
+        runs = _runs(len(ids), turns, text.weights, text.elsewhere)
+        return _Document(
+            ids,
+            runs,
+            body=further[0] if text.body else (0, len(ids)),
+            prompt=further[0][0] if text.answer else 0,
+        )
+
+    def _cut(self, documents: list[_Document]) -> list[list[_Document]]:
+        """The documents of a sample within --max_length; of a single one perhaps its pieces, each a sample."""
+        if self.stage in ALONE:
+            samples = [[piece] for piece in self._pieces(documents[0]) if _is_trained(piece)]
+            if not samples:
+                raise UnusableRow("no token of it is trained on")
+            return samples
+        documents = [self._shortened(document) for document in documents]
+        if self.stage not in POOLED:
+            self._check_answers(documents)
+        elif not all(len(document.ids) for document in documents):
+            raise UnusableRow("one of its texts gives no token")
+        if self.sample_length and sum(len(document.ids) for document in documents) > self.sample_length:
+            raise UnusableRow(f"its documents are together longer than --packing_length {self.sample_length}")
+        return [documents]
+
+    def _pieces(self, document: _Document) -> list[_Document]:
+        if self.options.truncation_strategy != "split":
+            return [self._shortened(document)]
+        limit = self.options.max_length or len(document.ids)
+        pieces = [document.ids[start : start + limit] for start in range(0, len(document.ids), limit)]
+        return [_Document(ids, [(len(ids), 1.0)], (0, len(ids))) for ids in pieces]
+
+    def _shortened(self, document: _Document) -> _Document:
+        ids, runs, (first, after), prompt = document
+        limit = self.options.max_length
+        if limit is None or (over := len(ids) - limit) <= 0:
+            return document
+        if self.options.truncation_strategy == "delete":
+            raise UnusableRow(f"longer than --max_length {limit}")
+        if over >= after - first:
+            raise UnusableRow(f"longer than --max_length {limit} by what is not to be cut")
+        left = self.options.truncation_strategy == "left"
+        start = first if left else after - over
+        kept = np.concatenate([ids[:start], ids[start + over :]])
+        runs = _slice(runs, 0, start) + _slice(runs, start + over, len(ids))
+        return _Document(kept, runs, (first, after - over), max(prompt - over, 0) if left else prompt)
+
+    def _check_answers(self, documents: list[_Document]) -> None:
+        for document in documents:
+            if document.prompt >= len(document.ids):
+                limit = self.options.max_length
+                raise UnusableRow(f"its prompt leaves no room for an answer within --max_length {limit}")
+            if not _is_trained(document):
+                raise UnusableRow("no token of it is trained on")
+        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+            raise UnusableRow("its chosen and rejected answers are the same")
+
+    def _mismatched(self, document: _Document, other: _Document) -> _Document:
+        """KTO: the prompt of a document with the answer of another."""
+        ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])
+        runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
         limit = self.options.max_length or len(ids)
-        pieces = [(ids, runs)]
-        if len(ids) > limit:
-            match self.options.truncation_strategy:
-                case "delete":
-                    raise UnusableRow(f"longer than --max_length {limit}")
-                case "left":
-                    pieces = [(ids[-limit:], _slice(runs, len(ids) - limit, len(ids)))]
-                case "right":
-                    pieces = [(ids[:limit], _slice(runs, 0, limit))]
-                case "split":
-                    starts = range(0, len(ids), limit)
-                    pieces = [(ids[i : i + limit], [(len(ids[i : i + limit]), 1.0)]) for i in starts]
-        pieces = [(ids, runs) for ids, runs in pieces if any(weight for _, weight in _slice(runs, 1, len(ids)))]
-        if not pieces:
-            raise UnusableRow("no token of it is trained on")
-        return pieces
+        return _Document(ids[:limit], _slice(runs, 0, limit), (0, limit))
 
 
-def _system(system: str | None) -> str | None:
-    if system and system.endswith(".txt") and Path(system).is_file():
-        return Path(system).read_text(encoding="utf-8").strip()
-    return system
+def _is_trained(document: _Document) -> bool:
+    """Whether any token that is predicted is trained on: nothing predicts the first."""
+    return any(weight for _, weight in _slice(document.runs, 1, len(document.ids)))
 
 
-def _groups(rows: list[_Rendered]) -> Iterator[list[_Rendered]]:
-    """The rows, in order, in groups of about GROUP characters."""
+def _runs(length: int, spans: list[Span], weights: Sequence[float], elsewhere: float) -> Runs:
+    """The loss weights of a document whose turns are these spans of tokens."""
+    runs, done = [], 0
+    for (first, after), weight in zip(spans, weights, strict=True):
+        first = max(first, done)
+        if after > first:
+            runs += [(first - done, elsewhere), (after - first, weight)]
+            done = after
+    return [run for run in (*runs, (length - done, elsewhere)) if run[0]]
+
+
+def _groups(texts: list[Text]) -> Iterator[list[Text]]:
+    """The texts, in order, in groups of about GROUP characters."""
     group, size = [], 0
-    for row in rows:
-        group.append(row)
-        size += len(row.text)
+    for text in texts:
+        group.append(text)
+        size += len(text.text)
         if size >= GROUP:
             yield group
             group, size = [], 0

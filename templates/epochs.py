@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layout import Layout, round_up
+from .formats import ALONE
+from .layout import Layout
 from .packing import Packs, pack
 from .store import TokenStore
 
@@ -49,10 +50,16 @@ class Samples:
 
     @classmethod
     def of(cls, store: TokenStore, documents: np.ndarray, layout: Layout, packing: Packing, seed: int) -> "Samples":
+        multiple = layout.document_multiple if packing.pack_length is None else packing.document_multiple
+        lengths = store.padded_lengths(multiple, layout.beside)[documents]
         if packing.pack_length is None:
-            starts = np.arange(len(documents) + 1)
-            return cls(Packs(documents, starts), layout.padded(store.lengths[documents]), store.weights[documents])
-        packs = pack(round_up(store.lengths[documents], packing.document_multiple), packing.pack_length, seed)
+            return cls(Packs(documents, np.arange(len(documents) + 1)), lengths, store.weights[documents])
+        if lengths.max(initial=0) > packing.pack_length:
+            raise ValueError(
+                f"--packing_length (or --max_length) {packing.pack_length} is too short for the longest sample: "
+                f"its documents have {lengths.max()} tokens together"
+            )
+        packs = pack(lengths, packing.pack_length, seed)
         packs = Packs(documents[packs.items], packs.starts)
         weights = np.add.reduceat(store.weights[packs.items], packs.starts[:-1])
         return cls(packs, np.full(len(packs), packing.pack_length), weights)
@@ -165,11 +172,15 @@ class Epochs:
 
 
 def content(store: TokenStore) -> str:
-    """Names the documents and their order by all lengths and weights, and by the tokens of some."""
+    """Names the samples and their order by all lengths, weights and labels' first numbers, and by all of some."""
     digest = hashlib.blake2b(store.lengths.tobytes(), digest_size=16)
     digest.update(store.weights.tobytes())
-    for document in np.linspace(0, len(store) - 1, LOOKED_INTO, dtype=np.int64).tolist():
-        digest.update(store.row(document)[0].tobytes())
+    if store.stage not in ALONE:
+        digest.update(store.first_labels.tobytes())
+    for sample in np.linspace(0, len(store) - 1, LOOKED_INTO, dtype=np.int64).tolist():
+        for ids, _ in store.row(sample):
+            digest.update(ids.tobytes())
+        digest.update(store.label(sample).tobytes())
     return digest.hexdigest()
 
 

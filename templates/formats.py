@@ -5,6 +5,8 @@ The format is found by the columns:
 - `instruction`, `input`, `output`
 - `query`, `response` and their aliases, with `history` and `system`
 - `text`: plain text, for pre-training
+
+Rows of several documents, and rows with a label, are in groups.py.
 """
 
 import json
@@ -12,11 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Stage = Literal["sft", "pt"]
+Stage = Literal["sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker"]
+ALONE = ("sft", "pt")  # a sample is one document without a label
+POOLED = ("seq_cls", "embedding", "reranker")  # no token is predicted: a document is one vector or a few scores
 
 QUERY = ("query", "prompt", "input", "instruction", "question", "problem")
 RESPONSE = ("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution", "completion")
 TEXT = ("text", "content")
+MESSAGES = ("messages", "conversations", "conversation")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 ROLES = {
     "system": "system", "developer": "system",
@@ -44,65 +49,80 @@ class Conversation:
     tools: list[dict] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def begin_with(self, system: str) -> None:
+        """Put in this system prompt where there is none."""
+        if self.messages[0]["role"] != "system":
+            self.messages.insert(0, {"role": "system", "content": system})
+            self.weights.insert(0, None)
+
 
 def to_text(row: dict[str, Any]) -> str:
     """The text of a row for pre-training: plain text, or messages with a single one of the assistant."""
-    row = _present(row)
+    row = present(row)
     for column in (*TEXT, *(RESPONSE if not any(column in row for column in QUERY) else ())):
         if column in row:
-            return _string(row[column], column)
-    if messages := _message_list(row):
-        roles = [_role(message) for message in messages]
+            return string(row[column], column)
+    if messages := message_list(row):
+        roles = [role_of(message) for message in messages]
         if roles != ["assistant"]:
             raise UnusableRow(
                 f"pre-training takes plain text, and this row has messages of {', '.join(dict.fromkeys(roles))}: "
                 "use megatron sft, with --loss_scale all to train on every token"
             )
-        return _content(messages[0])
+        return content_of(messages[0])
     raise UnusableRow(_unknown_format(row, "pt takes a column `text`, or messages with a single one of the assistant"))
 
 
 def to_conversation(row: dict[str, Any], *, answered: bool = True) -> Conversation:
     """The conversation of a row for fine-tuning; with `answered` false, a row to answer may end with the user."""
-    row = _present(row)
-    for column in MEDIA:
-        if row.get(column):
-            raise UnusableRow(f"it has {column}, and this version trains on text only")
-    if messages := _message_list(row):
-        conversation = _from_messages(messages)
+    row = text_only(row)
+    if messages := message_list(row):
+        conversation = from_messages(messages)
     elif "instruction" in row and "input" in row and (response := _first(row, RESPONSE)) is not None:
         query = "\n".join(part for part in (str(row["instruction"]), str(row["input"])) if part)
         conversation = _from_turns([], query, response)
     elif (query := _first(row, QUERY)) is not None and (response := _first(row, RESPONSE)) is not None:
-        conversation = _from_turns(_json(row.get("history"), "history") or [], query, response)
+        conversation = _from_turns(from_json(row.get("history"), "history") or [], query, response)
     elif query is not None and not answered:
-        conversation = _from_turns(_json(row.get("history"), "history") or [], query, "")
+        conversation = _from_turns(from_json(row.get("history"), "history") or [], query, "")
         del conversation.messages[-1], conversation.weights[-1]
     elif any(column in row for column in TEXT):
         raise UnusableRow("it is plain text, which has no turns: use megatron pt")
     else:
         raise UnusableRow(_unknown_format(row, f"known formats: {KNOWN}"))
-    if row.get("system") and conversation.messages[0]["role"] != "system":
-        conversation.messages.insert(0, {"role": "system", "content": _string(row["system"], "system")})
-        conversation.weights.insert(0, None)
     if answered and not any(message["role"] == "assistant" for message in conversation.messages):
         raise UnusableRow("the assistant says nothing in it")
-    if tools := _json(row.get("tools"), "tools"):
-        conversation.tools = [_json(tool, "tools") for tool in tools]
-    conversation.template_kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    return with_columns(conversation, row)
+
+
+def with_columns(conversation: Conversation, row: dict[str, Any]) -> Conversation:
+    """With what other columns of its row say: a system prompt where it has none, tools, arguments of the template."""
+    if row.get("system"):
+        conversation.begin_with(string(row["system"], "system"))
+    if tools := from_json(row.get("tools"), "tools"):
+        conversation.tools = [from_json(tool, "tools") for tool in tools]
+    conversation.template_kwargs = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     return conversation
 
 
-def _present(row: dict[str, Any]) -> dict[str, Any]:
+def present(row: dict[str, Any]) -> dict[str, Any]:
     """The columns that hold something: Arrow and CSV fill what a row does not have with nulls."""
     return {column: value for column, value in row.items() if value is not None}
 
 
+def text_only(row: dict[str, Any]) -> dict[str, Any]:
+    """Likewise. Raises UnusableRow where there are images and the like."""
+    for column in MEDIA:
+        if row.get(column):
+            raise UnusableRow(f"it has {column}, and this version trains on text only")
+    return present(row)
+
+
 def _first(row: dict[str, Any], columns: tuple[str, ...]) -> str | None:
-    return next((_string(row[column], column) for column in columns if column in row), None)
+    return next((string(row[column], column) for column in columns if column in row), None)
 
 
-def _string(value: Any, column: str) -> str:
+def string(value: Any, column: str) -> str:
     if isinstance(value, int | float):
         return str(value)
     if not isinstance(value, str):
@@ -110,7 +130,7 @@ def _string(value: Any, column: str) -> str:
     return value
 
 
-def _json(value: Any, column: str) -> Any:
+def from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     if not value:
@@ -121,10 +141,11 @@ def _json(value: Any, column: str) -> Any:
         raise UnusableRow(f"its {column} is not JSON") from error
 
 
-def _message_list(row: dict[str, Any]) -> list[dict] | None:
-    for column in ("messages", "conversations", "conversation"):
+def message_list(row: dict[str, Any], columns: tuple[str, ...] = MESSAGES) -> list[dict] | None:
+    """The messages in the first of these columns that the row has."""
+    for column in columns:
         if column in row:
-            messages = _json(row[column], column)
+            messages = from_json(row[column], column)
             if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
                 raise UnusableRow(f"its {column} is no list of messages")
             if not messages:
@@ -140,24 +161,24 @@ def _pairs(messages: list[dict]) -> list[dict]:
     return [{"role": role, "content": pair[role]} for pair in messages for role in ("human", "assistant")]
 
 
-def _role(message: dict) -> str:
+def role_of(message: dict) -> str:
     role = message.get("role") or message.get("from")
     if role not in ROLES:
         raise UnusableRow(f"a message has the role {role!r}; known: {', '.join(ROLES)}")
     return ROLES[role]
 
 
-def _content(message: dict) -> str:
+def content_of(message: dict) -> str:
     content = message["content"] if message.get("content") is not None else message.get("value")
     if isinstance(content, list):  # OpenAI's content blocks
         if other := [block.get("type") for block in content if block.get("type") != "text"]:
             raise UnusableRow(f"a message has {other[0]} content, and this version trains on text only")
-        return "".join(_string(block.get("text"), "text") for block in content)
+        return "".join(string(block.get("text"), "text") for block in content)
     if content is None:
         if not message.get("tool_calls"):
             raise UnusableRow("a message has no content")
         return ""
-    return _string(content, "content")
+    return string(content, "content")
 
 
 def _from_turns(history: list, query: str, response: str) -> Conversation:
@@ -166,24 +187,24 @@ def _from_turns(history: list, query: str, response: str) -> Conversation:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise UnusableRow("its history is no list of [query, response]")
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
-    return _from_messages(messages)
+    return from_messages(messages)
 
 
-def _from_messages(rows: list[dict]) -> Conversation:
+def from_messages(rows: list[dict]) -> Conversation:
     messages: list[dict[str, Any]] = []
     weights: list[float | None] = []
     for row in rows:
-        role, weight = _role(row), _weight(row)
+        role, weight = role_of(row), _weight(row)
         if role == "tool_call":
-            call = {"type": "function", "function": _call(_json(_content(row), "tool_call"))}
+            call = {"type": "function", "function": _call(from_json(content_of(row), "tool_call"))}
             if messages and messages[-1]["role"] == "assistant":  # one turn, of text and of one call or more
                 messages[-1].setdefault("tool_calls", []).append(call)
                 weights[-1] = weight if weights[-1] is None else weights[-1]
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
-            message: dict[str, Any] = {"role": role, "content": _content(row)}
-            if calls := _json(row.get("tool_calls"), "tool_calls"):
+            message: dict[str, Any] = {"role": role, "content": content_of(row)}
+            if calls := from_json(row.get("tool_calls"), "tool_calls"):
                 message["tool_calls"] = [{**call, "function": _call(call.get("function", call))} for call in calls]
             for key in ("reasoning_content", "name", "tool_call_id"):
                 if row.get(key) is not None:

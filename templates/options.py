@@ -41,7 +41,9 @@ class TemplateOptions:
         "A sample beyond --max_length: leave it out, cut its left or right end, or cut it into pieces (pt only).",
     ] = "delete"
     system: Annotated[str | None, "System prompt (or a .txt file of it) for the rows that have none."] = None
-    enable_thinking: Annotated[bool | None, "Given to the chat template; none: the template's own default."] = None
+    enable_thinking: Annotated[
+        bool | None, "Given to the chat template; none: its own default, for rerankers false."
+    ] = None
     loss_scale: Annotated[
         Literal["default", "last_round", "all"],
         "Train on all that the assistant says, on its answers to the last user message, or on every token.",

@@ -88,3 +88,7 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
 
     by_pack = np.argsort(pack_of, kind="stable")
     return Packs(order[by_pack], np.concatenate([[0], np.cumsum(np.bincount(pack_of, minlength=packs))]))
+
+
+def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    return -(-lengths // multiple) * multiple

@@ -21,14 +21,14 @@ from .files import Source, sources
 from .formats import Stage
 from .options import PrepareOptions
 from .packing import pack
-from .report import describe_packs, describe_source, describe_store, marked
+from .report import describe_packs, describe_sample, describe_source, describe_store
 from .shares import Cursor
 from .store import Refusals, TokenFile, TokenStore, cache_root, open_or_build, record_batch
 from .streaming import Share, TokenStream
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 500  # rows that a process tokenises at a time
+CHUNK = 500  # rows that a process tokenises at a time, and KTO's that lend each other their answers
 
 
 @dataclass
@@ -56,8 +56,8 @@ class _Part:
     aside: bool = False  # split off: the file is described with the part that it was split from
 
     @cached_property
-    def documents(self) -> np.ndarray:
-        """Numbers of the documents in the file."""
+    def samples(self) -> np.ndarray:
+        """Numbers of the samples in the file."""
         times, rest = divmod(self.total, max(len(self.rows), 1))
         numbers = [np.flatnonzero(np.isin(self.file.rows, self.rows))] * times
         return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, self.rows[:rest]))])
@@ -86,10 +86,12 @@ def prepare(
         raise ValueError(f"--split_dataset_ratio {options.split_dataset_ratio} must be at least 0 and below 1")
     if options.streaming and options.split_dataset_ratio:
         raise ValueError("--streaming true cannot split off rows: give --val_dataset, not --split_dataset_ratio")
+    if options.streaming and stage in ("kto", "embedding"):
+        raise ValueError(f"--streaming true is not for {stage}, whose loss looks at the samples of all ranks: drop it")
     if options.max_length is not None and options.max_length < 2:
         raise ValueError(f"--max_length {options.max_length} leaves nothing to predict: give at least 2")
     options = _with_max_length(options)
-    encoder = Encoder(tokenizer, options, stage, options.columns)
+    encoder = Encoder(tokenizer, options, stage, options.columns, options.packing_length if options.packing else None)
     hub = {"use_hf": use_hf, "hub_token": hub_token}
     random = np.random.default_rng(options.data_seed)
 
@@ -98,7 +100,7 @@ def prepare(
         stream = TokenStream(
             sources(options.dataset, streaming=True, **hub), encoder, options.shuffle_buffer_size, options.strict
         )
-        val = _store(val_parts, options.val_dataset_shuffle, random) if val_parts else None
+        val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, tokenizer))
     parts = _parts(options.dataset, options, options.dataset_shuffle, encoder, hub)
     if options.split_dataset_ratio and not val_parts:
@@ -108,8 +110,8 @@ def prepare(
             raise ValueError(
                 f"--split_dataset_ratio {options.split_dataset_ratio} leaves no row to train on: give --val_dataset"
             )
-    train = _store(parts, options.dataset_shuffle, random)
-    val = _store(val_parts, options.val_dataset_shuffle, random) if val_parts else None
+    train = _store(parts, options.dataset_shuffle, random, stage)
+    val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
     # The tokenizer's threads have done their work: the loader's forks need not warn of them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, tokenizer))
@@ -210,8 +212,8 @@ def _work(chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
 
 
 def _encode(source: Source, encoder: Encoder, chunk: np.ndarray) -> tuple[pa.RecordBatch, Refusals]:
-    documents, refusals = encoder.encode(source.rows(chunk))
-    return record_batch(documents), refusals
+    samples, refusals = encoder.encode(source.rows(chunk))
+    return record_batch(samples), refusals
 
 
 @contextmanager
@@ -228,13 +230,13 @@ def _tokenizers_parallelism(wanted: bool):
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _store(parts: list[_Part], shuffle: bool, random: np.random.Generator) -> TokenStore:
+def _store(parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage) -> TokenStore:
     starts = np.cumsum([0] + [len(part.file) for part in parts])
-    documents = np.concatenate([part.documents + start for part, start in zip(parts, starts[:-1], strict=True)])
-    if not len(documents):
+    samples = np.concatenate([part.samples + start for part, start in zip(parts, starts[:-1], strict=True)])
+    if not len(samples):
         refusals = "\n".join(f"{part.source.name}:\n{part.file.refusals}" for part in parts)
         raise ValueError(f"no row of the dataset can be used\n{refusals}")
-    return TokenStore([part.file for part in parts], random.permutation(documents) if shuffle else documents)
+    return TokenStore([part.file for part in parts], random.permutation(samples) if shuffle else samples, stage)
 
 
 def _describe(
@@ -247,18 +249,19 @@ def _describe(
 ) -> str:
     lines = ["Training data:", *_describe_parts(parts), describe_store(train)]
     if options.packing_length and options.packing:
-        packs = pack(train.lengths, options.packing_length, options.data_seed)
-        lines.append(describe_packs(packs, train.lengths, options.packing_length))
+        lengths = train.padded_lengths(1, beside=train.stage == "kto")
+        packs = pack(lengths, options.packing_length, options.data_seed)
+        lines.append(describe_packs(packs, lengths, options.packing_length))
     elif options.padding_free:
         lines.append("  laid end to end, without padding")
     lines += _describe_val(val_parts, val)
-    return "\n".join([*lines, marked(train.row(0), tokenizer)])
+    return "\n".join([*lines, describe_sample(train.row(0), train.label(0), train.stage, tokenizer)])
 
 
 def _describe_parts(parts: list[_Part]) -> list[str]:
     return [
         describe_source(
-            part.source.name, part.total, len(part.documents), Refusals() if part.aside else part.file.refusals
+            part.source.name, part.total, len(part.samples), Refusals() if part.aside else part.file.refusals
         )
         for part in parts
     ]
@@ -271,5 +274,5 @@ def _describe_val(parts: list[_Part], store: TokenStore | None) -> list[str]:
 def _describe_stream(stream: TokenStream, val_parts: list[_Part], val: TokenStore | None, tokenizer) -> str:
     names = ", ".join(source.name for source, _ in stream.sources)
     _, first = next(iter(Share(stream, Cursor(0, 1), shuffle=False, seed=0)))
-    lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val), marked(first, tokenizer)]
-    return "\n".join(lines)
+    lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val)]
+    return "\n".join([*lines, describe_sample(first.documents, first.label, stream.stage, tokenizer)])

@@ -2,12 +2,19 @@
 
 import numpy as np
 
-from .layout import Document
+from .formats import ALONE, POOLED, Stage
 from .packing import Packs
-from .store import Refusals, TokenStore
+from .store import Document, Refusals, TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained on
-SHOWN = 4000  # characters of the first sample
+SHOWN = 4000  # characters of a document of the first sample
+NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one's is that of all further
+    "preference": ("chosen", "rejected"),
+    "kto": ("answer", "answer to another prompt"),
+    "seq_cls": ("text",),
+    "embedding": ("anchor", "positive", "negative"),
+    "reranker": ("first document", "negative"),
+}
 
 
 def describe_source(name: str, rows: int, documents: int, refusals: Refusals) -> str:
@@ -17,9 +24,12 @@ def describe_source(name: str, rows: int, documents: int, refusals: Refusals) ->
 
 def describe_store(store: TokenStore) -> str:
     tokens = int(store.lengths.sum())
+    share = f"{store.trained_tokens / tokens:.1%} trained on"
+    if store.stage not in ALONE:
+        share = f"in {store.document_counts.sum():,} documents"
     return (
         f"  together {len(store):,} samples of {store.lengths.min():,} to {store.lengths.max():,} tokens, "
-        f"{tokens / len(store):,.0f} on average: {tokens:,} tokens, {store.trained_tokens / tokens:.1%} trained on"
+        f"{tokens / len(store):,.0f} on average: {tokens:,} tokens, {share}"
     )
 
 
@@ -28,15 +38,26 @@ def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
     return f"  packed into {len(packs):,} rows of {capacity:,} tokens, {full:.2%} full: {1 - full:.2%} is padding"
 
 
-def marked(document: Document, tokenizer) -> str:
-    """The document as text, with what is trained on between brackets. Both ends of a long one are shown."""
+def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:
+    """The first sample as text, document by document."""
+    brackets = "" if stage in POOLED else f" ({OPEN}{CLOSE}: what is trained on)"
+    labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
+    texts = [_text(document, tokenizer, marked=stage not in POOLED) for document in documents]
+    if stage not in ALONE:
+        names = NAMES[stage]
+        texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]
+    return "\n".join([f"The first sample{labelled}{brackets}:", *texts])
+
+
+def _text(document: Document, tokenizer, *, marked: bool) -> str:
+    """The document, with what is trained on between brackets. Both ends of a long one are shown."""
     ids, weights = document
     edges = np.flatnonzero(np.diff(weights > 0)) + 1
     parts = []
     for run in np.split(np.arange(len(ids)), edges):
         text = tokenizer.decode(ids[run].tolist())
-        parts.append(f"{OPEN}{text}{CLOSE}" if weights[run[0]] > 0 else text)
+        parts.append(f"{OPEN}{text}{CLOSE}" if marked and weights[run[0]] > 0 else text)
     text = "".join(parts)
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]}\n... {len(text) - SHOWN:,} characters ...\n{text[-SHOWN // 2 :]}"
-    return f"The first sample ({OPEN}{CLOSE}: what is trained on):\n{text}"
+    return text

@@ -1,6 +1,6 @@
 """Tokens on disk: written once, memory-mapped, found again by what made them.
 
-A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per document) and `manifest.json` (its
+A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per sample) and `manifest.json` (its
 size, and which rows were left out and why). It is written beside its place and renamed into it: it is whole or absent.
 """
 
@@ -13,27 +13,56 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from .formats import Stage
+from .packing import round_up
+
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # part of every cache key: raise it when what is stored changes
+FORMAT = 2  # part of every cache key: raise it when what is stored changes
 
 SCHEMA = pa.schema(
     {
-        "input_ids": pa.list_(pa.int32()),
+        "input_ids": pa.list_(pa.int32()),  # of all documents of the sample
         "run_lengths": pa.list_(pa.int32()),  # loss weights, run-length encoded
         "run_weights": pa.list_(pa.float32()),
+        "document_lengths": pa.list_(pa.int32()),
+        "label": pa.list_(pa.float32()),
         "length": pa.int32(),
-        "weight": pa.float64(),  # sum of the loss weights but the first token's, which nothing predicts
-        "trained": pa.int32(),  # tokens of a weight above 0, the first token likewise left out
-        "row": pa.int64(),  # number of the source's row that the document comes from
+        "weight": pa.float64(),  # of the first document: sum of the loss weights but its first token's
+        "trained": pa.int32(),  # of it too: tokens of a weight above 0, but for the first, which nothing predicts
+        "row": pa.int64(),  # number of the source's row that the sample comes from
     }
 )
+LISTS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
+
+
+Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
+
+Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]: how much each token is trained on
+
+
+class Encoded(NamedTuple):
+    """A sample: documents that belong together, as (token ids, loss weights), and what is said of them."""
+
+    row: int  # its number
+    documents: list[tuple[np.ndarray, Runs]]
+    label: list[float]
+
+
+class Group(NamedTuple):
+    """A sample as it is laid out."""
+
+    documents: list[Document]
+    label: np.ndarray  # float32 [numbers]
+    item: int = -1  # its number in the store; -1 in a stream
 
 
 @dataclass
@@ -59,18 +88,30 @@ class Refusals:
         return "\n".join(lines)
 
 
-def record_batch(documents: Iterable[tuple[int, np.ndarray, list[tuple[int, float]]]]) -> pa.RecordBatch:
-    """Documents (row, token ids, runs of loss weights as (tokens, weight)) as Arrow."""
-    rows, ids, runs = zip(*documents, strict=True) if (documents := list(documents)) else ((), (), ())
-    lengths = [[tokens for tokens, _ in r] for r in runs]
-    weights = [[weight for _, weight in r] for r in runs]
-    weights_sum = [sum(tokens * weight for tokens, weight in r) - r[0][1] for r in runs]
-    trained = [sum(tokens for tokens, weight in r if weight) - (r[0][1] > 0) for r in runs]
-    lists = {"input_ids": ids, "run_lengths": lengths, "run_weights": weights}
-    numbers = {"length": [len(i) for i in ids], "weight": weights_sum, "trained": trained, "row": rows}
-    columns: list[pa.Array] = [_lists(values, SCHEMA.field(name).type) for name, values in lists.items()]
+def record_batch(samples: list[Encoded]) -> pa.RecordBatch:
+    """Samples as Arrow."""
+    firsts = [sample.documents[0][1] for sample in samples]
+    lengths = [[len(ids) for ids, _ in sample.documents] for sample in samples]
+    lists = {
+        "input_ids": [_joined([ids for ids, _ in sample.documents]) for sample in samples],
+        "run_lengths": [[tokens for _, runs in sample.documents for tokens, _ in runs] for sample in samples],
+        "run_weights": [[weight for _, runs in sample.documents for _, weight in runs] for sample in samples],
+        "document_lengths": lengths,
+        "label": [sample.label for sample in samples],
+    }
+    numbers = {
+        "length": [sum(documents) for documents in lengths],
+        "weight": [sum(tokens * weight for tokens, weight in runs) - runs[0][1] for runs in firsts],
+        "trained": [sum(tokens for tokens, weight in runs if weight) - (runs[0][1] > 0) for runs in firsts],
+        "row": [sample.row for sample in samples],
+    }
+    columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LISTS]
     columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in numbers.items()]
     return pa.record_batch(columns, schema=SCHEMA)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _lists(lists: Sequence[Sequence], kind: pa.ListType) -> pa.ListArray:
@@ -104,7 +145,7 @@ class TokenFile:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
-        self._lists = [tuple(_flat(batch.column(i)) for i in range(3)) for batch in self._batches]
+        self._lists = [tuple(_flat(batch.column(i)) for i in range(len(LISTS))) for batch in self._batches]
         self.lengths = self._column("length").astype(np.int64)
         self.weights = self._column("weight")
         self.trained = self._column("trained")
@@ -116,12 +157,52 @@ class TokenFile:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [length] int32 and loss weights [length] float32 of document i."""
+    def row(self, i: int) -> list[Document]:
+        """Of each document of sample i: token ids [length] int32 and loss weights [length] float32."""
+        ids, runs, weights, lengths, _ = self._row(i)
+        weights = np.repeat(weights, runs)
+        if len(lengths) == 1:
+            return [(ids, weights)]
+        ends = np.cumsum(lengths)[:-1]
+        return list(zip(np.split(ids, ends), np.split(weights, ends), strict=True))
+
+    def label(self, i: int) -> np.ndarray:
+        """float32 [numbers]"""
+        return self._row(i)[LISTS.index("label")]
+
+    def padded_lengths(self, multiple: int, beside: bool) -> np.ndarray:
+        """As TokenStore.padded_lengths."""
+        gather = np.maximum if beside else np.add
+        documents = self._of_all("document_lengths")
+        padded = [
+            gather.reduceat(round_up(lengths.astype(np.int64), multiple), offsets[:-1])
+            for offsets, lengths in documents
+        ]
+        return np.concatenate([np.empty(0, np.int64), *padded])
+
+    def sizes(self, name: str) -> np.ndarray:
+        """How many values each sample has in a list column: int32 [samples]."""
+        sizes = [np.diff(offsets) for offsets, _ in self._of_all(name)]
+        return np.concatenate([np.empty(0, np.int32), *sizes])
+
+    def labels(self, width: int) -> np.ndarray:
+        """The first numbers of each label, NaN where it has fewer: float32 [samples, width]."""
+        sizes = self.sizes("label")
+        values = np.concatenate([np.empty(0, np.float32), *(values for _, values in self._of_all("label"))])
+        starts, found = np.cumsum(sizes) - sizes, np.full((len(self), width), np.nan, np.float32)
+        for place in range(width):
+            found[sizes > place, place] = values[starts[sizes > place] + place]
+        return found
+
+    def _row(self, i: int) -> list[np.ndarray]:
+        """What sample i has in each list column."""
         batch = int(np.searchsorted(self._starts, i, side="right")) - 1
         at = i - self._starts[batch]
-        ids, runs, weights = (values[offsets[at] : offsets[at + 1]] for offsets, values in self._lists[batch])
-        return ids, np.repeat(weights, runs)
+        return [values[offsets[at] : offsets[at + 1]] for offsets, values in self._lists[batch]]
+
+    def _of_all(self, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Offsets and values of a list column, batch by batch."""
+        return [lists[LISTS.index(name)] for lists in self._lists]
 
     def _column(self, name: str) -> np.ndarray:
         columns = [_to_numpy(batch.column(name)) for batch in self._batches]
@@ -133,28 +214,66 @@ def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TokenStore:
-    """Documents of several token files, chosen and ordered by number."""
+    """Samples of several token files, chosen and ordered by number."""
 
-    def __init__(self, files: list[TokenFile], documents: np.ndarray):
-        """`documents` counts through the files one after another; a number may come more than once."""
-        self.files, self.documents = files, documents
+    def __init__(self, files: list[TokenFile], samples: np.ndarray, stage: Stage):
+        """`samples` counts through the files one after another; a number may come more than once."""
+        self.files, self.samples = files, samples
+        self.stage: Stage = stage
         self._starts = np.cumsum([0] + [len(file) for file in files])
-        self.lengths = np.concatenate([file.lengths for file in files])[documents]  # int64 [documents]
-        self.weights = np.concatenate([file.weights for file in files])[documents]  # float64 [documents]
+        self.lengths = self._chosen([file.lengths for file in files])  # int64 [samples]
+        self.weights = self._chosen([file.weights for file in files])  # float64 [samples]
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.samples)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that are trained on, whatever their weight."""
-        return int(np.concatenate([file.trained for file in self.files])[self.documents].sum())
+        """Tokens of first documents that are trained on, whatever their weight."""
+        return int(self._chosen([file.trained for file in self.files]).sum())
 
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [length] int32 and loss weights [length] float32 of document i."""
-        document = self.documents[i]
-        file = int(np.searchsorted(self._starts, document, side="right")) - 1
-        return self.files[file].document(int(document - self._starts[file]))
+    @cached_property
+    def document_counts(self) -> np.ndarray:
+        """int32 [samples]"""
+        return self._chosen([file.sizes("document_lengths") for file in self.files])
+
+    @cached_property
+    def first_labels(self) -> np.ndarray:
+        """The first number of each label, NaN where there is none: float32 [samples]."""
+        return self._chosen([file.labels(1) for file in self.files])[:, 0]
+
+    @cached_property
+    def label_width(self) -> int:
+        """The most numbers that a label has."""
+        return int(self._chosen([file.sizes("label") for file in self.files]).max(initial=0))
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """float32 [samples, label_width], NaN where a label has fewer numbers."""
+        return self._chosen([file.labels(self.label_width) for file in self.files])
+
+    def padded_lengths(self, multiple: int, beside: bool) -> np.ndarray:
+        """Tokens of each sample with its documents rounded up to `multiple`: together or, with `beside`, of the longer:
+        int64 [samples]."""
+        return self._chosen([file.padded_lengths(multiple, beside) for file in self.files])
+
+    def row(self, i: int) -> list[Document]:
+        """Of each document of sample i: token ids [length] int32 and loss weights [length] float32."""
+        file, number = self._place(i)
+        return file.row(number)
+
+    def label(self, i: int) -> np.ndarray:
+        """float32 [numbers]"""
+        file, number = self._place(i)
+        return file.label(number)
+
+    def _place(self, i: int) -> tuple[TokenFile, int]:
+        sample = self.samples[i]
+        file = int(np.searchsorted(self._starts, sample, side="right")) - 1
+        return self.files[file], int(sample - self._starts[file])
+
+    def _chosen(self, columns: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(columns)[self.samples]
 
 
 def cache_root() -> Path:

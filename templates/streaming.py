@@ -17,11 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .encode import Encoder, Row
 from .epochs import Packing, differences
 from .files import Source
-from .layout import Batch, Document, Layout, Sample, total_weight
+from .formats import Stage
+from .layout import Batch, Layout, Totals, total_weight
 from .options import TemplateOptions
 from .packing import pack
 from .shares import Block, Cursor, Follower, Given, Lane, Named, deal
-from .store import Refusals
+from .store import Group, Refusals, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ PACKS_AHEAD = 16  # packs' worth of tokens among which the best fit is looked fo
 WAITS = 16  # how often a document may wait for that: one that fits nowhere would wait forever
 
 Lines = Iterator[tuple[int, Row]]  # rows with their numbers within a source's share
-Numbered = tuple[int, Document]
+Numbered = tuple[int, Group]
 
 
 class TokenStream:
@@ -40,6 +41,10 @@ class TokenStream:
         """Of each source the first so many rows are taken (None: all)."""
         self.sources, self.encoder = sources, encoder
         self.shuffle_buffer, self.strict = shuffle_buffer, strict
+
+    @property
+    def stage(self) -> Stage:
+        return self.encoder.stage
 
     def open(self, lane: Lane, start: int) -> Lines:
         """The rows of the lane's share of its source from number `start` on."""
@@ -87,7 +92,7 @@ class Share:
             cursor, documents = following or next(block for block in blocks if block)
             self.begun.append(Block(number, cursor))
 
-    def _blocks(self) -> Iterator[tuple[Cursor, list[Document]] | None]:
+    def _blocks(self) -> Iterator[tuple[Cursor, list[Group]] | None]:
         """Block after block, each with where the share is before it. None: some of its rows have been read."""
         start = self.cursor
         rows = max(self.stream.shuffle_buffer, 1) if self.shuffle else CHUNK
@@ -97,7 +102,7 @@ class Share:
             later = tuple(lane for lane in start.lanes if lane.epoch > epoch)
             found = 0
             for block in count(start.block if epoch == start.epoch else 0):
-                documents: list[tuple[Named, Document]] = []
+                documents: list[tuple[Named, Group]] = []
                 read = 0
                 while chunk := list(islice(_in_turn(turns), min(CHUNK, rows - read))):
                     read += len(chunk)
@@ -131,9 +136,9 @@ class Share:
             if number >= lane.start and (number - lane.start) % lane.step == 0:
                 yield number, row
 
-    def _read_again(self) -> list[Document]:
+    def _read_again(self) -> list[Group]:
         """The documents that the cursor names. Of its other rows none is tokenised."""
-        found: dict[Named, Document] = {}
+        found: dict[Named, Group] = {}
         names = [Named(*name) for name in self.cursor.documents.tolist()]
         for key, group in groupby(sorted(names), lambda name: name[:4]):
             numbers = {name.row for name in group}
@@ -156,19 +161,19 @@ class Share:
             raise ValueError(f"{source.name} is not what it was: a row that the checkpoint names is not there any more")
         return [found[name] for name in names]
 
-    def _encode(self, rows: list[tuple[Lane, Row]]) -> list[tuple[Named, Document]]:
+    def _encode(self, rows: list[tuple[Lane, Row]]) -> list[tuple[Named, Group]]:
         """The documents of rows, each of which comes with the lane that starts at it."""
-        documents, refusals = self.stream.encoder.encode(
+        samples, refusals = self.stream.encoder.encode(
             [(number, place, columns) for number, (_, (_, place, columns)) in enumerate(rows)]
         )
         self._tell(refusals)
         named = []
-        for number, pieces in groupby(documents, lambda document: document[0]):
+        for number, pieces in groupby(samples, lambda sample: sample.row):
             lane, _ = rows[number]
-            for piece, (_, ids, runs) in enumerate(pieces):
-                tokens, weights = zip(*runs, strict=True)
-                document = ids, np.repeat(np.array(weights, np.float32), tokens)
-                named.append((Named(*lane[:4], lane.start, piece), document))
+            for piece, sample in enumerate(pieces):
+                documents = [(ids, _repeated(runs)) for ids, runs in sample.documents]
+                group = Group(documents, np.array(sample.label, np.float32))
+                named.append((Named(*lane[:4], lane.start, piece), group))
         return named
 
     def _tell(self, refusals: Refusals) -> None:
@@ -178,6 +183,11 @@ class Share:
                 raise ValueError(f"{message} (--strict true)")
             logger.warning("left out: %s (and all others like it)", message)
         self._refusals.merge(refusals)
+
+
+def _repeated(runs: Runs) -> np.ndarray:
+    tokens, weights = zip(*runs, strict=True)
+    return np.repeat(np.array(weights, np.float32), tokens)
 
 
 def _in_turn(turns: deque[tuple[Lane, Lines]]) -> Iterator[tuple[Lane, Row]]:
@@ -200,7 +210,7 @@ class _Samples:
         self.waiting = [self._take() for _ in share.cursor.waiting]
         self.waited = share.cursor.waiting  # how often each of these has waited
 
-    def __next__(self) -> Sample:
+    def __next__(self) -> list[Group]:
         if not self.ready:
             self._fill()
         return [document for _, document in self.ready.popleft()]
@@ -222,15 +232,20 @@ class _Samples:
             self.ready.append([self._take()])
             return
         documents = self.waiting
-        tokens = sum(len(ids) for _, (ids, _) in documents)
+        tokens = sum(int(_lengths(group).sum()) for _, group in documents)
         while tokens < PACKS_AHEAD * capacity:
             documents.append(self._take())
-            tokens += len(documents[-1][1][0])
-        packs = pack(self.layout.padded(np.array([len(ids) for _, (ids, _) in documents])), capacity, self.seed)
+            tokens += int(_lengths(documents[-1][1]).sum())
+        lengths = [self.layout.padded(_lengths(group)).sum() for _, group in documents]
+        packs = pack(np.array(lengths), capacity, self.seed)
         self.ready.extend([documents[i] for i in packs[number].tolist()] for number in range(len(packs)))
         waited = dict(enumerate(self.waited))
         times = tuple(waited.get(i, 0) + 1 for i in packs[len(packs) - 1].tolist())
         self.waiting, self.waited = (self.ready.pop(), times) if max(times) <= WAITS else ([], ())
+
+
+def _lengths(group: Group) -> np.ndarray:
+    return np.array([len(ids) for ids, _ in group.documents])
 
 
 class StreamedBatches(IterableDataset):
@@ -268,7 +283,8 @@ class StreamedBatches(IterableDataset):
         while True:
             micro_batch = [next(samples) for _ in range(self.micro_batch_size)]
             given, share.begun = samples.given(cursor.share, share.begun), []
-            yield self.layout.batch(micro_batch, loss_tokens=total_weight(micro_batch)), given
+            totals = Totals(total_weight(micro_batch), float(sum(map(len, micro_batch))))
+            yield self.layout.lay(micro_batch, totals), given
 
     def position(self, given: int) -> dict[str, Any]:
         """As JSON, `given` micro batches after the beginning. What is each rank's own is in `cursors`."""

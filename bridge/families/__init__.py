@@ -29,6 +29,8 @@ from . import (
     qwen3_moe,
     qwen3_next,
 )
+from .scored import head_of, scored
+from .within import text_config
 
 FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
@@ -61,9 +63,14 @@ FAMILIES: tuple[Family, ...] = (
 def family_of(hf_config: dict[str, Any]) -> Family:
     """The family of a raw config.json, by its `architectures`, or by its `model_type` where it names none.
 
-    Raises ValueError, with the list of what is known, for an architecture that is not.
+    Where these have a head in the place of the output layer: the family's models that do, by `model_type`. Raises
+    ValueError, with the list of what is known, for an architecture that is not.
     """
     named = hf_config.get("architectures") or []
+    if head_of(hf_config) is not None:
+        for family in FAMILIES:
+            if text_config(hf_config).get("model_type") == family.name:
+                return scored(family)
     for family in FAMILIES:
         if set(named) & set(family.architectures) or (not named and hf_config.get("model_type") == family.name):
             return family

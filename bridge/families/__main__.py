@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..heads import architectures
 from ..rows import Family
 from . import FAMILIES
 
@@ -31,6 +32,13 @@ too) and CP (`--context_parallel_size`) split every family, EP and ETP those wit
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
 - the key heads of gated delta nets divide by TP x CP;
 - experts under TP train with sequence parallelism only (megatron-core's rule).
+
+## Heads that score documents
+
+A model whose `architectures` end in ForSequenceClassification has `score.weight` in the place of an output layer. It is
+read, trained, split, saved and adapted as the others are, with the head whole on every rank; a head that begins beside
+a language model is random. transformers has such classes, and so have we, for {able}.
+Embeddings, and choices between tokens, need no head: every family has them.
 
 ## What goes along
 
@@ -72,8 +80,9 @@ WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_e
 
 def page() -> str:
     """The page's text."""
+    able = ", ".join(family.name for family in FAMILIES if family.name in architectures())
     refused = [f"- **{family.name}**: {'; '.join(family.limits)}\n" for family in FAMILIES if family.limits]
-    return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT + "".join(refused) + EVERYWHERE
+    return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT.format(able=able) + "".join(refused) + EVERYWHERE
 
 
 def _line(family: Family) -> str:

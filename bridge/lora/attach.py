@@ -1,6 +1,5 @@
 """Adapters are put beside the matrices of a model, and everything else stands still."""
 
-import hashlib
 import math
 from collections.abc import Container
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from torch import Tensor
 
 from ..build import DTYPES, Model, heed_frozen
 from ..families import family_of
+from ..heads import random_of
 from ..rows import OUTPUT, Architecture, Entry, Key, Span, table, window
 from ..tensors import architecture_of, held, keyed, split_group, split_of
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, Place
 from .rows import ROUTER, WORDS, Plan, plan_adapters
 from .settings import LoraSettings
+from .switch import Switch
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Lora:
 
     settings: LoraSettings
     plan: Plan
+    switch: Switch | None = None  # where they are to be turned off at times
 
 
 def attach(
@@ -143,9 +145,7 @@ def _cut(whole: Tensor, entry: Entry, span: Span) -> Tensor:
 
 def _beginning(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """PEFT's: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    whole = torch.empty(shape)
+    generator, whole = random_of(name, seed), torch.empty(shape)
     if name.endswith("lora_embedding_B"):
         return whole.normal_(generator=generator)
     bound = 1 / math.sqrt(shape[1])

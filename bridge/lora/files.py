@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..families import family_of
+from ..families.scored import SCORE
 from ..hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..load import read_tensors
 from ..parallel import barrier
@@ -27,7 +28,7 @@ from ..tensors import architecture_of, held, some
 from ..writer import Folder, Report, Writer
 from .attach import Lora
 from .experts import Unfused
-from .rows import FUSED_EXPERTS, modules_of
+from .rows import FUSED_EXPERTS, PREFIX, modules_of
 from .settings import FUSED, LoraSettings
 
 # Names that transformers 5 gives to parameters in models with experts, or that PEFT takes for such ones there.
@@ -42,6 +43,12 @@ UNREAD = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's own 
 def settings_of(folder: Path, config: dict[str, Any]) -> LoraSettings:
     """What the adapter in `folder` is like; `config`: its raw adapter_config.json. Raises ValueError."""
     return LoraSettings.of_adapter(config, modules_of(folder, SafetensorsFolder(folder).tensors))
+
+
+def labels_of(folder: Path) -> int | None:
+    """How many labels the head in an adapter's folder has, for `with_head`; None: there is no head."""
+    tensors = SafetensorsFolder(folder).tensors
+    return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
 
 
 def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, folder: Path) -> None:
@@ -136,7 +143,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
     within = any("language_model." in name for name in plan.modules)  # whose other parts have modules of the same names
     config = LoraConfig(
         base_model_name_or_path=base,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if architecture.head is None else "SEQ_CLS",
         inference_mode=True,
         r=settings.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore[reportArgumentType]

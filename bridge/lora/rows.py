@@ -31,6 +31,7 @@ PREFIX = "base_model.model."  # before a module's name, in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
 # What PEFT calls the fused matrices of a layer's experts where both have adapters: .base_layer: gates and ups.
 FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.[\w.]+?\.experts(\.base_layer)?")
+HEADS = ("score", "classifier")
 USUAL_DROPOUT = 0.05
 GROUPS = {"all-linear": LINEAR, "all-router": {ROUTER}, "all-embedding": {WORDS}}
 
@@ -89,6 +90,8 @@ def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architec
             _refuse_stacked(matrix, settings)
             plan.left_out += [name for name in matrix.names if name not in plan.left_out]
             continue
+        if matrix.key == OUTPUT and architecture.head is not None:
+            raise ValueError("the head (score) is trained whole beside adapters: leave it out of --target_modules")
         if matrix.key == OUTPUT:
             raise ValueError(
                 "the output layer (lm_head) takes no adapter: train it whole by --modules_to_save lm_head, or leave it "
@@ -108,7 +111,7 @@ def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architec
     )
     _check_parameters(plan, settings)
     _check_experts(plan, entries)
-    plan.whole = _trained_whole(entries, plan, settings)
+    plan.whole = _trained_whole(entries, plan, settings, scored=architecture.head is not None)
     if architecture.tied and EMBEDDING in plan.whole:
         plan.copies[PREFIX + "lm_head.weight"] = plan.whole[EMBEDDING].hf[0]
     plan.dropout = _dropout(plan, settings)
@@ -212,7 +215,7 @@ def _check_targets(plan: Plan, hits: dict[str, int], settings: LoraSettings, ent
         missed = [f"--target_modules {target}" for target, number in hits.items() if not number][:3]
         missed = missed or [f"--target_regex {settings.regex}"]
         names = sorted(
-            {name.rpartition(".")[2] for matrix in _matrices(entries) for name in matrix.names} - {"lm_head"}
+            {name.rpartition(".")[2] for matrix in _matrices(entries) for name in matrix.names} - {"lm_head", HEADS[0]}
         )
         raise ValueError(
             f"{', '.join(missed)} matches no module of this model. Its modules: {', '.join(names)}; or give "
@@ -249,13 +252,19 @@ def _check_experts(plan: Plan, entries: Mapping[Key, Entry]) -> None:
             )
 
 
-def _trained_whole(entries: Mapping[Key, Entry], plan: Plan, settings: LoraSettings) -> dict[Key, Entry]:
+def _trained_whole(
+    entries: Mapping[Key, Entry], plan: Plan, settings: LoraSettings, *, scored: bool
+) -> dict[Key, Entry]:
     whole: dict[Key, Entry] = {}
-    for name in settings.modules_to_save:
+    named = settings.modules_to_save
+    if scored:  # PEFT trains and names heads by itself, by all the names that transformers' models have for one
+        named = [*(name for name in named if name not in HEADS), HEADS[0]]
+    for name in named:
         found = [key for key in (EMBEDDING, OUTPUT) if key in entries and _saved_by(name, key, entries[key])]
         if not found:
             tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)
             what = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
+            what = "embed_tokens and the head (score)" if scored else what
             raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {what}")
         for key in found:
             if key in plan.adapted:

@@ -1,4 +1,4 @@
-# The pt and sft examples of the guide that this command line follows, as written there.
+# The pt, sft and DPO examples of the guide that this command line follows, as written there.
 # Read by test_examples.py: `## name` begins an example.
 
 ## Full Parameter SFT (Dense Model)
@@ -210,5 +210,30 @@ megatron pt \
     --max_length 4096 \
     --packing true \
     --output_dir megatron_output/pretrain \
+    --no_save_optim true \
+    --no_save_rng true
+
+## Megatron DPO
+NPROC_PER_NODE=2 \
+CUDA_VISIBLE_DEVICES=0,1 \
+megatron rlhf \
+    --rlhf_type dpo \
+    --model Qwen/Qwen2.5-7B-Instruct \
+    --use_hf \
+    --save_safetensors true \
+    --dataset /path/to/dpo_data.jsonl \
+    --beta 0.1 \
+    --tensor_model_parallel_size 2 \
+    --sequence_parallel true \
+    --micro_batch_size 4 \
+    --global_batch_size 16 \
+    --recompute_granularity full \
+    --recompute_method uniform \
+    --recompute_num_layers 1 \
+    --finetune true \
+    --cross_entropy_loss_fusion true \
+    --lr 1e-5 \
+    --num_train_epochs 1 \
+    --output_dir megatron_output/dpo \
     --no_save_optim true \
     --no_save_rng true

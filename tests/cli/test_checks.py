@@ -248,9 +248,11 @@ def test_layout_sizes() -> None:
 def test_every_flag_with_a_bound_is_a_flag() -> None:
     from megaswift.cli.checks import NOT_NEGATIVE, POSITIVE, SHARE
     from megaswift.cli.flags import flags_of
-    from megaswift.tasks.options import SftOptions
+    from megaswift.cli.main import COMMANDS
+    from megaswift.tasks import options
 
-    assert {*NOT_NEGATIVE, *POSITIVE, *SHARE} <= set(flags_of(SftOptions))
+    sets = [kind.options for command in COMMANDS["megatron"].values() for kind in command.kinds.values()]
+    assert {*NOT_NEGATIVE, *POSITIVE, *SHARE} <= {flag for name in sets for flag in flags_of(getattr(options, name))}
 
 
 @pytest.mark.parametrize(

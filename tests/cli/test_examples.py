@@ -1,4 +1,4 @@
-"""Each pt and sft example of the guide, as a dry run with a small local model and dataset in the place of the hub's."""
+"""The guide's examples of pt, sft and DPO, as dry runs: a small local model and dataset in the place of the hub's."""
 
 import json
 import re
@@ -22,6 +22,7 @@ STEPS = {  # rows / global batch, rounded up; packed: what the packs give
     "Pre-training": (1, "8 processes = TP 2 x PP 1 x CP 1 x DP 4"),
     "LoRA SFT (Dense Model)": (2, "2 processes = TP 2 x PP 1 x CP 1 x DP 1"),
     "MoE LoRA Training": (1, "experts: EP 2 x ETP 1 x PP 1 x DP 1"),
+    "Megatron DPO": (3, "2 processes = TP 2 x PP 1 x CP 1 x DP 1"),
 }
 
 
@@ -46,6 +47,9 @@ def test_dry_run(name: str, tmp_path: Path, rows: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path / "model", MIXTURE if "MoE" in name else DENSE)
     write_tokenizer(model)
+    if words[0] == "rlhf":
+        pairs = [json.loads(line) | {"rejected_response": "Nothing."} for line in rows.read_text().splitlines()]
+        rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     if words[0] == "pt":
         rows.write_text("".join(json.dumps({"text": f"A line of text, number {n}."}) + "\n" for n in range(40)))
     words[words.index("--model") + 1] = str(model)

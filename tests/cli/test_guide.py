@@ -5,12 +5,21 @@ from pathlib import Path
 
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
-from megaswift.cli.names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN, RLHF
-from megaswift.tasks.options import InferOptions, SftOptions
+from megaswift.cli.main import COMMANDS
+from megaswift.cli.names import ALWAYS, INVERTED, LATER, LATER_TYPES, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
+from megaswift.tasks import options as option_sets
+from megaswift.tasks.options import SftOptions
 
 HERE = Path(__file__).parent
-SFT, INFER = flags_of(SftOptions), flags_of(InferOptions)
-KNOWN = {*SFT, *LATER, *ALWAYS, *NEEDLESS}
+SFT = flags_of(SftOptions)
+FLAGS = {
+    flag
+    for commands in COMMANDS.values()
+    for command in commands.values()
+    for kind in command.kinds.values()
+    for flag in flags_of(getattr(option_sets, kind.options))
+}
+KNOWN = {*FLAGS, *LATER, *ALWAYS, *NEEDLESS}
 
 
 def guide() -> dict[str, str]:
@@ -41,11 +50,11 @@ def test_defaults_are_the_guides() -> None:
 
 def test_what_is_known_by_another_name_is_known_once() -> None:
     """No name is in two tables, and what older names stand for is there."""
-    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER, RLHF))]
+    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER, *LATER_TYPES.values()))]
     assert len(set().union(*tables)) == sum(map(len, tables))
-    assert not set(SFT) & set().union(*tables)
+    assert not FLAGS & set().union(*tables)
     assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN
-    assert set(OLD_VALUES) <= {*SFT, *INFER}
+    assert set(OLD_VALUES) <= FLAGS
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:

@@ -14,22 +14,28 @@ ROOT = Path(__file__).parents[2]
 def names_read() -> set[str]:
     """Names read as `options.name`, or by `for n in ("name", ...): getattr(options, n)`.
 
-    In the rooms, not in the command line's checks: these do nothing with what they read.
+    Or by a comprehension of that shape. In the rooms, not in the command line's checks: these do nothing with what they
+    read.
     """
     files = [file for room in ("bridge", "templates", "tasks") for file in (ROOT / room).rglob("*.py")]
     files = [file for file in files if file.name != "options.py"] + [ROOT / "cli" / "main.py"]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    for loop in nodes:
-        if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple) and isinstance(loop.target, ast.Name):
-            got = [node.args[1] for node in ast.walk(loop) if isinstance(node, ast.Call) and len(node.args) > 1]
-            if any(isinstance(name, ast.Name) and name.id == loop.target.id for name in got):
-                read |= {item.value for item in loop.iter.elts if isinstance(item, ast.Constant)}
+    for node in nodes:
+        for loop in getattr(node, "generators", [node]):
+            if isinstance(loop, ast.For | ast.comprehension) and isinstance(loop.iter, ast.Tuple):
+                got = [each.args[1] for each in ast.walk(node) if isinstance(each, ast.Call) and len(each.args) > 1]
+                if any(isinstance(name, ast.Name) and ast.dump(name) == _loaded(loop.target) for name in got):
+                    read |= {item.value for item in loop.iter.elts if isinstance(item, ast.Constant)}
     return read
 
 
+def _loaded(target: ast.expr) -> str:
+    return ast.dump(ast.Name(target.id, ast.Load())) if isinstance(target, ast.Name) else ""
+
+
 @pytest.mark.parametrize(
-    "name", sorted({c.options for commands in COMMANDS.values() for c in commands.values()} - {""})
+    "name", sorted({k.options for commands in COMMANDS.values() for c in commands.values() for k in c.kinds.values()})
 )
 def test_each_flag_is_read(name: str) -> None:
     assert set(flags_of(getattr(option_sets, name))) - names_read() == set()

@@ -33,7 +33,7 @@ from tests import prepared, tiny
 from tests.resume.killed import normal
 
 COMMON = (
-    "--dataset train.jsonl --packing true --max_length 128 --micro_batch_size 1 --global_batch_size 4 --lr 1e-3 "
+    "--packing true --max_length 128 --micro_batch_size 1 --global_batch_size 4 --lr 1e-3 "
     "--logging_steps 1 --dataloader_num_workers 0 --save_steps 2 --report_to none"
 )
 DROPOUT = "--attention_dropout 0.1 --hidden_dropout 0.1"  # so that the state of random numbers counts
@@ -57,7 +57,9 @@ def make_place(place: Path) -> Path:
         tiny.save_tokenizer(tiny.save(place / family, family))
     pairs = [(a, b) for a in range(3, 11) for b in range(2, 9)]
     sums = [{"query": f"What is {a} + {b}?", "response": f"It is {a + b}. " * (1 + a * b % 3)} for a, b in pairs]
-    for name, rows in (("train", sums[:44]), ("val", sums[44:])):
+    pairs = [row | {"rejected_response": "I do not know."[: 3 + number % 11]} for number, row in enumerate(sums)]
+    labelled = [row | {"label": number % 3 > 0} for number, row in enumerate(sums)]
+    for name, rows in (("train", sums[:44]), ("val", sums[44:]), ("pairs", pairs), ("labelled", labelled)):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
@@ -72,6 +74,7 @@ class Case:
     model: str = "qwen3"
     processes: int | None = 2
     steps: int = 12
+    command: str = "sft --dataset train.jsonl"
 
     @cached_property
     def reference(self) -> "Output":
@@ -149,7 +152,8 @@ class Output:
         notes.mkdir(parents=True)
         watch = json.dumps({"output": str(self.folder), "notes": str(notes), "at": at} | tell)
         environment = os.environ | {"HF_HOME": str(case.place / "cache"), "COLUMNS": "200", "WATCH": watch}
-        words = ["-m", "tests.resume.killed", "megatron", "sft", "--model", case.model, *COMMON.split()]
+        words = ["-m", "tests.resume.killed", "megatron", *case.command.split(), *COMMON.split()]
+        words += [] if "--mcore_model" in case.flags else ["--model", case.model]
         words += f"{case.flags} --train_iters {case.steps} --output_dir {self.folder} {self.flags} {flags}".split()
         return prepared.Running(words, processes=case.processes, cwd=case.place, environment=environment), notes
 
@@ -252,7 +256,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def leftovers(folder: Path) -> list[str]:
     """What is hidden or half-written in a folder."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-    return [path for path in found if re.search(r"(^|/)\.(?!(lock|launch)$)|partial|tmp", path)]
+    return [path for path in found if re.search(r"(^|/)\.(?!(lock|launch|metadata)$)|partial|tmp", path)]
 
 
 def newest(folder: Path) -> int:

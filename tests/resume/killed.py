@@ -139,9 +139,9 @@ class Watch:
         """tasks/train.py's train_step, with a note of the data that it is given and of what came of them."""
         from megatron.core import parallel_state
 
-        def call(training: Any, batches: list[Any], loss: Any, step: int) -> Any:
+        def call(training: Any, batches: list[Any], loss: Any, step: int, *more: Any) -> Any:
             self.see(f"step {step}")
-            metrics, outcome = train_step(training, batches, loss, step)
+            metrics, outcome = train_step(training, batches, loss, step, *more)
             data = hashlib.sha256(repr([(b.lengths, b.loss_tokens) for b in batches]).encode())
             for batch in batches:
                 for tensor in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids):

@@ -133,7 +133,7 @@ def test_without_resuming_each_of_two_runs_has_a_folder(place):
 def test_torchrun_resumes_by_itself(place):
     case = Case(place, "torchrun", f"{LAYOUTS['DP2']} {DROPOUT}", steps=40)
     output = Output(case)
-    command = [Path(sys.executable).parent / "megatron", "sft", "--model", case.model, *COMMON.split()]
+    command = [Path(sys.executable).parent / "megatron", *case.command.split(), "--model", case.model, *COMMON.split()]
     command += f"{case.flags} {output.flags} --train_iters 40 --output_dir {output.folder}".split()
     environment = os.environ | {"HF_HOME": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"NPROC_PER_NODE": "2", "MAX_RESTARTS": "1"}

@@ -59,3 +59,14 @@ def test_merged_weights_go_with_their_checkpoint_and_an_exports_stay(tmp_path):
     run_folder.rotate(tmp_path, 1)
     names = {entry.name for entry in tmp_path.iterdir()}
     assert names == {"checkpoint-2-merged", "checkpoint-3", "checkpoint-3-merged"}
+
+
+def test_what_is_deleted_is_gone_before_its_files_are(tmp_path, monkeypatch):
+    """A process killed between two of them leaves nothing that looks whole."""
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3-merged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text("{}")
+    monkeypatch.setattr(run_folder.shutil, "rmtree", lambda folder, **_: None)
+    run_folder.take(tmp_path)
+    run_folder.rotate(tmp_path, 1)
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == ["checkpoint-2"]

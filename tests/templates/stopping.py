@@ -6,10 +6,13 @@ from itertools import islice
 import numpy as np
 import torch
 from megaswift.templates.batches import Batches
+from megaswift.templates.layout import Portable
 
 
 class Documents:
     """A store in memory. Document n holds the tokens 1000 n, 1000 n + 1, ...: each token says where it is from."""
+
+    stage = "sft"
 
     def __init__(self, count=37, longest=24, seed=0):
         random = np.random.default_rng(seed)
@@ -25,7 +28,49 @@ class Documents:
         return len(self.documents)
 
     def row(self, i):
-        return self.documents[i]
+        return [self.documents[i]]
+
+    def label(self, i):
+        return np.empty(0, np.float32)
+
+    def padded_lengths(self, multiple, beside):
+        assert not beside
+        return -(-self.lengths // multiple) * multiple
+
+
+class Groups:
+    """Samples of several documents in memory. Document p of sample n holds the tokens 1000 (10 n + p + 1), and on."""
+
+    def __init__(self, stage, count=37, longest=24, seed=0):
+        random = np.random.default_rng(seed)
+        self.stage, self.samples, self.labels = stage, [], []
+        for n in range(count):
+            documents = []
+            for part in range({"preference": 2, "kto": 2, "seq_cls": 1}.get(stage) or int(random.integers(2, 6))):
+                length = int(random.integers(1 + (stage in ("preference", "kto")), longest + 1))
+                weights = random.choice([0.0, 0.5, 1.0], length).astype(np.float32)
+                documents.append((np.arange(length, dtype=np.int32) + 1000 * (10 * n + part + 1), weights))
+            self.samples.append(documents)
+            numbers = 1 if stage == "kto" else int(random.integers(0, {"preference": 2}.get(stage, 4)))
+            self.labels.append(random.integers(0, 2, numbers).astype(np.float32))
+        self.lengths = np.array([sum(len(ids) for ids, _ in documents) for documents in self.samples])
+        self.weights = np.array([documents[0][1][1:].sum() for documents in self.samples], np.float64)
+        self.document_counts = np.array([len(documents) for documents in self.samples], np.int32)
+        self.first_labels = np.array([label[0] if len(label) else np.nan for label in self.labels], np.float32)
+        self.label_width = max(map(len, self.labels))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def row(self, i):
+        return self.samples[i]
+
+    def label(self, i):
+        return self.labels[i]
+
+    def padded_lengths(self, multiple, beside):
+        padded = [[-(-len(ids) // multiple) * multiple for ids, _ in documents] for documents in self.samples]
+        return np.array([(max if beside else sum)(lengths) for lengths in padded], np.int64)
 
 
 def make(store, rank=0, ranks=1, **options) -> Batches:
@@ -48,10 +93,16 @@ def seen(steps) -> list[int]:
 
 
 def same(first, second) -> bool:
-    def values(steps):
-        return [v.tolist() if isinstance(v, torch.Tensor) else v for s in steps for b in s for v in vars(b).values()]
+    return plain(first) == plain(second)
 
-    return values(first) == values(second)
+
+def plain(value):
+    """Tensors as nested lists, and what holds them as what is in it. NaN is like itself there."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.tolist())
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return [plain(item) for item in vars(value).values()] if isinstance(value, Portable) else value
 
 
 class Stopped:

@@ -27,14 +27,14 @@ def test_labels_weights_and_positions(name):
     for batch in (batch for step in take(batches, 2 * batches.steps_per_epoch) for batch in step):
         rows, length = batch.tokens.shape
         assert length % LAYOUTS[name].get("length_multiple", 1) == 0
-        assert batch.lengths == [len(store.row(n)[0]) for n in documents_of(batch)]
+        assert batch.lengths == [len(store.row(n)[0][0]) for n in documents_of(batch)]
         for row in range(rows):
             for i, token in enumerate(batch.tokens[row].tolist()):
                 label, weight = int(batch.labels[row, i]), float(batch.loss_weights[row, i])
                 if token == 0:
                     assert (label, weight) == (0, 0)
                     continue
-                ids, weights = store.row(token // 1000 - 1)
+                [(ids, weights)] = store.row(token // 1000 - 1)
                 position = token % 1000
                 assert batch.position_ids[row, i] == position
                 last = position == len(ids) - 1
@@ -137,7 +137,7 @@ def test_context_parallel_ranks_share_the_row(name, size):
                     ]
             rows = whole.flatten().tolist()
             for n in documents_of_row(whole, positions):
-                ids = store.row(n)[0].tolist()
+                ids = store.row(n)[0][0].tolist()
                 at = rows.index(ids[0])
                 assert rows[at : at + len(ids)] == ids
         total = sum(float(batch.loss_weights.sum()) for rank in ranks for batch in rank[step])

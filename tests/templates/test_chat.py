@@ -38,7 +38,7 @@ def encode(tokenizer, row: dict, **options) -> tuple[list[int], np.ndarray]:
     """Token ids and loss weights of one row, by the code under test."""
     documents, refusals = Encoder(tokenizer, TemplateOptions(**options), "sft", {}).encode([(0, "row 1", row)])
     assert not refusals.counts, refusals
-    (_, ids, runs) = documents[0]
+    [(ids, runs)] = documents[0].documents
     return ids.tolist(), np.repeat([weight for _, weight in runs], [tokens for tokens, _ in runs])
 
 
@@ -191,12 +191,13 @@ def test_pretraining_text(make_tokenizer, post_processor):
     text = "Flat is better than nested. " * 5
     whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     for row in ({"text": text}, {"messages": [{"role": "assistant", "content": text}]}):
-        [(_, ids, runs)], _ = Encoder(tokenizer, TemplateOptions(), "pt", {}).encode([(0, "", row)])
+        [(_, [(ids, runs)], _)], _ = Encoder(tokenizer, TemplateOptions(), "pt", {}).encode([(0, "", row)])
         assert (ids.tolist(), runs) == (whole, [(len(whole), 1.0)])
     split = TemplateOptions(max_length=16, truncation_strategy="split")
     documents, _ = Encoder(tokenizer, split, "pt", {}).encode([(0, "", {"text": text})])
-    assert [token for _, ids, _ in documents for token in ids] == whole
-    assert {len(ids) for _, ids, _ in documents[:-1]} == {16}
+    pieces = [ids for sample in documents for ids, _ in sample.documents]
+    assert [token for ids in pieces for token in ids] == whole
+    assert {len(ids) for ids in pieces[:-1]} == {16}
 
 
 def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
@@ -204,7 +205,10 @@ def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
     whole, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
     monkeypatch.setattr("megaswift.templates.encode.GROUP", 150)
     groups, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
-    assert [(n, ids.tolist(), runs) for n, ids, runs in groups] == [(n, ids.tolist(), runs) for n, ids, runs in whole]
+    found, expected = (
+        [(number, ids.tolist(), runs) for number, [(ids, runs)], _ in samples] for samples in (groups, whole)
+    )
+    assert found == expected
 
 
 def test_what_does_not_fit_together(make_tokenizer):

@@ -47,7 +47,7 @@ def built(monkeypatch):
 
 
 def texts(store, tokenizer) -> list[str]:
-    return [tokenizer.decode(store.row(i)[0]) for i in range(len(store))]
+    return [tokenizer.decode(store.row(i)[0][0]) for i in range(len(store))]
 
 
 def numbers(store, tokenizer) -> list[int]:
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_apply_chat_template(data, make_tokenizer, loss_scal
     for i, line in enumerate(data.read_text().splitlines()):
         row = json.loads(line)
         messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": row["response"]}]
-        ids, weights = store.row(i)
+        [(ids, weights)] = store.row(i)
         assert ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
         assert store.lengths[i] == len(ids)
         assert store.weights[i] == weights[1:].sum()
@@ -356,13 +356,15 @@ def test_pandas_is_not_imported():
     """It takes longer than all else of a run's beginning on data that is in the cache."""
     program = """
 import sys, numpy as np, pyarrow as pa
-from megaswift.templates.store import _flat, record_batch
-batch = record_batch([(7, np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)])])
+from megaswift.templates.store import Encoded, _flat, record_batch
+first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array([4], np.int32), [(1, 1.0)])
+batch = record_batch([Encoded(7, [first], []), Encoded(9, [first, second], [0.25])])
 assert batch.to_pydict() == {
-    "input_ids": [[1, 2, 3]], "run_lengths": [[1, 2]], "run_weights": [[0.0, 0.5]],
-    "length": [3], "weight": [1.0], "trained": [2], "row": [7],
+    "input_ids": [[1, 2, 3], [1, 2, 3, 4]], "run_lengths": [[1, 2], [1, 2, 1]],
+    "run_weights": [[0.0, 0.5], [0.0, 0.5, 1.0]], "document_lengths": [[3], [3, 1]], "label": [[], [0.25]],
+    "length": [3, 4], "weight": [1.0, 1.0], "trained": [2, 2], "row": [7, 9],
 }
-assert _flat(batch.column("run_weights"))[1].tolist() == [0.0, 0.5]
+assert _flat(batch.column("run_weights"))[1].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

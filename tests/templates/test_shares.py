@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megaswift.templates.files import open_source
 from megaswift.templates.options import TemplateOptions
-from megaswift.templates.store import Refusals
+from megaswift.templates.store import Encoded, Refusals
 from megaswift.templates.streaming import TokenStream
 
 from tests.templates.stopping import Documents, Stopped, in_order, make, same, seen, take
@@ -18,7 +18,7 @@ ROWS = (61, 100, 23)  # of a file, of a folder of files, of a Parquet file of se
 class Encoder:
     """Row n gives no document, or one, or several pieces; piece p of it is document 10 n + p of `stopping`."""
 
-    options, columns = TemplateOptions(), {}
+    options, columns, stage = TemplateOptions(), {}, "sft"
 
     def __init__(self):
         self.encoded = 0  # rows
@@ -31,7 +31,7 @@ class Encoder:
                 refusals.add("it is refused", place)
             for piece in range(pieces):
                 ids = np.arange(3 + (row["n"] * 7 + piece) % 20, dtype=np.int32) + 1000 * (10 * row["n"] + piece + 1)
-                documents.append((number, ids, [(1, 0.0), (len(ids) - 1, 1.0)]))
+                documents.append(Encoded(number, [(ids, [(1, 0.0), (len(ids) - 1, 1.0)])], []))
         return documents, refusals
 
     @staticmethod
@@ -127,7 +127,7 @@ def test_what_fits_nowhere_does_not_wait_forever(tmp_path):
         def encode(self, rows):
             length = {3: 7}
             ids = [np.arange(length.get(row["n"], 48), dtype=np.int32) + 1000 * (row["n"] + 1) for _, _, row in rows]
-            return [(row[0], i, [(len(i), 1.0)]) for row, i in zip(rows, ids, strict=True)], Refusals()
+            return [Encoded(row[0], [(i, [(len(i), 1.0)])], []) for row, i in zip(rows, ids, strict=True)], Refusals()
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(2000)))
     run = Stopped(TokenStream([(open_source(str(tmp_path / "a.jsonl")), None)], Long(), 1, strict=False))

@@ -1,4 +1,4 @@
-"""Losses: pure functions of log-probabilities and weights. Sums, never means: the step divides by the global batch."""
+"""Losses of tokens. Sums, never means: the step divides by the global batch."""
 
 from torch import Tensor
 

@@ -1,0 +1,352 @@
+"""Whether models learn: each task by the command that a user gives, on a tiny model, in minutes on two cores.
+
+    python scripts/learn.py [--only dpo rm ...] [--folder megatron_output/learn]
+
+First `megatron sft` teaches a random Qwen3 to say two words in one order or the other; the tasks begin from there. What
+comes of them is measured on prompts that were not trained on, by transformers from the saved checkpoints, beside what
+the run itself has measured. Fails where a result is below its bound, or where the two are apart.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, permutations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from quickstart.make_model import CHAT_TEMPLATE
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+WORDS = [
+    "oak", "elm", "fir", "ash", "yew", "bay", "fig", "plum", "pear", "lime", "palm", "pine", "teak", "sloe", "rose",
+    "reed", "fern", "moss", "iris", "sage", "mint", "dill", "leek", "kale", "hemp", "rye", "oat", "pea", "bean", "beet",
+    "corn", "rue", "nut", "hop", "flax", "lily", "ivy", "gorse", "hazel", "larch",
+]  # fmt: skip
+OTHERS = [word[::-1] for word in WORDS]  # the same in another language
+HELD_OUT = 64
+BETA = 0.1
+MEGATRON = Path(sys.executable).parent / "megatron"
+Row = dict[str, Any]
+Pair = tuple[str, str]
+
+
+# --- the data: two words, in the order that was asked for or the other
+
+
+def said(pair: Pair, answer: str) -> list[Row]:
+    return [{"role": "user", "content": "say " + " ".join(pair)}, {"role": "assistant", "content": answer}]
+
+
+def both(pair: Pair) -> list[Row]:
+    """Either order is right."""
+    return [{"messages": said(pair, answer)} for answer in (" ".join(pair), " ".join(pair[::-1]))]
+
+
+def preferences(pair: Pair) -> list[Row]:
+    """The order that was asked for is better: the same words are in both answers."""
+    return [{"messages": said(pair, " ".join(pair)), "rejected_response": " ".join(pair[::-1])}]
+
+
+def answers(pair: Pair) -> list[Row]:
+    """Likewise, one answer to a row."""
+    return [row | {"label": label} for row, label in zip(both(pair), (True, False), strict=True)]
+
+
+def classes(pair: Pair) -> list[Row]:
+    """Which of four kinds the first word is of; the second is of any."""
+    return [{"text": " ".join(pair), "label": WORDS.index(pair[0]) % 4}]
+
+
+def translations(pair: Pair) -> list[Row]:
+    return [{"anchor": " ".join(pair), "positive": " ".join(OTHERS[WORDS.index(word)] for word in pair)}]
+
+
+def rankings(pair: Pair) -> list[Row]:
+    """The same words in the other order, among texts with one of them or none."""
+    one, other = others(pair)
+    texts = [f"{pair[1]} {pair[0]}", f"{pair[1]} {one}", f"{other} {pair[0]}", f"{one} {other}"]
+    query, positive, *negatives = ([{"role": "user", "content": text}] for text in (" ".join(pair), *texts))
+    return [{"messages": query, "positive_messages": [positive], "negative_messages": negatives}]
+
+
+def others(pair: Pair) -> Pair:
+    one, other = random.Random(" ".join(pair)).sample([word for word in WORDS if word not in pair], 2)
+    return one, other
+
+
+# --- what came of it, by transformers
+
+
+class Task(NamedTuple):
+    line: str
+    rows: Callable[[Pair], list[Row]]
+    measure: Callable[[Path, Path, list[Row]], dict[str, float]]  # of a checkpoint, the base and rows: eval_ metrics
+    bounds: dict[str, tuple[float, float]]  # of some of them: chance, and the least that is to be reached
+
+
+def answer_log_probs(folder: Path, rows: list[list[Row]]) -> Tensor:
+    """Of conversations that end with an answer, log p of the answer: [rows]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for messages in rows:
+        start = len(tokens_of(tokenizer, messages[:-1], add_generation_prompt=True))
+        ids = torch.tensor([tokens_of(tokenizer, messages)])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        found.append(log_probs.gather(1, ids[0, 1:, None])[start - 1 :].sum())
+    return torch.stack(found)
+
+
+def tokens_of(tokenizer: Any, messages: list[Row], **settings: Any) -> list[int]:
+    return tokenizer.apply_chat_template(messages, return_dict=False, **settings)
+
+
+def rejected(row: Row) -> list[Row]:
+    return [row["messages"][0], {"role": "assistant", "content": row["rejected_response"]}]
+
+
+def rewards(folder: Path, base: Path, conversations: list[list[Row]]) -> Tensor:
+    return BETA * (answer_log_probs(folder, conversations) - answer_log_probs(base, conversations))
+
+
+def measure_dpo(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    better = rewards(folder, base, [row["messages"] for row in rows])
+    return margins(better, rewards(folder, base, [rejected(row) for row in rows]))
+
+
+def margins(better: Tensor, worse: Tensor) -> dict[str, float]:
+    share = (better > worse).float().mean()
+    return {"rewards/accuracies": float(share), "rewards/margins": float((better - worse).mean())}
+
+
+def measure_kto(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    found = rewards(folder, base, [row["messages"] for row in rows])
+    wanted = torch.tensor([row["label"] for row in rows])
+    return {
+        "rewards/margins": float(found[wanted].mean() - found[~wanted].mean()),
+        "right signs": float(((found > 0) == wanted).float().mean()),
+    }
+
+
+def scores(folder: Path, texts: list[str] | list[list[Row]], **settings: Any) -> Tensor:
+    """Of plain texts or whole conversations, by a head: [rows, labels]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    ids = [
+        tokenizer.encode(text) if isinstance(text, str) else tokens_of(tokenizer, text, **settings) for text in texts
+    ]
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([each])).logits for each in ids])
+
+
+def measure_rm(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    better = scores(folder, [row["messages"] for row in rows])
+    return margins(better, scores(folder, [rejected(row) for row in rows]))
+
+
+def measure_classes(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    found = scores(folder, [row["text"] for row in rows]).argmax(1)
+    return {"accuracy": float((found == torch.tensor([row["label"] for row in rows])).float().mean())}
+
+
+def measure_embedding(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu")
+    anchors, positives = (
+        model.encode([row[name] for row in rows], convert_to_tensor=True) for name in ("anchor", "positive")
+    )
+    nearest = (anchors @ positives.t()).argmax(1)
+    return {"accuracy": float((nearest == torch.arange(len(rows))).float().mean())}
+
+
+def measure_reranker(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    questions = [
+        question(row["messages"][0]["content"], document["content"])
+        for row in rows
+        for (document,) in [*row["positive_messages"], *row["negative_messages"]]
+    ]
+    found = scores(folder, questions, add_generation_prompt=True).view(len(rows), -1)
+    return {"mrr": float((1 / (1 + (found > found[:, :1]).sum(1))).mean())}
+
+
+def question(query: str, document: str) -> list[Row]:
+    """As Qwen3-Reranker is asked."""
+    judge = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    )
+    instruct = "Given a web search query, retrieve relevant passages that answer the query"
+    asked = f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": judge}, {"role": "user", "content": asked}]
+
+
+PAIRS = "--micro_batch_size 32 --global_batch_size 32"
+TASKS = {
+    "dpo": Task(
+        f"rlhf --rlhf_type dpo --beta {BETA} {PAIRS} --train_iters 60 --lr 2e-3",
+        preferences, measure_dpo, {"rewards/accuracies": (0.5, 0.9), "rewards/margins": (0, 0.5)},
+    ),
+    "rm": Task(
+        f"rlhf --rlhf_type rm {PAIRS} --train_iters 200 --lr 3e-3",
+        preferences, measure_rm, {"rewards/accuracies": (0.5, 0.9), "rewards/margins": (0, 1.0)},
+    ),
+    "seq_cls": Task(
+        f"sft --task_type seq_cls --num_labels 4 {PAIRS} --train_iters 100 --lr 3e-3",
+        classes, measure_classes, {"accuracy": (0.25, 0.9)},
+    ),
+    "embedding": Task(
+        f"sft --task_type embedding --pooling mean --micro_batch_size {HELD_OUT} --global_batch_size {HELD_OUT} "
+        "--train_iters 80 --lr 3e-3",
+        translations, measure_embedding, {"accuracy": (1 / HELD_OUT, 0.8)},
+    ),
+    "kto": Task(
+        f"rlhf --rlhf_type kto --beta {BETA} {PAIRS} --train_iters 160 --lr 3e-3",
+        answers, measure_kto, {"rewards/margins": (0, 0.5), "right signs": (0.5, 0.9)},
+    ),
+    "reranker": Task(
+        "sft --task_type reranker --loss_type listwise_reranker --micro_batch_size 16 --global_batch_size 16 "
+        "--train_iters 120 --lr 2e-3",
+        rankings, measure_reranker, {"mrr": (0.52, 0.9)},
+    ),
+}  # fmt: skip
+
+
+# --- the runs
+
+
+def make_model(folder: Path) -> None:
+    """A random Qwen3 whose tokens are words."""
+    words = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))  # pyright: ignore[reportCallIssue]
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"]
+    conversation = " ".join(message["content"] for message in question(" ".join(WORDS), " ".join(OTHERS)))
+    words.train_from_iterator(
+        ["say system user assistant", conversation],
+        trainers.WordLevelTrainer(special_tokens=special, show_progress=False),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|unknown|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        dtype="float32",
+        eos_token_id=special.index("<|im_end|>"),
+        pad_token_id=special.index("<|endoftext|>"),
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_data(folder: Path, name: str, rows_of: Callable[[Pair], list[Row]]) -> None:
+    """Rows of all pairs of words but those that are held out, which are the same in each task: one row of each."""
+    pairs = list(permutations(WORDS, 2))
+    random.Random(0).shuffle(pairs)
+    rows = [rows_of(pair) for pair in pairs]
+    held_out = [found[number % len(found)] for number, found in enumerate(rows[:HELD_OUT])]
+    for file, chosen in ((f"{name}-val.jsonl", held_out), (f"{name}.jsonl", chain.from_iterable(rows[HELD_OUT:]))):
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in chosen))
+
+
+def train(folder: Path, name: str, model: str, line: str) -> Path:
+    """Run `megatron {line}`: the checkpoint."""
+    output = folder / f"run-{name}"
+    words = f"{line} --model {model} --dataset {name}.jsonl --val_dataset {name}-val.jsonl --weight_decay 0.01"
+    words += f" --lr_warmup_fraction 0.05 --dataloader_num_workers 0 --no_save_optim true --output_dir {output.name}"
+    print(f"$ megatron {words}", flush=True)
+    began = time.perf_counter()
+    done = subprocess.run(
+        [MEGATRON, *words.split(), "--add_version", "false", "--logging_steps", "10"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    (output / "seconds").write_text(str(time.perf_counter() - began))
+    (checkpoint,) = output.glob("checkpoint-*")
+    return checkpoint
+
+
+def evaluated(run: Path) -> dict[str, float]:
+    """What the run has measured at its end."""
+    lines = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval_loss" in line][-1]
+    return {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
+
+
+def main(folder: Path, names: list[str]) -> int:
+    began = time.perf_counter()
+    logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    make_model(folder / "model")
+    write_data(folder, "base", both)
+    for name in names:
+        write_data(folder, name, TASKS[name].rows)
+    base = train(folder, "base", "model", f"sft {PAIRS} --train_iters 400 --lr 3e-3")
+    start = str(base.relative_to(folder))
+    with ThreadPoolExecutor(2) as two:
+        checkpoints = list(two.map(lambda name: train(folder, name, start, TASKS[name].line), names))
+    good = report(folder, base, dict(zip(names, checkpoints, strict=True)))
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    return 0 if good else 1
+
+
+def report(folder: Path, base: Path, checkpoints: dict[str, Path]) -> bool:
+    """Print the table; whether all is well."""
+    good = True
+    print(f"\n{'task':<11}{'of held-out prompts':<22}{'chance':>8}{'at least':>10}{'measured':>10}{'by the run':>12}")
+    for name, checkpoint in checkpoints.items():
+        task, run = TASKS[name], evaluated(checkpoint.parent)
+        rows = [json.loads(line) for line in (folder / f"{name}-val.jsonl").read_text().splitlines()]
+        for metric, value in task.measure(checkpoint, base, rows).items():
+            chance, least = task.bounds[metric]
+            own = run.get(metric)
+            right = value >= least and (own is None or abs(own - value) <= 1e-3 * max(1, abs(value)))
+            shown = "-" if own is None else f"{own:.4f}"
+            wrong = "" if right else "   WRONG"
+            print(f"{name:<11}{metric:<22}{chance:>8.3f}{least:>10.3f}{value:>10.4f}{shown:>12}{wrong}")
+            good = good and right
+    return good
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn"))
+    asked = parser.parse_args()
+    sys.exit(main(asked.folder.absolute(), asked.only))

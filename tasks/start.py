@@ -1,0 +1,65 @@
+"""From options to a run that trains: what every task does alike."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..bridge.build import Model, build_model
+from ..bridge.fp8 import reading_in_bf16
+from ..templates.batches import Batches
+from .args import save_args
+from .loop import fit
+from .objective import Objective
+from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from .options import SftOptions
+from .plan import Layout
+from .ranks import on_every_rank, on_first_rank
+from .restore import place_data, restore, steps_left
+from .run import Run, eval_batches, open_run, train_batches
+from .stop import EXIT_STOPPED
+from .train import Training
+from .tuner import choose_trained
+from .weights import read_weights
+
+# What a run trains for, with notes for the user: made when the model has its weights, and no optimizer yet.
+Make = Callable[[Run, Model, Batches, Batches | None], tuple[Objective, list[str]]]
+
+
+def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
+    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    opened = open_run(options, sources)
+    train, val = train_batches(opened), eval_batches(opened)
+    notes = place_data(opened, train)
+    adapters = options.tuner_type == "lora"
+    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
+    with reading_in_bf16(model.chunks):
+        on_every_rank(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
+    trained = choose_trained(model, opened)
+    objective, about = make(opened, model, train, val)
+    gc.collect()  # a model that was needed for it alone
+    torch.cuda.empty_cache()
+    chunks = wrap_for_data_parallelism(model, options)
+    optimizer = build_optimizer(model, chunks, options, options)
+    steps = steps_left(opened, train)
+    schedule = build_schedule(optimizer, options, options.weight_decay, steps)
+    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
+    notes += about + restore(opened, training)
+    on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
+    if opened.writes:
+        print(opened.data.report)
+        print(f"{Layout.of(options, dist.get_world_size())}; {steps} steps of {options.global_batch_size} samples")
+        if train.samples is not None and train.samples < options.global_batch_size:
+            print(
+                f"{train.samples} samples are fewer than --global_batch_size: a step sees some of them more than once"
+            )
+        if train.padding_share is not None:
+            print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
+        print(*trained, *notes, sep="\n")
+        print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
+    stopped = fit(opened, training, objective, train, val, steps)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return EXIT_STOPPED if stopped else 0

@@ -1,0 +1,514 @@
+"""`megatron rlhf --rlhf_type` and `megatron sft --task_type`: each has its options, and what cannot be is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megaswift.cli.checks import check_training
+from megaswift.cli.checks_resume import METRICS
+from megaswift.cli.flags import UsageError, flags_of
+from megaswift.cli.main import PREFERENCES, TASKS, main, read_options
+from megaswift.tasks import options as option_sets
+from megaswift.tasks.args import save_args
+from megaswift.tasks.options import DpoOptions, KtoOptions, SftOptions
+from megaswift.tasks.plan import Layout
+
+from .conftest import DENSE, write_model, write_tokenizer
+
+HEADED = DENSE | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+CHOICE = {**dict.fromkeys(PREFERENCES, "rlhf_type"), **dict.fromkeys(TASKS, "task_type")}
+LORA = "--tuner_type lora"
+
+
+def line(kind: str, words: str = "") -> list[str]:
+    """A command line for one type."""
+    return [{"rlhf_type": "rlhf", "task_type": "sft"}[CHOICE[kind]], f"--{CHOICE[kind]}", kind, *words.split()]
+
+
+def check(kind: str, model: Path, words: str = "", *, world: int = 1) -> tuple[SftOptions, list[str]]:
+    if kind == "seq_cls" and "--num_labels" not in words:
+        words += " --num_labels 3"
+    options, sources, _ = read_options(
+        "megatron", [*line(kind, words), "--model", str(model), "--dataset", "d", "--train_iters", "1"]
+    )
+    layout = Layout.of(options, world)
+    return options, check_training(options, layout, gpus=0, processes=world, sources=sources)
+
+
+def refusal(kind: str, model: Path, words: str = "", *, world: int = 1) -> str:
+    with pytest.raises(UsageError) as error:
+        check(kind, model, words, world=world)
+    return str(error.value)
+
+
+@pytest.fixture
+def headed(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "headed", HEADED)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "stage", "loss_scale"),
+    [
+        (["sft"], "CausalLmOptions", "sft", "default"),
+        (["sft", "--task_type", "causal_lm"], "CausalLmOptions", "sft", "default"),
+        (["sft", "--task_type", "seq_cls"], "SeqClsOptions", "seq_cls", "default"),
+        (["sft", "--task-type=embedding"], "EmbeddingOptions", "embedding", "default"),
+        (["sft", "--task_type", "reranker"], "RerankerOptions", "reranker", "default"),
+        (["sft", "--task_type", "generative_reranker"], "GenerativeRerankerOptions", "reranker", "default"),
+        (["pt"], "PtOptions", "pt", "all"),
+        (["rlhf"], "DpoOptions", "preference", "last_round"),
+        (["rlhf", "--rlhf_type", "kto", "--rlhf_type", "dpo"], "DpoOptions", "preference", "last_round"),
+        (["rlhf", "--rlhf_type", "kto"], "KtoOptions", "kto", "last_round"),
+        (["rlhf", "--rlhf_type", "rm"], "RmOptions", "preference", "default"),
+    ],
+)
+def test_the_type_chooses_the_options(words: list[str], name: str, stage: str, loss_scale: str) -> None:
+    options, sources, notes = read_options("megatron", words)
+    assert (type(options).__name__, options.stage, options.loss_scale, notes) == (name, stage, loss_scale, [])
+    assert "stage" not in sources
+
+
+def test_dpo() -> None:
+    options, sources, _ = read_options(
+        "megatron",
+        line(
+            "dpo",
+            "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1 --beta 0.3 --ref_model r --tuner_type lora",
+        ),
+    )
+    assert (options.loss_type, options.loss_weights) == (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0])
+    assert (options.beta, options.ref_model, options.lr) == (0.3, "r", 1e-4)
+    assert (sources["rlhf_type"], sources["lr"], sources["rpo_alpha"]) == ("command line", "derived", "default")
+
+
+@pytest.mark.parametrize("kind", CHOICE)
+def test_a_config_file_chooses_the_type(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{CHOICE[kind]}: {kind}\nmodel: m\n")
+    command, by, *_ = line(kind)
+    options, sources, _ = read_options("megatron", [command, str(file)])
+    assert getattr(options, CHOICE[kind]) == kind
+    assert sources["model"] == str(file)
+    other = next(each for each in CHOICE if CHOICE[each] == CHOICE[kind] and each != kind)
+    assert getattr(read_options("megatron", [command, str(file), by, other])[0], CHOICE[kind]) == other
+
+    saved = tmp_path / "args.json"
+    save_args(saved, options, sources)
+    again, _, _ = read_options("megatron", [command, "--config", str(saved)])
+    assert (type(again), vars(again)) == (type(options), vars(options))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rlhf --rlhf_type grpo --num_generations 8", "--rlhf_type grpo: this version does not have GRPO. It has dpo,"),
+        ("rlhf --rlhf_type gkd --teacher_model t", "--rlhf_type gkd: this version does not have GKD. It has dpo, kto"),
+        ("rlhf --rlhf_type ppo", "--rlhf_type ppo: choose one of dpo, kto, rm."),
+        ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, kto, rm."),
+        ("rlhf --rlhf_type dpo kto", "--rlhf_type dpo kto: choose one of"),
+        ("sft --task_type seq2seq", "--task_type seq2seq: choose one of causal_lm, seq_cls, embedding, reranker, gen"),
+        ("rlhf --num_generations 8", "--num_generations is for --rlhf_type grpo, which this version does not have."),
+        ("rlhf --lmbda 0.5", "--lmbda is for --rlhf_type gkd, which this version does not have. Leave it out."),
+        ("sft --num_generations 8", "--num_generations is a flag of `megatron rlhf --rlhf_type grpo`, not of this"),
+        ("rlhf --desirable_weight 2", "--desirable_weight is for --rlhf_type kto, not for dpo. Leave it out."),
+        ("rlhf --rlhf_type kto --rpo_alpha 1", "--rpo_alpha is for --rlhf_type dpo, not for kto. Leave it out."),
+        ("rlhf --rlhf_type rm --beta 1", "--beta is for --rlhf_type dpo|kto, not for rm. Leave it out."),
+        ("rlhf --rlhf_type rm --ref_model m", "--ref_model is for --rlhf_type dpo|kto, not for rm."),
+        ("rlhf --task_type seq_cls", "--task_type is a flag of `megatron sft`, not of this command. Leave it out."),
+        ("sft --num_labels 2", "--num_labels is for --task_type seq_cls, not for causal_lm. Leave it out."),
+        ("sft --loss_type infonce", "--loss_type is for --task_type embedding|reranker|generative_reranker, not for"),
+        ("sft --task_type reranker --positive_token y", "--positive_token is for --task_type generative_reranker, not"),
+        ("sft --task_type embedding --num_labels 2", "--num_labels is for --task_type seq_cls, not for embedding."),
+        ("pt --task_type seq_cls", "--task_type is a flag of `megatron sft`, not of this command. Leave it out."),
+        ("pt --num_labels 2", "--num_labels is a flag of `megatron sft --task_type seq_cls`, not of this command."),
+        ("sft --rlhf_type dpo", "--rlhf_type is a flag of `megatron rlhf`, not of this command. Leave it out."),
+        ("rlhf --betta 1", "--betta: no such flag. The nearest is --beta."),
+        ("rlhf --loss_type sigmoid kto_pair", "--loss_type kto_pair: choose one of sigmoid, hinge, ipo, exo_pair,"),
+        ("rlhf --rlhf_type kto --loss_type kto bco", "--loss_type kto bco: takes one value."),
+        ("rlhf --mcore_ref_adapter a", "--mcore_ref_adapter a: this version does not have references with an adapter"),
+        ("rlhf --ref_adapter_load a", "--ref_adapter_load a: this version does not have references with an adapter"),
+        ("rlhf --sync_ref_model true", "--sync_ref_model true: this version does not have references that follow"),
+    ],
+)
+def test_what_a_type_does_not_take(words: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_options("megatron", words.split())
+    assert message in str(error.value)
+
+
+def test_a_type_of_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rlhf_type: grpo\nnum_generations: 8\n")
+    with pytest.raises(UsageError, match=r"--rlhf_type grpo \(from .*run\.yaml\): this version does not have GRPO\."):
+        read_options("megatron", ["rlhf", str(file)])
+
+
+def test_names_of_the_incumbent() -> None:
+    words = "--ref_load r --calculate_KL true --sync_ref_model false --train_type lora --max_epochs 1"
+    options, _, notes = read_options("megatron", line("kto", words))
+    assert (options.mcore_ref_model, options.tuner_type, options.num_train_epochs) == ("r", "lora", 1.0)
+    assert [note.split()[0] for note in notes] == ["--ref_load", "--calculate_KL", "--train_type", "--max_epochs"]
+
+
+@pytest.mark.parametrize("kind", CHOICE)
+def test_help_of_a_type(kind: str, capsys) -> None:
+    assert main("megatron", [*line(kind), "-h" if kind == "kto" else "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    kinds = {**PREFERENCES, **TASKS}
+    flags = {each: flags_of(getattr(option_sets, command.options)) for each, command in kinds.items()}
+    assert kinds[kind].summary in printed
+    assert all(f" --{flag.name} {flag.metavar} " in printed for flag in flags[kind].values())
+    assert not [name for name in set().union(*flags.values()) - set(flags[kind]) if f" --{name} " in printed]
+
+
+def test_help_of_no_type(capsys) -> None:
+    assert main("megatron", ["rlhf", "--rlhf_type", "x", "--help"]) == 2
+    assert "--rlhf_type x: choose one of dpo, kto, rm." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind != "causal_lm"])
+def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -> None:
+    named = f"--{CHOICE[kind]} {kind}"
+    assert f"--padding_free false cannot be with {named}" in refusal(kind, dense, "--padding_free false")
+    assert f"--mtp_num_layers 1 cannot be with {named}" in refusal(kind, dense, "--mtp_num_layers 1")
+    if kind in ("kto", "embedding"):
+        assert f"--streaming true cannot be with {named}" in refusal(kind, dense, "--streaming true")
+    else:
+        check(kind, dense, "--streaming true" + " --problem_type regression" * (kind == "seq_cls"))
+    check(kind, dense, "--packing true --max_length 64")
+    check(kind, dense, LORA)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--beta 0", "--beta 0.0: must be above 0."),
+        ("--beta -1", "--beta -1.0: must be above 0."),
+        ("--rpo_alpha -0.1", "--rpo_alpha -0.1: must not be below 0."),
+        (
+            "--loss_type sigmoid sft --loss_weights 1",
+            "--loss_weights 1.0: 1 weights, and --loss_type sigmoid sft names 2.",
+        ),
+        (
+            "--loss_weights 1 2",
+            "--loss_weights 1.0 2.0: 2 weights, and --loss_type sigmoid names 1. Give one for each.",
+        ),
+        ("--loss_type sigmoid sigmoid", "--loss_type sigmoid sigmoid: give each loss once"),
+        ("--loss_type robust --label_smoothing 0.5", "--label_smoothing 0.5: must be at least 0 and below 0.5"),
+        ("--label_smoothing -0.1", "--label_smoothing -0.1: must be at least 0 and below 0.5"),
+        ("--loss_type exo_pair", "--loss_type exo_pair needs --label_smoothing above 0, as in --label_smoothing 1e-3."),
+        (
+            "--loss_type hinge --label_smoothing 0.1",
+            "--label_smoothing 0.1 is for --loss_type sigmoid, robust, exo_pair, aot, aot_unpaired, not --loss_type hi",
+        ),
+        (
+            "--loss_type sigmoid bco_pair --f_divergence_type forward_kl",
+            "--f_divergence_type forward_kl cannot be with --loss_type bco_pair",
+        ),
+        (
+            "--f_alpha_divergence_coef 0.7",
+            "--f_alpha_divergence_coef 0.7 is for --f_divergence_type alpha_divergence, not reverse_kl. Leave it out.",
+        ),
+        ("--discopop_tau 0.1", "--discopop_tau 0.1 is for --loss_type discopop, not sigmoid. Leave it out."),
+        ("--loss_type discopop --discopop_tau 0", "--discopop_tau 0.0: must be above 0."),
+        ("--reference_free true --ref_model r", "--ref_model r cannot be with --reference_free true, which has none."),
+        (
+            "--reference_free true --precompute_ref_log_probs true",
+            "--precompute_ref_log_probs true cannot be with --reference_free true",
+        ),
+        ("--ref_model r --mcore_ref_model s", "--ref_model r and --mcore_ref_model s: give one of them."),
+        (
+            "--ref_model r --ref_adapters a",
+            "--ref_model r and --ref_adapters a: give one of them. --ref_adapters are put",
+        ),
+        (
+            "--precompute_ref_log_probs true --streaming true",
+            "--precompute_ref_log_probs true cannot be with --streaming true: it goes over all data first.",
+        ),
+        ("--ref_model ./none", "--ref_model ./none: no such model folder. Give a folder, or a hub id as OWNER/NAME."),
+        ("--mcore_ref_model /none", "--mcore_ref_model /none: "),
+        ("--ref_adapters ./none", "--ref_adapters ./none: no such folder. Give that of an adapter"),
+        ("--ref_adapters a/b c/d", "--ref_adapters a/b c/d: one adapter at a time."),
+        (
+            "--metric_for_best_model accuracy",
+            "--metric_for_best_model accuracy: evaluations have loss, rewards/chosen,",
+        ),
+    ],
+)
+def test_what_dpo_cannot_be(words: str, message: str, dense: Path) -> None:
+    assert message in refusal("dpo", dense, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1.0 --label_smoothing 0.1",
+        "--loss_type exo_pair --label_smoothing 1e-3 --f_divergence_type js_divergence",
+        "--f_divergence_type alpha_divergence --f_alpha_divergence_coef 0.7",
+        "--loss_type discopop --discopop_tau 0.1 --rpo_alpha 0",
+        "--reference_free true",
+        "--ref_model owner/name",
+        "--ref_adapters owner/name",
+        "--precompute_ref_log_probs true",
+        "--offload_ref_model true --streaming true",
+        f"{LORA} --ref_model owner/name --offload_ref_model true",
+        f"{LORA} --precompute_ref_log_probs true",
+        "--val_dataset v --metric_for_best_model eval_rewards/accuracies --cross_entropy_loss_fusion true",
+    ],
+)
+def test_what_dpo_can_be(words: str, dense: Path) -> None:
+    assert check("dpo", dense, words)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (LORA, "it is the model without its adapters"),
+        ("--precompute_ref_log_probs true", "it is let go before training"),
+    ],
+)
+def test_a_reference_that_is_not_there_to_be_offloaded(words: str, why: str, dense: Path) -> None:
+    options, notes = check("kto", dense, f"{words} --offload_ref_model true")
+    assert isinstance(options, KtoOptions)
+    assert options.offload_ref_model is False
+    assert notes == [f"--offload_ref_model true is not needed: {why}."]
+
+
+def test_the_reference_is_a_model_for_the_same_layout(dense: Path, tmp_path: Path) -> None:
+    same = write_model(tmp_path / "same", DENSE | {"hidden_size": 128, "vocab_size": 320})  # padded otherwise
+    assert check("dpo", dense, f"--ref_model {same}")[1] == []
+    unknown = write_model(tmp_path / "unknown", DENSE | {"architectures": ["OtherForCausalLM"]})
+    assert f"--ref_model {unknown}: config.json names" in refusal("dpo", dense, f"--ref_model {unknown}")
+    heads = write_model(tmp_path / "heads", DENSE | {"num_attention_heads": 6, "num_key_value_heads": 2})
+    words = "--tensor_model_parallel_size 4 --ref_model"
+    assert f"--ref_model {heads}: --tensor_model_parallel_size 4: does not divide the model's 6 attention" in refusal(
+        "dpo", dense, f"{words} {heads}", world=4
+    )
+    head = write_model(tmp_path / "head", HEADED)
+    assert f"--ref_model {head}: has a head of 3 outputs" in refusal("dpo", dense, f"--ref_model {head}")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert f"--ref_model {adapter}: is an adapter. Give it as --ref_adapters." in refusal(
+        "dpo", dense, f"--ref_model {adapter}"
+    )
+    assert f"--mcore_ref_model {dense}: " in refusal("dpo", dense, f"--mcore_ref_model {dense}")
+
+
+def test_the_reference_s_adapter(dense: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    written = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(written | {"base_model_name_or_path": str(dense)}))
+    tensors = {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {} for n in range(4)}
+    header = json.dumps(tensors).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert check("dpo", dense, f"--ref_adapters {folder}")[1] == []
+    assert check("kto", dense, f"{LORA} --ref_adapters {folder}")[1] == []
+    wide = write_model(tmp_path / "wide", DENSE | {"hidden_size": 128})
+    assert f"--ref_adapters {folder} is of another model, {dense}: that has hidden_size 64" in refusal(
+        "dpo", wide, f"--ref_adapters {folder}"
+    )
+    other = write_model(tmp_path / "other", DENSE)
+    (note,) = check("dpo", other, f"--ref_adapters {folder}")[1]
+    assert note == f"--ref_adapters {folder} is of another model, {dense}. It is put on --model {other}."
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("kto", "--beta 0", "--beta 0.0: must be above 0."),
+        ("kto", "--desirable_weight -1", "--desirable_weight -1.0: must not be below 0."),
+        ("rm", "--center_rewards_coefficient -1", "--center_rewards_coefficient -1.0: must not be below 0."),
+        ("seq_cls", "--num_labels 0", "--num_labels 0: must be above 0."),
+        (
+            "seq_cls",
+            "--num_labels 1 --problem_type single_label_classification",
+            "--num_labels 1 cannot be with --problem_type single_label_classification: there is nothing to choose.",
+        ),
+        (
+            "seq_cls",
+            "--streaming true",
+            "--streaming true needs --problem_type, as in --problem_type single_label_classification: of a stream",
+        ),
+        ("embedding", "--mrl_dims 32 65", "--mrl_dims 65: a vector has 64 dimensions."),
+        ("embedding", "--mrl_dims 0", "--mrl_dims 0: a vector has 64 dimensions."),
+        ("embedding", "--mrl_dims 8 8", "--mrl_dims 8 8: give each once."),
+        (
+            "embedding",
+            "--mrl_dims 8 16 --mrl_weights 1",
+            "--mrl_weights 1.0: 1 weights, and --mrl_dims names 2. Give one",
+        ),
+        ("embedding", "--mrl_weights 1", "--mrl_weights 1.0: 1 weights, and --mrl_dims names 0."),
+        ("embedding", "--infonce_temperature 0", "--infonce_temperature 0.0: must be above 0."),
+        (
+            "embedding",
+            "--loss_type contrastive --infonce_use_batch false",
+            "--infonce_use_batch false is for --loss_type infonce, not contrastive. Leave it out.",
+        ),
+        (
+            "embedding",
+            "--contrastive_margin 1",
+            "--contrastive_margin 1.0 is for --loss_type contrastive or online_contrastive, not infonce. Leave it out.",
+        ),
+        (
+            "reranker",
+            "--listwise_temperature 0.5",
+            "--listwise_temperature 0.5 is for --loss_type listwise_reranker, not",
+        ),
+        ("generative_reranker", "--positive_token no", "--positive_token, --negative_token no: give two that differ."),
+        ("generative_reranker", "--positive_token=", "--positive_token is empty: give a token of the model"),
+    ],
+)
+def test_what_other_tasks_cannot_be(kind: str, words: str, message: str, dense: Path) -> None:
+    assert message in refusal(kind, dense, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kto", "--loss_type apo_zero_unpaired --undesirable_weight 0"),
+        ("rm", "--center_rewards_coefficient 0.01"),
+        ("seq_cls", "--num_labels 1 --problem_type regression"),
+        ("embedding", "--mrl_dims 64 32 --mrl_weights 1 0.5 --pooling mean --infonce_temperature 0.02"),
+        ("embedding", "--loss_type online_contrastive --contrastive_margin 0.2"),
+        ("reranker", "--loss_type listwise_reranker --listwise_temperature 0.5"),
+        ("generative_reranker", "--positive_token true --negative_token false"),
+    ],
+)
+def test_what_other_tasks_can_be(kind: str, words: str, dense: Path) -> None:
+    assert check(kind, dense, words)[1] == []
+
+
+def test_the_number_of_labels_is_needed_where_there_is_no_head(dense: Path, headed: Path, capsys) -> None:
+    words = [*line("seq_cls"), "--dataset", "d", "--train_iters", "1", "--model"]
+    assert main("megatron", [*words, str(dense)]) == 2
+    assert "--num_labels is needed: the model has no head yet." in capsys.readouterr().err
+    options, sources, _ = read_options("megatron", [*words, str(headed)])
+    assert check_training(options, Layout.of(options, 1), gpus=0, processes=1, sources=sources) == []
+
+
+@pytest.mark.parametrize("kind", CHOICE)
+def test_a_model_that_has_a_head(kind: str, headed: Path) -> None:
+    if kind == "seq_cls":
+        check(kind, headed)
+        assert f"--model {headed}: has a head of 3 outputs, which is not for --num_labels 2." in refusal(
+            kind, headed, "--num_labels 2"
+        )
+    elif kind in ("rm", "reranker"):
+        assert f"has a head of 3 outputs, which is not for --{CHOICE[kind]} {kind}, of 1 output" in refusal(
+            kind, headed
+        )
+        check(kind, write_model(headed, HEADED | {"id2label": {"0": "reward"}}))
+    else:
+        assert f"--model {headed}: has a head of 3 outputs in the place of its output layer." in refusal(kind, headed)
+
+
+def test_adapters_beside_a_head(dense: Path, tmp_path: Path) -> None:
+    """An adapter that was saved with its head goes on; on a language model it is not for a language model."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    written = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["score"]}
+    (folder / "adapter_config.json").write_text(json.dumps(written | {"base_model_name_or_path": str(dense)}))
+    tensors = {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": {} for n in range(4)}
+    header = json.dumps(tensors).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for kind in ("seq_cls", "rm", "reranker"):
+        options, notes = check(kind, dense, f"{LORA} --adapters {folder}")
+        assert (options.lora_rank, notes) == (4, [])
+    assert "score" in refusal("causal_lm", dense, f"{LORA} --adapters {folder}")
+    assert "score" in refusal("seq_cls", dense, f"{LORA} --target_modules score")
+
+
+def test_what_scores_does_not_speak(dense: Path, headed: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    written = {"peft_type": "LORA", "task_type": "SEQ_CLS", "base_model_name_or_path": str(dense)}
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    for words in (["--model", str(headed)], ["--adapters", str(folder)]):
+        assert main("swift", ["infer", *words]) == 2
+        assert f"{words[0]} {words[1]}: has a head in the place of its output layer" in capsys.readouterr().err
+
+
+def test_what_is_not_read_is_said(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("rm", "seq_cls", "embedding", "reranker"):
+        assert check(kind, dense, "--loss_scale all")[1] == [
+            f"--loss_scale all is not needed: --{CHOICE[kind]} {kind} has no loss of tokens."
+        ]
+    assert check("dpo", dense, "--loss_scale all")[1] == []
+    monkeypatch.setenv("INFONCE_TEMPERATURE", "0.02")
+    monkeypatch.setenv("INFONCE_HARD_NEGATIVES", "4")
+    monkeypatch.setenv("GENERATIVE_RERANKER_POSITIVE_TOKEN", "true")
+    assert check("embedding", dense)[1] == [
+        "INFONCE_HARD_NEGATIVES=4 in the environment is not read: there is no such flag.",
+        "INFONCE_TEMPERATURE=0.02 in the environment is not read: give --infonce_temperature 0.02.",
+    ]
+    (note,) = check("generative_reranker", dense)[1]
+    assert note.endswith(" is not read: give --positive_token true.")
+    assert check("reranker", dense)[1] == check("dpo", dense)[1] == []
+
+
+def test_every_type_has_its_metrics() -> None:
+    assert set(METRICS) == set(CHOICE)
+
+
+def test_types_are_checked_without_torch(dense: Path) -> None:
+    program = (
+        "import sys; from megaswift.cli.main import main; code = main('megatron', sys.argv[1:]);"
+        "assert not {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules); sys.exit(code)"
+    )
+    words = line("dpo", f"--model {dense} --dataset d --train_iters 1 --ref_model {dense} --padding_free false")
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "--padding_free false cannot be with --rlhf_type dpo" in done.stderr
+
+
+ROWS = {
+    "dpo": {"rejected_response": "Nothing."},
+    "kto": {"label": True},
+    "rm": {"rejected_response": "Nothing.", "margin": 0.5},
+    "seq_cls": {"label": 1},
+    "embedding": {},
+    "reranker": {},
+    "generative_reranker": {},
+}
+
+
+def rows_of(kind: str) -> list[dict]:
+    if kind in ("embedding", "reranker", "generative_reranker"):
+        return [
+            {
+                "messages": [{"role": "user", "content": f"query {n}"}],
+                "positive_messages": [[{"role": "user", "content": f"the answer to {n}"}]],
+                "negative_messages": [[{"role": "user", "content": "another"}]],
+            }
+            for n in range(40)
+        ]
+    return [{"query": f"What is {n}?", "response": f"{n} is {n}."} | ROWS[kind] for n in range(40)]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_dry_run(kind: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(dense)
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind)))
+    words = f"--model {dense} --dataset {file} --num_train_epochs 1 --dry_run true"
+    code = main("megatron", line(kind, words + " --num_labels 2" * (kind == "seq_cls")))
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "steps             3\n" in printed.out
+    assert f"  {CHOICE[kind]:<44}{kind}   (command line)" in printed.out
+    assert f"-m megaswift.cli.main megatron {line(kind)[0]} --{CHOICE[kind]} {kind}" in printed.out
+
+
+def test_defaults_of_the_losses() -> None:
+    """Those of TRL 1.16."""
+    dpo, kto = DpoOptions(), KtoOptions()
+    assert (dpo.beta, dpo.loss_type, dpo.loss_weights, dpo.label_smoothing) == (0.1, ["sigmoid"], [], 0.0)
+    assert (dpo.f_divergence_type, dpo.f_alpha_divergence_coef, dpo.discopop_tau) == ("reverse_kl", 0.5, 0.05)
+    assert (kto.beta, kto.loss_type, kto.desirable_weight, kto.undesirable_weight) == (0.1, "kto", 1.0, 1.0)

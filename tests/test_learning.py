@@ -1,0 +1,31 @@
+"""Models learn the tasks, by the commands that users give; scripts/learn.py says what and how much."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "learn.py"
+
+
+def learn(folder: Path, *tasks: str) -> None:
+    """The script fails where a result is below its bound, or the run has measured another one."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--folder", folder, "--only", *tasks], capture_output=True, text=True, check=False
+    )
+    print(done.stdout, done.stderr[-3000:])
+    assert done.returncode == 0
+    assert "WRONG" not in done.stdout
+    for task in tasks:
+        assert f"\n{task} " in done.stdout
+
+
+@pytest.mark.slow
+def test_preferences_classes_and_embeddings_are_learnt(tmp_path: Path) -> None:
+    learn(tmp_path, "rm", "seq_cls", "embedding", "dpo")
+
+
+@pytest.mark.long
+def test_single_answers_and_rankings_are_learnt(tmp_path: Path) -> None:
+    learn(tmp_path, "kto", "reranker")
