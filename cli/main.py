@@ -70,7 +70,7 @@ USAGE = "[CONFIG.yaml] [--flag value ...]"
 
 
 def megatron() -> NoReturn:
-    _end(main("megatron", sys.argv[1:]))
+    _end(main("megatron", sys.argv[1:]), at_once=True)
 
 
 def swift() -> NoReturn:
@@ -309,9 +309,10 @@ def _tell(notes: list[str]) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
-def _end(code: int) -> NoReturn:
-    """Exit. One of several processes that has failed does so at once: tidying up could wait for the others for long."""
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _end(code: int, *, at_once: bool = False) -> NoReturn:
+    """Exit. A run's processes do so `at_once`: all that counts is on the disk, and tidying up could wait for long, for
+    other processes where this one has failed, else for its own threads and data loaders."""
+    if at_once:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -339,4 +340,4 @@ def _for_users(error: Exception) -> bool:
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"Usage: torchrun ... -m megaswift.cli.main {'|'.join(COMMANDS)} COMMAND --flag value ...")
-    _end(main(sys.argv[1], sys.argv[2:]))
+    _end(main(sys.argv[1], sys.argv[2:]), at_once=sys.argv[1] == "megatron")

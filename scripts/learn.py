@@ -225,7 +225,7 @@ TASKS = {
     ),
     "reranker": Task(
         "sft --task_type reranker --loss_type listwise_reranker --micro_batch_size 16 --global_batch_size 16 "
-        "--train_iters 120 --lr 2e-3",
+        "--train_iters 160 --lr 2e-3",
         rankings, measure_reranker, {"mrr": (0.52, 0.9)},
     ),
 }  # fmt: skip

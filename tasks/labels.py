@@ -1,4 +1,4 @@
-"""The head of a run whose model scores documents: how many labels it has, and what they are, by options and data."""
+"""Labels: whether the data has those that a task wants, and the head of a model that scores documents."""
 
 from typing import Any
 
@@ -7,13 +7,21 @@ import numpy as np
 from ..bridge.heads import head_of, with_head
 from ..templates.prepare import Prepared
 from ..templates.store import TokenStore
-from .options import EmbeddingOptions, GenerativeRerankerOptions, RerankerOptions, RmOptions, SeqClsOptions, SftOptions
+from .options import (
+    EmbeddingOptions,
+    GenerativeRerankerOptions,
+    KtoOptions,
+    RerankerOptions,
+    RmOptions,
+    SeqClsOptions,
+    SftOptions,
+)
 
 
 def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_token_id: int | None) -> dict[str, Any]:
     """`hf_config`, with the head that the task wants where it wants one.
 
-    Raises ValueError where the labels of the data are not what the options, or the head that there is, say.
+    Raises ValueError where the labels of the data are not what the task, the options or the head that there is want.
     """
     stores = [store for store in (data.train, data.val) if isinstance(store, TokenStore)]
     if isinstance(options, SeqClsOptions):
@@ -26,6 +34,11 @@ def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_t
         return with_head(hf_config, labels, problem, pad_token_id=pad_token_id)
     scores = isinstance(options, RmOptions | RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
     labels = head_of(hf_config)
+    if isinstance(options, KtoOptions):
+        _check_kinds(stores[0].labels)
+    if isinstance(options, RerankerOptions) and options.loss_type == "listwise_reranker":
+        for store in stores:
+            _check_lists(store.document_counts)
     if scores:
         if labels not in (None, 1):
             raise ValueError(
@@ -95,6 +108,24 @@ def _check_pairs(given: np.ndarray, loss_type: str) -> None:
         )
     elif loss_type != "cosine_similarity" and not np.isin(known, (0, 1)).all():
         raise ValueError(f"--loss_type {loss_type} wants labels 0 and 1, and a row of the data has another one")
+
+
+def _check_kinds(given: np.ndarray) -> None:
+    """Raise ValueError where all answers are of one kind, labels [samples, 1]: nothing would tell them apart."""
+    if (given == given[0]).all():
+        raise ValueError(
+            f"--dataset: the label of every row is {'true' if given[0, 0] else 'false'}, and KTO learns from answers "
+            "of both kinds. Add rows of the other kind, or train on good answers alone with megatron sft"
+        )
+
+
+def _check_lists(documents: np.ndarray) -> None:
+    """Raise ValueError where a sample has one document, of counts [samples]: it is the first of its list anyway."""
+    if (documents < 2).any():
+        raise ValueError(
+            "--loss_type listwise_reranker looks for the positive among its negatives, and a row of the data has one "
+            "document with a label. Give --loss_type pointwise_reranker, or rows with negative_messages"
+        )
 
 
 def _known(labels: np.ndarray) -> np.ndarray:

@@ -17,13 +17,11 @@ from ..bridge.build import Model
 from ..bridge.layers.segments import to_device
 from ..templates.batches import Batches
 from ..templates.layout import Batch
-from ..templates.store import TokenStore
 from .flops import Flops
 from .heads import scores
 from .losses.preference import Dpo, Pairs, dpo_losses, dpo_rewards, kto_losses, reward_losses
 from .objective import Objective, copied, detached, forward_flops, grouping_of, means, nothing, samples, share
 from .options import DpoOptions, KtoOptions, RmOptions
-from .ranks import on_first_rank
 from .reference import make_reference, sums_by_document, sums_of
 from .run import Run
 from .start import train
@@ -93,7 +91,6 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     """
     options = run.options
     assert isinstance(options, KtoOptions)
-    on_first_rank(lambda: _check_kinds(run))
     reference = make_reference(run, model, options, train, val)
     own = Flops.of_model(model)
     measures = options.loss_type == "kto"
@@ -135,17 +132,6 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     names = ["loss", "kl", *(f"{what}/{side}" for side in ("chosen", "rejected") for what in KTO_SUMS)]
     objective = Objective(loss, names, prepare=prepare, means=_kto_means, weight=samples, more_flops=more_flops)
     return objective, [reference.note]
-
-
-def _check_kinds(run: Run) -> None:
-    """Raise ValueError where all answers are of one kind: nothing would tell them apart."""
-    assert isinstance(run.data.train, TokenStore)  # KTO does not stream
-    wanted = run.data.train.labels[:, 0] == 1
-    if wanted.all() or not wanted.any():
-        raise ValueError(
-            f"--dataset: the label of every row is {'true' if wanted.all() else 'false'}, and KTO learns from answers "
-            "of both kinds. Add rows of the other kind, or train on good answers alone with megatron sft"
-        )
 
 
 def _besides(batches: list[Batch]) -> list[Batch]:

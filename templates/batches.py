@@ -224,7 +224,6 @@ class PlannedBatches(Dataset):
         self.width = 0  # of labels
         if layout.stage not in ALONE:  # found before the loader's processes are forked
             self.width, self.counts = store.label_width, store.document_counts
-            self.positive = store.first_labels == 1
 
     @property
     def samples(self) -> int:
@@ -287,7 +286,6 @@ class PlannedBatches(Dataset):
         return Totals(
             tokens,
             samples=float(len(items)),
-            positives=float(self.positive[items].sum()) if self.layout.beside else 0.0,
             peers=[len(some) if self.layout.beside else int(self.counts[some].sum()) for some in of_ranks],
         )
 

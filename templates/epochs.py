@@ -172,15 +172,14 @@ class Epochs:
 
 
 def content(store: TokenStore) -> str:
-    """Names the samples and their order by all lengths, weights and labels' first numbers, and by all of some."""
+    """Names the samples and their order by all lengths, weights and labels, and by the tokens of some."""
     digest = hashlib.blake2b(store.lengths.tobytes(), digest_size=16)
     digest.update(store.weights.tobytes())
     if store.stage not in ALONE:
-        digest.update(store.first_labels.tobytes())
+        digest.update(store.labels.tobytes())
     for sample in np.linspace(0, len(store) - 1, LOOKED_INTO, dtype=np.int64).tolist():
         for ids, _ in store.row(sample):
             digest.update(ids.tobytes())
-        digest.update(store.label(sample).tobytes())
     return digest.hexdigest()
 
 

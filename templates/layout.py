@@ -22,7 +22,6 @@ class Totals(NamedTuple):
 
     tokens: float  # sum of the loss weights (of samples of several documents: of the first ones)
     samples: float = 0.0
-    positives: float = 0.0
     peers: Sequence[int] = ()  # documents in this micro batch of each data-parallel rank
 
 
@@ -55,7 +54,6 @@ class Grouping(Portable):
     labels: Tensor  # [samples, numbers] float32; NaN where a label has fewer (a margin that is missing is 0)
     items: Tensor  # [samples] int64: numbers in the store; -1 in a stream
     loss_samples: float  # samples of the whole global batch
-    positives: float  # kto: those of the label 1
     peers: list[int]  # documents in this micro batch of each data-parallel rank; empty in a stream
 
 
@@ -167,7 +165,6 @@ class Layout:
             tokens=torch.tensor(tokens, dtype=torch.float32),
             labels=torch.from_numpy(labels),
             loss_samples=totals.samples,
-            positives=totals.positives,
             peers=list(totals.peers),
         )
         return replace(batch, grouping=grouping)

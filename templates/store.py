@@ -238,11 +238,6 @@ class TokenStore:
         return self._chosen([file.sizes("document_lengths") for file in self.files])
 
     @cached_property
-    def first_labels(self) -> np.ndarray:
-        """The first number of each label, NaN where there is none: float32 [samples]."""
-        return self._chosen([file.labels(1) for file in self.files])[:, 0]
-
-    @cached_property
     def label_width(self) -> int:
         """The most numbers that a label has."""
         return int(self._chosen([file.sizes("label") for file in self.files]).max(initial=0))

@@ -29,8 +29,9 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_by_kernels_of_a_gpu(kind, place, alone):
+    options = SftOptions(gradient_accumulation_fusion=False)  # whose buffers are data parallelism's
     source = place / ("scored" if kind == "scores" else "causal")
-    model = build_model(read_config(source), SftOptions(), torch.bfloat16)
+    model = build_model(read_config(source), options, torch.bfloat16)
     load_weights(model.chunks, read_config(source), source)
     batches = [on_device(worker.batch_of(pack)) for pack in worker.packs()]
 

@@ -39,6 +39,17 @@ EVALUATED = {
     "rm": "--val_dataset val.jsonl --eval_steps 3 --center_rewards_coefficient 0.05",
 }
 
+# The command line, in a process that a fault is planted into.
+PLANTED = """
+import sys
+from types import SimpleNamespace
+from megaswift.cli.main import main
+from megaswift.tasks import objective, preference, reference
+{fault}
+if __name__ == "__main__":
+    sys.exit(main("megatron", sys.argv[1:]))
+"""
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -145,23 +156,30 @@ class Place:
 
     def megatron(self, line: str, processes: int | None = None, *, fails: bool = False) -> str:
         """Run `megatron rlhf {line}`; what it printed."""
-        return self._command(f"megatron rlhf {line}", processes, fails)
+        return self._start(["-m", "megaswift.cli.main", "megatron", "rlhf", *shlex.split(line)], processes, fails)
+
+    def _planted(self, fault: str, line: str, processes: int | None) -> str:
+        script = self.folder / f"planted-{len(self._runs)}.py"
+        script.write_text(PLANTED.format(fault=fault))
+        return self._start([str(script), "rlhf", *shlex.split(line)], processes)
 
     def swift(self, line: str) -> str:
-        return self._command(f"swift {line}")
+        return self._start(["-m", "megaswift.cli.main", "swift", *shlex.split(line)])
 
-    def _command(self, line: str, processes: int | None = None, fails: bool = False) -> str:
-        words = ["-m", "megaswift.cli.main", *shlex.split(line)]
+    def _start(self, words: list[str], processes: int | None = None, fails: bool = False) -> str:
         environment = os.environ | {"HF_HOME": str(self.folder / "cache"), "COLUMNS": "200"}
         done = prepared.run(words, processes=processes, cwd=self.folder, environment=environment)
         printed = done.stdout + done.stderr
         assert (done.returncode != 0) == fails, printed[-6000:]
         return printed
 
-    def run(self, kind: str, flags: str = "", processes: int | None = None) -> Trained:
-        """Three steps of four samples, on `kind`: dpo, kto or rm, with these flags beside its own."""
+    def run(self, kind: str, flags: str = "", processes: int | None = None, *, fault: str = "") -> Trained:
+        """Three steps of four samples, on `kind`: dpo, kto or rm, with these flags beside its own.
+
+        `fault`: what Python does before, to see that a test finds it.
+        """
         flags = flags.format(OF_A_PACK[kind])
-        key = kind, flags, processes
+        key = kind, flags, processes, fault
         if key not in self._runs:
             output = self.folder / f"run-{len(self._runs)}"
             given = flags.split()
@@ -169,7 +187,8 @@ class Place:
             data = "" if "--dataset" in given else f"--dataset {'kto' if kind == 'kto' else 'pairs'}.jsonl"
             micro = "" if "--micro_batch_size" in given else "--micro_batch_size 2"
             line = f"--rlhf_type {kind} {model} {data} {micro} {COMMON} {EVALUATED[kind]} {flags} --add_version false"
-            printed = self.megatron(f"{line} --output_dir {output}", processes)
+            line = f"{line} --output_dir {output}"
+            printed = self._planted(fault, line, processes) if fault else self.megatron(line, processes)
             self._runs[key] = Trained(output, printed)
         return self._runs[key]
 

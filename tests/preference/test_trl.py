@@ -21,6 +21,8 @@ NAMES = "loss", "grad_norm", "kl", "learning_rate"  # and all of rewards/ and lo
 # TRL's reward trainer has other names.
 OF_REWARDS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 
+OTHER_SIZES = ("dpo", 1), ("dpo", 4), ("kto", 1), ("rm", 1), ("rm", 4)
+
 
 def agree(ours: Trained, theirs: tuple[upstream.Log, Any], place: Place, model: str) -> None:
     log, trained = theirs
@@ -49,19 +51,12 @@ def test_dpo(place: Place) -> None:
 
 def test_dpo_with_several_losses_and_another_reference(place: Place) -> None:
     """In TRL's own format of rows too."""
-    flags = (
-        "--loss_type sigmoid sft bco_pair --loss_weights 0.8 0.5 0.3 --beta 0.3 --ref_model other --dataset trl.jsonl"
-    )
+    flags = "--loss_type sigmoid sft ipo --loss_weights 0.8 0.5 0.3 --beta 0.3 --ref_model other --dataset trl.jsonl"
     ours = place.run("dpo", flags)
-    settings = {"loss_type": ["sigmoid", "sft", "bco_pair"], "loss_weights": [0.8, 0.5, 0.3], "beta": 0.3}
+    settings = {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [0.8, 0.5, 0.3], "beta": 0.3}
     theirs = dpo(place, ref_model="other", **settings)
     assert abs(ours.steps[0]["rewards/chosen"]) > 1
     agree(ours, theirs, place, "qwen3")
-
-
-def test_ipo(place: Place) -> None:
-    """Whose log-probabilities are means over the tokens of an answer."""
-    agree(place.run("dpo", "--loss_type ipo"), dpo(place, loss_type=["ipo"]), place, "qwen3")
 
 
 @pytest.mark.long
@@ -70,13 +65,15 @@ def test_ipo(place: Place) -> None:
     [
         "--loss_type exo_pair --label_smoothing 0.1",
         "--loss_type robust --label_smoothing 0.1",
+        "--loss_type ipo",
+        "--loss_type bco_pair",
         "--loss_type hinge",
         "--loss_type nca_pair",
         "--loss_type sppo_hard",
         "--loss_type apo_zero",
         "--loss_type apo_down",
         "--loss_type discopop --discopop_tau 0.1",
-        "--loss_type sigmoid_norm --beta 2",
+        "--loss_type sigmoid_norm --beta 0.3",
         "--f_divergence_type js_divergence",
         "--f_divergence_type alpha_divergence --f_alpha_divergence_coef 0.7",
         "--loss_type aot --micro_batch_size 4",
@@ -121,8 +118,9 @@ def test_reward_model(place: Place) -> None:
     agree(place.run("rm"), theirs, place, "reward")
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "rm"])
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("kto", 4), *(pytest.param(*case, marks=pytest.mark.long) for case in OTHER_SIZES)]
+)
 def test_micro_batches_of_any_size_give_the_same(kind: str, size: int, place: Place) -> None:
     """The others here are of two samples."""
     split, whole = place.run(kind, f"--micro_batch_size {size}"), place.run(kind)

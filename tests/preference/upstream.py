@@ -72,6 +72,8 @@ def kto(folder: Path, model: Any, rows: list[dict], ref_model: Any = None, **set
     from trl.trainer.kto_trainer import KTOTrainer
 
     def rotate(trainer: Any) -> None:
+        if not trainer.calculate_KL:
+            return
         answers = list(trainer.train_dataset["completion_ids"])
         others = trainer.train_dataset.remove_columns("KL_completion_ids")
         trainer.train_dataset = others.add_column("KL_completion_ids", [answers[-1], *answers[:-1]])

@@ -43,7 +43,7 @@ class Groups:
 
     def __init__(self, stage, count=37, longest=24, seed=0):
         random = np.random.default_rng(seed)
-        self.stage, self.samples, self.labels = stage, [], []
+        self.stage, self.samples, labels = stage, [], []
         for n in range(count):
             documents = []
             for part in range({"preference": 2, "kto": 2, "seq_cls": 1}.get(stage) or int(random.integers(2, 6))):
@@ -52,12 +52,14 @@ class Groups:
                 documents.append((np.arange(length, dtype=np.int32) + 1000 * (10 * n + part + 1), weights))
             self.samples.append(documents)
             numbers = 1 if stage == "kto" else int(random.integers(0, {"preference": 2}.get(stage, 4)))
-            self.labels.append(random.integers(0, 2, numbers).astype(np.float32))
+            labels.append(random.integers(0, 2, numbers).astype(np.float32))
         self.lengths = np.array([sum(len(ids) for ids, _ in documents) for documents in self.samples])
         self.weights = np.array([documents[0][1][1:].sum() for documents in self.samples], np.float64)
         self.document_counts = np.array([len(documents) for documents in self.samples], np.int32)
-        self.first_labels = np.array([label[0] if len(label) else np.nan for label in self.labels], np.float32)
-        self.label_width = max(map(len, self.labels))
+        self.label_width = max(map(len, labels))
+        self.labels = np.full((count, self.label_width), np.nan, np.float32)
+        for row, label in zip(self.labels, labels, strict=True):
+            row[: len(label)] = label
 
     def __len__(self):
         return len(self.samples)
@@ -66,7 +68,7 @@ class Groups:
         return self.samples[i]
 
     def label(self, i):
-        return self.labels[i]
+        return self.labels[i][~np.isnan(self.labels[i])]
 
     def padded_lengths(self, multiple, beside):
         padded = [[-(-len(ids) // multiple) * multiple for ids, _ in documents] for documents in self.samples]

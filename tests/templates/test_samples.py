@@ -315,8 +315,6 @@ def test_the_store_gives_back_what_it_was_given(tmp_path):
     assert store.lengths.tolist() == [sum(some) for some in lengths]
     assert store.document_counts.tolist() == [len(some) for some in lengths]
     assert store.label_width == max(len(sample.label) for sample in chosen)
-    firsts = np.array([(sample.label or [np.nan])[0] for sample in chosen], np.float32)
-    assert np.array_equal(store.first_labels, firsts, equal_nan=True)
     widest = [sample.label + [np.nan] * (store.label_width - len(sample.label)) for sample in chosen]
     assert np.array_equal(store.labels, np.array(widest, np.float32), equal_nan=True)
     for multiple in (1, 4):
