@@ -21,7 +21,6 @@ from ..bridge.build import Model
 from ..bridge.layers.segments import to_device
 from ..templates.batches import Batches
 from ..templates.layout import Batch, Grouping
-from .losses import embedding as vectors
 from .losses.classification import (
     accuracy,
     class_numbers,
@@ -29,6 +28,13 @@ from .losses.classification import (
     listwise_losses,
     multi_hot,
     pointwise_losses,
+)
+from .losses.embedding import (
+    contrastive_losses,
+    cosine_similarity_losses,
+    infonce_losses,
+    matryoshka,
+    online_contrastive_losses,
 )
 from .objective import Objective, copied, detached, grouping_of, samples, share
 from .options import EmbeddingOptions, GenerativeRerankerOptions, RerankerOptions, SeqClsOptions
@@ -103,7 +109,7 @@ def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) 
     def loss(batch: Batch, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         dims = options.mrl_dims or [found.shape[1]]
         weights = options.mrl_weights or [1.0] * len(dims)
-        of_each = [measure(short, grouping_of(batch)) for short in vectors.matryoshka(found, dims)]
+        of_each = [measure(short, grouping_of(batch)) for short in matryoshka(found, dims)]
         losses = torch.stack([weight * values["loss"] for weight, values in zip(weights, of_each, strict=True)]).sum(0)
         longest = of_each[dims.index(max(dims))]
         shares = {name: share(values, batch) for name, values in (longest | {"loss": losses}).items()}
@@ -112,19 +118,19 @@ def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) 
     return Objective(loss, names, forward=forward, weight=samples, scores_tokens=False), []
 
 
-def _infonce(vectors_: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
+def _infonce(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
     """Of each anchor, among its own documents or those of all samples on all data-parallel ranks."""
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
     others = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = _of_all_ranks(vectors_, others, grouping.peers)
-        mask = to_device(usable, vectors_.device).expand(len(anchors), -1)
+        candidates, usable, first = _of_all_ranks(vectors, others, grouping.peers)
+        mask = to_device(usable, vectors.device).expand(len(anchors), -1)
     else:
-        candidates, first = vectors_, 0
-        mask = to_device((grouping.samples == grouping.samples[anchors, None]) & others, vectors_.device)
-    target = to_device(first + anchors + 1, vectors_.device)
-    own = vectors_.index_select(0, to_device(anchors, vectors_.device))
-    losses = vectors.infonce_losses(own, candidates, target, options.infonce_temperature, mask)
+        candidates, first = vectors, 0
+        mask = to_device((grouping.samples == grouping.samples[anchors, None]) & others, vectors.device)
+    target = to_device(first + anchors + 1, vectors.device)
+    own = vectors.index_select(0, to_device(anchors, vectors.device))
+    losses = infonce_losses(own, candidates, target, options.infonce_temperature, mask)
     cosines = (own.detach() @ candidates.detach().t()).masked_fill(~mask, -torch.inf)
     nearest = F.pad(cosines, (0, 1), value=-torch.inf).argmax(1)  # of a micro batch of fillers there are none
     return {"loss": losses, "accuracy": (nearest == target).float()}
@@ -143,16 +149,16 @@ def _of_all_ranks(own: Tensor, others: Tensor, peers: list[int]) -> tuple[Tensor
     return whole[:, :-1], whole[:, -1] > 0, rank * most
 
 
-def _pairs(vectors_: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
-    first, second = vectors_[::2], vectors_[1::2]
-    labels = to_device(grouping.labels[:, 0], vectors_.device)
+def _pairs(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
+    first, second = vectors[::2], vectors[1::2]
+    labels = to_device(grouping.labels[:, 0], vectors.device)
     match options.loss_type:
         case "cosine_similarity":
-            return {"loss": vectors.cosine_similarity_losses(first, second, labels)}
+            return {"loss": cosine_similarity_losses(first, second, labels)}
         case "contrastive":
-            return {"loss": vectors.contrastive_losses(first, second, labels, options.contrastive_margin)}
+            return {"loss": contrastive_losses(first, second, labels, options.contrastive_margin)}
         case _:
-            return {"loss": vectors.online_contrastive_losses(first, second, labels, options.contrastive_margin)}
+            return {"loss": online_contrastive_losses(first, second, labels, options.contrastive_margin)}
 
 
 def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:

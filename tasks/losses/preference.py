@@ -196,68 +196,13 @@ _DPO: dict[str, Callable[[_Compared, Dpo], Tensor]] = {
     "sigmoid_norm": _sigmoid_norm,
 }
 LOSS_TYPES = (*_DPO, "sft")
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-# Of the prompt alone is a part of f-DPO's reward, which only the difference of two answers is free of.
-_OF_DIFFERENCES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-_SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")
-
-
-def check(options: Dpo) -> None:
-    """Raises ValueError, naming the flag, its value and the cure, for what no loss can be computed with."""
-    if not options.beta > 0:
-        raise ValueError(f"--beta {options.beta}: it must be above 0 (0.1 is usual).")
-    if not options.discopop_tau > 0:
-        raise ValueError(f"--discopop_tau {options.discopop_tau}: it must be above 0 (0.05 is the paper's).")
-    _check_types(options)
-    _check_smoothing(options)
-
-
-def _check_types(options: Dpo) -> None:
-    types, weights = options.loss_type, options.loss_weights
-    if not types:
-        raise ValueError(f"--loss_type is empty: give one or more of {', '.join(LOSS_TYPES)}.")
-    for name in types:
-        if name not in LOSS_TYPES:
-            raise ValueError(f"--loss_type {name}: there is no such loss for DPO. There are {', '.join(LOSS_TYPES)}.")
-    if weights is not None and len(weights) != len(types):
-        raise ValueError(
-            f"--loss_weights {' '.join(map(str, weights))}: {len(weights)} for {len(types)} loss types "
-            f"(--loss_type {' '.join(types)}). Give one weight for each."
-        )
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"--loss_weights {' '.join(map(str, weights))}: weights are finite numbers.")
-    divergence = options.f_divergence_type
-    if divergence not in F_DIVERGENCES:
-        raise ValueError(f"--f_divergence_type {divergence}: there are {', '.join(F_DIVERGENCES)}.")
-    alone = [name for name in types if name not in _OF_DIFFERENCES]
-    if divergence != "reverse_kl" and alone:
-        raise ValueError(
-            f"--f_divergence_type {divergence} goes with losses of the difference between two answers "
-            f"({', '.join(sorted(_OF_DIFFERENCES))}), and --loss_type {alone[0]} is none: leave one of them out."
-        )
-
-
-def _check_smoothing(options: Dpo) -> None:
-    types, smoothing = options.loss_type, options.label_smoothing
-    if not 0 <= smoothing < 0.5:
-        raise ValueError(
-            f"--label_smoothing {smoothing}: it is how likely a preference is the wrong way round, from 0 up to, "
-            "and without, 0.5 (where preferences say nothing)."
-        )
-    if "exo_pair" in types and not smoothing:
-        raise ValueError("--loss_type exo_pair needs --label_smoothing above 0 (1e-3 is the paper's).")
-    if smoothing and not set(types) & set(_SMOOTHED):
-        raise ValueError(
-            f"--label_smoothing {smoothing}: --loss_type {' '.join(types)} does not smooth labels. "
-            f"{', '.join(_SMOOTHED)} do; leave the flag out for the others."
-        )
 
 
 def dpo_losses(pairs: Pairs, options: Dpo) -> Tensor:
     """Of each pair, the sum over loss types of weight x loss: [pairs]. `sft` is of tokens, and 0 here.
 
-    `options` have gone through `check`. The aot losses are of all pairs together: what they sort are these pairs, and
-    only their sum means something.
+    The aot losses are of all pairs together: what they sort are these pairs, and only their sum means something.
+    Label smoothing must be above 0 for exo_pair, below 0.5 for robust.
     """
     found = _compared(pairs, options)
     total = torch.zeros_like(pairs.chosen)

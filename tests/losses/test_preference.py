@@ -47,7 +47,6 @@ def test_dpo_is_trls(name, beta):
     """Means and gradients over all pairs, and each pair by itself."""
     pairs = pairs_of()
     options = Dpo(beta=beta, loss_type=(name,), label_smoothing=SMOOTHING.get(name, 0.0))
-    preference.check(options)
     losses = dpo_losses(pairs, options)
     agree(with_gradients(losses, pairs), with_gradients(upstream.dpo(pairs, options)[0], pairs))
     if name not in TOGETHER:
@@ -67,7 +66,6 @@ def test_divergences_are_trls(name, divergence, alpha):
         f_divergence_type=divergence,
         f_alpha_divergence_coef=alpha,
     )
-    preference.check(options)
     losses = dpo_losses(pairs, options)
     agree(with_gradients(losses, pairs), with_gradients(upstream.dpo(pairs, options)[0], pairs))
 
@@ -135,7 +133,8 @@ def test_rewards_are_trls():
 
 @pytest.mark.parametrize(
     ("name", "divergence"),
-    [(name, "reverse_kl") for name in SEQUENCES] + list(product(DIVERGENT, preference.F_DIVERGENCES[1:])),
+    [(name, "reverse_kl") for name in SEQUENCES]
+    + list(product(DIVERGENT, ["forward_kl", "js_divergence", "alpha_divergence"])),
 )
 @pytest.mark.parametrize("ratios", [(1e4, -1e4), (-1e4, 1e4), (1e4, 1e4), (-1e4, -1e4)])
 def test_losses_and_gradients_stay_finite(name, divergence, ratios):
@@ -151,29 +150,6 @@ def test_losses_and_gradients_stay_finite(name, divergence, ratios):
         )
         for found in with_gradients(dpo_losses(pairs, options), pairs):
             assert found.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (Dpo(loss_type=("sigmod",)), ["--loss_type sigmod", "sigmoid, hinge"]),
-        (Dpo(loss_type=()), ["--loss_type is empty", "sigmoid"]),
-        (Dpo(loss_weights=(1.0, 2.0)), ["--loss_weights 1.0 2.0", "2 for 1 loss types", "one weight for each"]),
-        (Dpo(loss_weights=(float("nan"),)), ["--loss_weights nan", "finite"]),
-        (Dpo(beta=0.0), ["--beta 0.0", "above 0"]),
-        (Dpo(label_smoothing=-0.1), ["--label_smoothing -0.1", "0.5"]),
-        (Dpo(loss_type=("robust",), label_smoothing=0.5), ["--label_smoothing 0.5", "without, 0.5"]),
-        (Dpo(loss_type=("exo_pair",)), ["exo_pair needs --label_smoothing above 0", "1e-3"]),
-        (Dpo(loss_type=("hinge",), label_smoothing=0.1), ["--label_smoothing 0.1", "hinge does not smooth"]),
-        (Dpo(f_divergence_type="kl"), ["--f_divergence_type kl", "reverse_kl, forward_kl"]),
-        (Dpo(loss_type=("nca_pair",), f_divergence_type="forward_kl"), ["--f_divergence_type forward_kl", "nca_pair"]),
-        (Dpo(loss_type=("discopop",), discopop_tau=0.0), ["--discopop_tau 0.0", "0.05"]),
-    ],
-)
-def test_what_is_refused(options, words):
-    with pytest.raises(ValueError, match="--") as error:
-        preference.check(options)
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_every_loss_of_trl_is_there():
