@@ -68,7 +68,8 @@ def test_measured_against_the_adapter_that_it_starts_from(place: Place, adapter:
     agree(ours, upstream.dpo(place.folder, model, rows(place)), start)
 
 
-@pytest.mark.parametrize("module", ["embed_tokens", pytest.param("lm_head", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
 def test_the_reference_is_the_base_where_a_matrix_is_trained_whole(module: str, place: Place) -> None:
     """And where it begins with another than the base's."""
     adapter = save_adapter(place, f"whole-{module}", [module])
