@@ -159,6 +159,7 @@ def _state(
         "window_tokens": int(sum_over_ranks({}, [], window.tokens).wait()[0]),
         "elapsed": log.elapsed(),
         "layout": run.layout,
+        "began_from": run.began_from,
         "optimizer": None if options.no_save_optim else optimizer_numbers(training),
         "rng": not options.no_save_rng,
         "data": train.position(),

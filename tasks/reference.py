@@ -23,6 +23,7 @@ from ..bridge.layers.segments import to_device
 from ..bridge.lora.attach import attach
 from ..bridge.lora.files import load_adapter, settings_of
 from ..bridge.lora.merge import settle
+from ..bridge.options import ModelOptions
 from ..bridge.safetensors_io import names_of
 from ..templates.batches import Batches
 from ..templates.layout import Batch
@@ -113,11 +114,12 @@ def _without_adapters(model: Model) -> Sums:
 
 def _build(run: Run, options: ReferenceOptions) -> tuple[Model, str]:
     """A model of its own, of which nothing is trained."""
-    folder, hf_config = run.model_folder, run.hf_config
-    if given := options.ref_model or options.mcore_ref_model:
-        asked = replace(run.options, model=options.ref_model or "", mcore_model=options.mcore_ref_model)
-        folder = first_of_each_node(lambda: hub.source_folder(asked, options.mcore_ref_model))
-        hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(options.mcore_ref_model)))
+    given = options.ref_model or options.mcore_ref_model
+    source = {"model": options.ref_model or "", "mcore_model": options.mcore_ref_model} if given else run.began_from
+    asked = replace(run.options, **source)
+    folder = first_of_each_node(lambda: _folder(asked, given))
+    hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(asked.mcore_model)))
+    if given:
         on_first_rank(lambda: _check_vocabulary(run, folder, given))
     built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
     adapters = bool(options.ref_adapters)
@@ -132,8 +134,20 @@ def _build(run: Run, options: ReferenceOptions) -> tuple[Model, str]:
     for chunk in model.chunks:
         chunk.requires_grad_(False)
         chunk.eval()
-    name = f"{given or 'the weights that the run starts from'}"
+    name = given or f"the weights that the run began from, {source['mcore_model'] or source['model']}"
     return model, f"{name} with {options.ref_adapters[0]}" if adapters else name
+
+
+def _folder(asked: ModelOptions, given: str | None) -> Path:
+    try:
+        return hub.source_folder(asked, asked.mcore_model)
+    except FileNotFoundError as error:
+        if given:
+            raise
+        raise FileNotFoundError(
+            f"the reference is what the run began from, and that is not there any more ({error}). Give it as "
+            "--ref_model"
+        ) from error
 
 
 def _read_adapter(model: Model, hf_config: dict[str, Any], folder: Path, adapter: Path) -> None:

@@ -64,9 +64,19 @@ class Run:
     @property
     def base(self) -> str:
         """What an adapter's files call the model: a folder, as it is found from anywhere, or a hub's id."""
-        name = self.options.mcore_model or self.options.model
-        folder = Path(name).expanduser()
-        return str(folder.absolute()) if folder.is_dir() else name
+        return _from_anywhere(self.options.mcore_model or self.options.model)
+
+    @property
+    def began_from(self) -> dict[str, str]:
+        """The options that name the model before any training, also of a run that goes on from a checkpoint of its own
+        (`--finetune false --model checkpoint-100`)."""
+        own = {name: _from_anywhere(getattr(self.options, name) or "") for name in ("model", "mcore_model")}
+        return self.resumed.state["began_from"] if self.resumed else own
+
+
+def _from_anywhere(model: str) -> str:
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if model and folder.is_dir() else model
 
 
 def open_run(options: SftOptions, sources: dict[str, str]) -> Run:

@@ -100,13 +100,13 @@ class _Server:
         self._temporary.cleanup()
 
 
-_servers: list[_Server] = []
+_servers = threading.local()  # each thread's own: a server starts one job after the other
 
 
 def _server() -> _Server:
-    if not _servers:
-        _servers.append(_Server())
-    return _servers[0]
+    if not hasattr(_servers, "own"):
+        _servers.own = _Server()
+    return _servers.own
 
 
 def serve() -> None:

@@ -19,9 +19,11 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,7 +61,14 @@ def make_place(place: Path) -> Path:
     sums = [{"query": f"What is {a} + {b}?", "response": f"It is {a + b}. " * (1 + a * b % 3)} for a, b in pairs]
     pairs = [row | {"rejected_response": "I do not know."[: 3 + number % 11]} for number, row in enumerate(sums)]
     labelled = [row | {"label": number % 3 > 0} for number, row in enumerate(sums)]
-    for name, rows in (("train", sums[:44]), ("val", sums[44:]), ("pairs", pairs), ("labelled", labelled)):
+    classes = [row | {"label": number % 3} for number, row in enumerate(sums)]
+    named = {"train": sums[:44], "val": sums[44:], "pairs": pairs, "labelled": labelled, "classes": classes}
+    said = [
+        [[{"role": "user", "content": row[key][:12]}] for key in ("query", "response", "rejected_response")]
+        for row in pairs
+    ]
+    named["texts"] = [{"messages": a, "positive_messages": [b], "negative_messages": [c]} for a, b, c in said]
+    for name, rows in named.items():
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 
@@ -363,8 +372,9 @@ class Chain:
     lost: list[int] = field(default_factory=list)  # steps done again
     missed: list[dict[str, Any]] = field(default_factory=list)  # operations that no run came to
     faults: list[str] = field(default_factory=list)
+    left: int = 0  # operations that there was no time for
 
-    HEAD = "| case | kills | resumes | steps lost: mean | most | not reached | faults |\n|---|---|---|---|---|---|---|"
+    HEAD = "| case | kills | resumes | steps lost: mean | most | not reached | left | faults |\n|" + "---|" * 8
 
     def __post_init__(self) -> None:
         _ = self.case.reference
@@ -376,7 +386,14 @@ class Chain:
 
     def __str__(self) -> str:
         lost = f"{sum(self.lost) / max(1, len(self.lost)):.1f} | {max(self.lost, default=0)}"
-        return f"| {self.name} | {self.kills} | {self.resumes} | {lost} | {len(self.missed)} | {len(self.faults)} |"
+        ended = f"{len(self.missed)} | {self.left} | {len(self.faults)}"
+        return f"| {self.name} | {self.kills} | {self.resumes} | {lost} | {ended} |"
+
+    def add(self, other: "Chain") -> None:
+        """What another one of the same case did."""
+        self.kills, self.resumes = self.kills + other.kills, self.resumes + other.resumes
+        self.lost, self.missed = self.lost + other.lost, self.missed + other.missed
+        self.faults += other.faults
 
     def run(self, at: dict[str, Any] | None = None, harm: Harm | None = None) -> Ended | None:
         """The next run; None where there is a fault. After a fault, or the last step, an output folder begins anew."""
@@ -397,23 +414,69 @@ class Chain:
         return ended
 
 
+class Targets:
+    """The operations that a case is still to be killed at, shared by its workers. `record`: a file that keeps what was
+    found and done, by which a later sweep goes on."""
+
+    def __init__(self, case: Case, targets: list[dict[str, Any]] | None, every: int, record: Path | None):
+        self.case, self.fixed, self.every, self.record = case, targets is not None, every, record
+        self.lock, self.known = threading.Lock(), {json.dumps(at) for at in case.operations}
+        self.left = case.operations[::every] if targets is None else list(targets)
+        lines = record.read_text().splitlines() if record and record.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["case"] == case.name]
+        self.add([row["found"] for row in rows if "found" in row])
+        done = [row["done"] for row in rows if "done" in row]
+        self.left = [at for at in self.left if at not in done]
+
+    def take(self) -> dict[str, Any] | None:
+        with self.lock:
+            return self.left.pop(0) if self.left else None
+
+    def add(self, operations: list[dict[str, Any]]) -> None:
+        """Those that were not known come next."""
+        with self.lock:
+            new = [at for at in operations if json.dumps(at) not in self.known]
+            self.known |= {json.dumps(at) for at in new}
+            self.left[:0] = [] if self.fixed else new[:: self.every]
+            self._write("found", new)
+
+    def done(self, at: dict[str, Any]) -> None:
+        with self.lock:
+            self._write("done", [at])
+
+    def _write(self, what: str, operations: list[dict[str, Any]]) -> None:
+        if self.record:
+            with self.record.open("a") as file:
+                file.writelines(json.dumps({"case": self.case.name, what: at}) + "\n" for at in operations)
+
+
 def sweep(
     case: Case,
     targets: list[dict[str, Any]] | None = None,
     *,
-    first: int = 0,
     every: int = 1,
     seconds: float = 1e9,
+    workers: int = 1,
+    record: Path | None = None,
 ) -> Chain:
-    """Kill at each of `targets`, or at each `every`-th operation of a run, and of those that only resumed runs have."""
-    chain, end = Chain(case.name, case), time.monotonic() + seconds
-    todo = case.operations[first::every] if targets is None else list(targets)
-    known = {json.dumps(at) for at in case.operations}
+    """Kill at each of `targets`, or at each `every`-th operation of a run, and of those that only resumed runs have;
+    `workers` chains at once."""
+    chain = Chain(case.name, case)
+    shared, end = Targets(case, targets, every, record), time.monotonic() + seconds
+    chains = [chain, *(Chain(case.name, case) for _ in range(1, workers))]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda each: _kill_at(each, shared, end), chains))
+    for other in chains[1:]:
+        chain.add(other)
+    chain.left = len(shared.left)
+    return chain
+
+
+def _kill_at(chain: Chain, targets: Targets, end: float) -> None:
+    case = chain.case
     within_a_save = next(at for at in case.operations if at["rank"] == 0 and "manifest" in at["label"])
-    while todo and time.monotonic() < end and len(chain.faults) < 5:
-        at = todo.pop(0)
-        if at["how"] == "kill" and chain.kills % 2:
-            at = at | {"how": "alone"}
+    while time.monotonic() < end and len(chain.faults) < 5 and (target := targets.take()):
+        at = target | {"how": "alone"} if target["how"] == "kill" and chain.kills % 2 else target
         # The run before was killed after a save, or as the last one of these was. Some operations only a run has that
         # begins, others one that finds something half-written.
         for attempt in range(3):
@@ -428,11 +491,9 @@ def sweep(
                 break
         else:
             chain.missed.append(at)
-        new = [each for each in ended.operations if json.dumps(each) not in known] if ended else []
-        known |= {json.dumps(each) for each in new}
-        todo[:0] = new[::every] if targets is None else []
+        targets.add(ended.operations if ended else [])
+        targets.done(target)
     chain.run()
-    return chain
 
 
 def random_kills(case: Case, kills: int, seed: int, *, seconds: float = 1e9) -> Chain:

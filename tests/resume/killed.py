@@ -188,6 +188,7 @@ def main() -> None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     import megaswift.tasks.loop  # noqa: F401
+    import numpy
     from megaswift.tasks import log, train
 
     log.draw = lambda rows, folder: []  # takes longer than the training
@@ -201,7 +202,8 @@ def main() -> None:
         setattr(os, name, watch.wrapped(kind, getattr(os, name), written))
     builtins.open = io.open = watch.opened  # type: ignore[assignment]
     sys.addaudithook(watch.audit)
-    random.seed(1)  # which the run has in its checkpoints, and does not seed
+    for seed in (random.seed, numpy.random.seed):  # which a run has in its checkpoints, and does not seed
+        seed(1)
     sys.argv = ["main", *sys.argv[1:]]
     runpy.run_module("megaswift.cli.main", run_name="__main__", alter_sys=True)
 
