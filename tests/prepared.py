@@ -120,7 +120,7 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         ranks = [None] if job["processes"] is None else list(range(job["processes"]))
-        port = _free_port()
+        port, reserved = _free_port()
         pids = []
         for rank in ranks:
             pids.append(os.fork())
@@ -128,14 +128,19 @@ def serve() -> None:
                 os._exit(_become(job, rank, port))  # without taking apart what was imported, which takes a second
         print(json.dumps(pids), flush=True)
         print(json.dumps(_wait(pids)), flush=True)
+        reserved.close()
 
 
-def _free_port() -> int:
-    """One that the system gives to nobody who asks for any: another test's connection does not take it meanwhile."""
+def _free_port() -> tuple[int, socket.socket]:
+    """One that the system gives to nobody who asks for any, nor another server as long as the second is open: no test's
+    connection takes it meanwhile."""
     while True:
+        port, reserved = random.randrange(12000, 32000), socket.socket(socket.AF_UNIX)
         with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", random.randrange(12000, 32000)))
-            return listener.getsockname()[1]
+            reserved.bind(f"\0prepared-port-{port}")  # a name, no file
+            listener.bind(("127.0.0.1", port))
+            return port, reserved
+        reserved.close()
 
 
 def _become(job: dict, rank: int | None, port: int) -> int:

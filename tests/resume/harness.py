@@ -491,8 +491,9 @@ def _kill_at(chain: Chain, targets: Targets, end: float) -> None:
                 break
         else:
             chain.missed.append(at)
-        targets.add(ended.operations if ended else [])
-        targets.done(target)
+        if ended:
+            targets.add(ended.operations)
+            targets.done(target)
     chain.run()
 
 
