@@ -63,6 +63,7 @@ class Model:
         max_seqlen: int,
         loss_weights: Tensor | None = None,
         scored: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """One micro batch through one chunk (bare, or wrapped for data parallelism).
 
@@ -71,6 +72,7 @@ class Model:
         Returns log p(label) fp32 [rows, local length] on the last pipeline stage, else hidden states for the next.
         With layers of multi-token prediction and `loss_weights` of the labels: [1 + depths, rows, local length], after
         the labels' those of the tokens that the depths predict, each times its weight.
+        `temperature`: by which logits are divided, as where the labels were drawn so.
         """
         documents = self.documents(position_ids, cu_seqlens, max_seqlen)
         if scored is not None and not self.architecture.predicting:  # whose depths score the labels of further tokens
@@ -82,7 +84,7 @@ class Model:
             labels=labels,
             loss_mask=loss_weights,
             packed_seq_params=documents,
-            output_processor=self._log_probs_of_all_depths,
+            output_processor=functools.partial(self._log_probs_of_all_depths, temperature=temperature),
         )
 
     def scores(
@@ -217,6 +219,7 @@ class Model:
         labels: Tensor,
         packed_seq_params: Documents,
         sequence_parallel: bool | None = None,
+        temperature: float = 1.0,
         **_,
     ) -> Tensor:
         _run_hooks(output_layer)
@@ -229,7 +232,7 @@ class Model:
             vocab_size=self.architecture.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=self.config.sequence_parallel if sequence_parallel is None else sequence_parallel,
-            temperature=self.architecture.logits_scale,
+            temperature=self.architecture.logits_scale * temperature,
             accumulate=self.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
             scored=packed_seq_params.scored,
         )

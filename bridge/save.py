@@ -35,7 +35,7 @@ LEFT = {
 LARGEST_CARRIED = 100 * 2**20  # bytes
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
 
     entry: Entry
@@ -45,11 +45,11 @@ class _Piece(NamedTuple):
     merge: Callable[[Tensor], Tensor] | None = None  # makes of the shard what is written
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """Hugging Face tensors that are made together: of one tensor, or of those of all the experts of a layer."""
 
     forms: dict[str, Form]
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
     @property
     def bytes(self) -> int:
@@ -161,36 +161,36 @@ def write_tensors(
     their own. Every rank calls this. `dtype` None: each tensor's. `merges`: what is written in a shard's place."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    for sort, (jobs, group, replicas) in enumerate(_jobs(tensors, entries, architecture, dtype, merges)):
+    for sort, (jobs, group, replicas) in enumerate(jobs_of(tensors, entries, architecture, dtype, merges)):
         at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
         # One file after another goes to the next replica, then to the next rank of its group.
-        files: list[list[tuple[str, list[_Job]]]] = [[] for _ in range(group.size())]
-        for number, contents in enumerate(_files(jobs, max_shard_bytes)):
+        files: list[list[tuple[str, list[Job]]]] = [[] for _ in range(group.size())]
+        for number, contents in enumerate(in_runs(jobs, max_shard_bytes)):
             if number % replicas.size() == replicas.rank():
                 name = f"part-{at}-{number:05}.safetensors"
                 files[number // replicas.size() % group.size()].append((name, contents))
-        if jobs and group.size() > 1:  # NCCL wants all ranks of a group in the first exchange, not just two of them
-            dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
+        if jobs:
+            connect(group)
         for rank, begun, job in _in_turn(files):
             if begun and rank == group.rank():
                 name, contents = begun
                 writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
-            for tensor, run in _gathered(job, group, rank):
+            for tensor, run in gathered(job, group, rank):
                 writer.put(tensor, run)
 
 
-def _jobs(
+def jobs_of(
     tensors: dict[Key, Tensor],
     entries: Mapping[Key, Entry],
     architecture: Architecture,
     dtype: torch.dtype | None,
     merges: Mapping[Key, Callable[[Tensor], Tensor]],
-) -> list[tuple[list[_Job], ProcessGroup, ProcessGroup]]:
+) -> list[tuple[list[Job], ProcessGroup, ProcessGroup]]:
     """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
 
     First what is no expert's, then experts whose tensors stand alone, then experts stacked.
     """
-    sorts: tuple[list[_Job], list[_Job], list[_Job]] = ([], [], [])
+    sorts: tuple[list[Job], list[Job], list[Job]] = ([], [], [])
     for key, tensor in tensors.items():
         entry = entries[key]
         ranks, _ = split_of(key, entry)
@@ -201,13 +201,13 @@ def _jobs(
         }
         if entry.place is None:
             holders = range(ranks) if ranks > 1 else ()
-            sorts[key.expert is not None].append(_Job(forms, [_Piece(entry, spans, holders, tensor, merges.get(key))]))
+            sorts[key.expert is not None].append(Job(forms, [Piece(entry, spans, holders, tensor, merges.get(key))]))
         elif entry.place == local_experts(entry.stack).start:
             pieces = []
             for expert in range(entry.stack):
                 other = key._replace(expert=expert)
-                pieces.append(_Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
-            sorts[2].append(_Job(forms, pieces))
+                pieces.append(Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
+            sorts[2].append(Job(forms, pieces))
     dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
     everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -222,7 +222,7 @@ def _holders(expert: int, entry: Entry) -> range:
     return range(first, first + (1 if entry.kind.dim is None else etp))
 
 
-def _files(jobs: list[_Job], max_bytes: int) -> Iterator[list[_Job]]:
+def in_runs(jobs: list[Job], max_bytes: int) -> Iterator[list[Job]]:
     """The jobs in runs of at most `max_bytes`."""
     run, size = [], 0
     for job in jobs:
@@ -235,7 +235,7 @@ def _files(jobs: list[_Job], max_bytes: int) -> Iterator[list[_Job]]:
         yield run
 
 
-def _in_turn(files: list[list[tuple[str, list[_Job]]]]) -> Iterator[tuple[int, tuple[str, list[_Job]] | None, _Job]]:
+def _in_turn(files: list[list[tuple[str, list[Job]]]]) -> Iterator[tuple[int, tuple[str, list[Job]] | None, Job]]:
     """The jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
 
     As (rank, the file that begins with this job, job).
@@ -248,7 +248,13 @@ def _in_turn(files: list[list[tuple[str, list[_Job]]]]) -> Iterator[tuple[int, t
         yield from ((rank, one[0], one[1]) for rank, one in enumerate(turn) if one is not None)
 
 
-def _gathered(job: _Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
+def connect(group: ProcessGroup) -> None:
+    """NCCL wants all ranks of a group in the first exchange, not just two of them."""
+    if group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
+
+
+def gathered(job: Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
     names = list(job.forms)
     # Stacked tensors are written one after another: the experts come once for each.
@@ -260,7 +266,7 @@ def _gathered(job: _Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str
                     yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
 
 
-def _gather(piece: _Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
+def _gather(piece: Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
     """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
     here, holders = group.rank(), piece.holders or (writer,)
     own = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
@@ -276,7 +282,7 @@ def _gather(piece: _Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
     return shards
 
 
-def _runs(piece: _Piece, shards: list[Tensor], part: int) -> list[Tensor]:
+def _runs(piece: Piece, shards: list[Tensor], part: int) -> list[Tensor]:
     """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
     entry, size = piece.entry, shards[0].shape[piece.entry.dim]
     found = []

@@ -16,6 +16,7 @@ METRICS = {  # of evaluations
     "dpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
     "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
     "rm": ("loss", *REWARDS, "rewards/accuracies"),
+    "grpo": ("reward", "completions/mean_length", "completions/clipped_ratio"),
     "seq_cls": ("loss", "accuracy", "mse"),
     "embedding": ("loss", "accuracy"),
     "reranker": ("loss", "accuracy", "mrr"),
@@ -53,7 +54,7 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "Leave one out."
         )
     known = METRICS[getattr(options, "rlhf_type", None) or getattr(options, "task_type", "causal_lm")]
-    if (metric := (options.metric_for_best_model or "loss").removeprefix("eval_")) not in known:
+    if (metric := (options.metric_for_best_model or options.usual_metric).removeprefix("eval_")) not in known:
         raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(known)}. Give one of them.")
     evaluates = (bool(options.val_dataset) or options.split_dataset_ratio > 0) and options.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):

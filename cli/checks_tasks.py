@@ -13,13 +13,16 @@ from ..tasks.options import (
     GenerativeRerankerOptions,
     InferOptions,
     KtoOptions,
+    PrecomputeOptions,
     ReferenceOptions,
     RerankerOptions,
     RmOptions,
+    SamplingOptions,
     SeqClsOptions,
     SftOptions,
 )
 from ..tasks.plan import Layout
+from .checks_generation import check_generation
 from .checks_lora import adapter_config, check_base, check_fits, settings_of, source_of
 from .checks_model import check_divisible, known_model
 from .flags import UsageError, flags_of, show
@@ -47,9 +50,11 @@ def check_task(
     if options.stage in ("sft", "pt"):
         return
     _documents(options)
+    if isinstance(options, SamplingOptions):
+        check_generation(options, sources)
     _unread(options, sources)
     yield from _needless(options, sources)
-    if isinstance(options, DpoOptions | KtoOptions):
+    if isinstance(options, ReferenceOptions):
         yield from _reference(options, layout, model)
     if isinstance(options, DpoOptions):
         _dpo(options)
@@ -153,7 +158,8 @@ def _given(name: str, options: SftOptions, sources: Mapping[str, str]) -> bool:
 
 def _needless(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(options, DpoOptions | KtoOptions) and _given("loss_scale", options, sources):
-        yield f"--loss_scale {options.loss_scale} is not needed: {kind_of(options)} has no loss of tokens."
+        why = "trains on what it generates" if options.stage == "prompts" else "has no loss of tokens"
+        yield f"--loss_scale {options.loss_scale} is not needed: {kind_of(options)} {why}."
     begins = VARIABLES_BEGIN.get(options.stage, ())
     for variable in sorted(name for name in os.environ if name.startswith(begins)):
         flag = VARIABLES.get(variable)
@@ -186,8 +192,8 @@ def _dpo(options: DpoOptions) -> None:
         )
 
 
-def _reference(options: DpoOptions | KtoOptions, layout: Layout, model: dict[str, Any] | None) -> Iterator[str]:
-    asked = [field.name for field in fields(ReferenceOptions) if getattr(options, field.name)]
+def _reference(options: ReferenceOptions, layout: Layout, model: dict[str, Any] | None) -> Iterator[str]:
+    asked = [field.name for field in fields(PrecomputeOptions) if getattr(options, field.name, None)]
     written = [f"--{name} {show(getattr(options, name))}" for name in asked]
     models = [text for name, text in zip(asked, written, strict=True) if name in REFERENCES]
     if isinstance(options, DpoOptions) and options.reference_free and asked:
@@ -197,13 +203,14 @@ def _reference(options: DpoOptions | KtoOptions, layout: Layout, model: dict[str
             f"{models[0]} and {models[1]}: give one of them. --ref_adapters are put on the model that is trained; put "
             "them into another's weights by `swift export --merge_lora true`."
         )
-    if options.precompute_ref_log_probs and options.streaming:
+    precomputes = isinstance(options, PrecomputeOptions) and options.precompute_ref_log_probs
+    if precomputes and options.streaming:
         raise UsageError(
             "--precompute_ref_log_probs true cannot be with --streaming true: it goes over all data first. Leave one "
             "out."
         )
     if options.offload_ref_model:
-        needless = "it is let go before training" if options.precompute_ref_log_probs else ""
+        needless = "it is let go before training" if precomputes else ""
         if options.tuner_type == "lora" and not models:
             needless = "it is the model without its adapters"
         if needless:
@@ -215,7 +222,7 @@ def _reference(options: DpoOptions | KtoOptions, layout: Layout, model: dict[str
         _reference_model(options, layout, models[0])
 
 
-def _reference_adapter(options: DpoOptions | KtoOptions, model: dict[str, Any] | None) -> Iterator[str]:
+def _reference_adapter(options: ReferenceOptions, model: dict[str, Any] | None) -> Iterator[str]:
     """The same checks as of the adapter that a run starts from, their messages with the reference's flag."""
     as_policy = replace(options, adapters=options.ref_adapters, mcore_adapter=None)
     try:
@@ -228,7 +235,7 @@ def _reference_adapter(options: DpoOptions | KtoOptions, model: dict[str, Any] |
         raise UsageError(str(error).replace("--adapters", "--ref_adapters")) from None
 
 
-def _reference_model(options: DpoOptions | KtoOptions, layout: Layout, given: str) -> None:
+def _reference_model(options: ReferenceOptions, layout: Layout, given: str) -> None:
     """The same checks as of the model that is trained, their messages with the reference's flags. `given`: as typed."""
     as_policy = replace(options, model=options.ref_model or "", mcore_model=options.mcore_ref_model)
     try:

@@ -48,12 +48,13 @@ PREFERENCES = {
     "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference"),
     "kto": Command("KTO: a policy learns from single answers, wanted or not.", "KtoOptions", "preference"),
     "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference"),
+    "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "grpo"),
 }
 COMMANDS = {
     "megatron": {
         "pt": Command("Go on with pre-training, on plain text.", "PtOptions", "sft"),
         "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
-        "rlhf": Command("Learn from preferences: DPO, KTO, reward models.", by="rlhf_type", types=PREFERENCES),
+        "rlhf": Command("Learn from preferences and rewards.", by="rlhf_type", types=PREFERENCES),
         "export": Command("Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "export"),
     },
     "swift": {

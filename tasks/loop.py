@@ -46,7 +46,7 @@ def fit(
     options, model = run.options, training.model
     flops = Flops.of_model(model, scores_tokens=objective.scores_tokens)
     window = Window(objective)
-    start = _start(run, window)
+    start = _start(run, window, objective)
     log = RunLog(
         run.folder if run.writes else None,
         options,
@@ -63,7 +63,8 @@ def fit(
     stop = Stop(options.exit_duration_in_mins)
     watchdog = Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all)
     checkpoints = Checkpoints(run, training, watchdog)
-    steps = train.steps()
+    source = objective.source
+    steps = source.steps(training) if source else train.steps()
     if train.loss_tokens_are_local:
         steps = streamed(steps)
     if start.step >= max_steps:
@@ -90,7 +91,10 @@ def fit(
                 log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
             window.add(batches, metrics, flops, balancing(training))
             sums = window.close(training) if log.due(step) else None
-            record = partial(_record, log, step, sums, outcome, clock, log.meter.excluded, learning_rate, data_wait)
+            more = source.metrics() if source and sums else {}
+            record = partial(
+                _record, log, step, sums, more, outcome, clock, log.meter.excluded, learning_rate, data_wait
+            )
             reason = stop.reason() if step < max_steps else None
             saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch)
             evaluates = _falls_on(step, options.eval_steps, max_steps) if options.eval_steps else saves
@@ -104,12 +108,13 @@ def fit(
                 evaluated: dict[str, float] = {}
                 if val is not None and evaluates:
                     with watchdog.phase(f"evaluation at step {step}"), _collected(options):
-                        evaluated = evaluate(training, val, objective, options.eval_iters, watchdog.tick)
+                        how = source.evaluate if source else partial(evaluate, objective=objective)
+                        evaluated = how(training, val, most=options.eval_iters, tick=watchdog.tick)
                     log.evaluation(step, evaluated)
                 if saves:
                     began = time.perf_counter()
                     state = _state(run, training, train, log, window, evaluated)
-                    paths = checkpoints.save(step, state, _rank_state(run, training, train, window))
+                    paths = checkpoints.save(step, state, _rank_state(run, training, objective, train, window))
                     log.saved(step, paths, time.perf_counter() - began, being_written=options.async_save)
                     log.draw()  # which fails where the checkpoint has filled the disk
             if reason is not None:
@@ -124,6 +129,8 @@ def fit(
             log.close({"stopped": str(error)} | _last(checkpoints))
         raise
     watchdog.phase("the end of training")
+    if source:
+        source.close()
     barrier()
     watchdog.close()
     if reason is None:
@@ -136,11 +143,13 @@ def fit(
     return reason
 
 
-def _start(run: Run, window: Window) -> Start:
-    """Where the log goes on."""
+def _start(run: Run, window: Window, objective: Objective) -> Start:
+    """Where the log goes on, and what makes the steps."""
     if run.resumed is None:
         return Start()
     state = run.resumed.state
+    if objective.source and not run.options.ignore_data_skip:
+        objective.source.load(read_own(run.resumed.folder, 0, "rollout/"))
     if state["layout"] == run.layout:
         window.load(read_own(run.resumed.folder, dist.get_rank(), "window/"))
         waiting = 0
@@ -167,11 +176,15 @@ def _state(
     }
 
 
-def _rank_state(run: Run, training: Training, train: Batches, window: Window) -> dict[str, Tensor]:
+def _rank_state(
+    run: Run, training: Training, objective: Objective, train: Batches, window: Window
+) -> dict[str, Tensor]:
     """What of a run this rank alone has."""
     options = run.options
     tensors = rank_tensors(training, run.hf_config, optimizer=not options.no_save_optim, rng=not options.no_save_rng)
     tensors |= window.tensors()
+    if objective.source and dist.get_rank() == 0:
+        tensors |= objective.source.tensors()
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     if first and parallel_state.is_pipeline_first_stage():
         tensors |= {name: torch.from_numpy(array) for name, array in train.cursors().items()}
@@ -197,6 +210,7 @@ def _record(
     log: RunLog,
     step: int,
     sums: Sums | None,
+    more: dict[str, float],
     outcome: Outcome,
     clock: Clock,
     excluded: float,
@@ -211,11 +225,11 @@ def _record(
     means, tokens, cost = sums()
     log.step(int(tokens), cost, data_wait, ended)
     norm = {} if outcome.grad_norm is None else {"grad_norm": outcome.grad_norm}
-    log.train(step, means | norm | {"learning_rate": learning_rate})
+    log.train(step, means | more | norm | {"learning_rate": learning_rate})
 
 
 def evaluate(
-    training: Training, val: Batches, objective: Objective, most: int, tick: Callable[[], None]
+    training: Training, val: Batches, *, objective: Objective, most: int, tick: Callable[[], None]
 ) -> dict[str, float]:
     """Means over the evaluation data, as `eval_<name>`; over `most` global batches, or all (-1).
 

@@ -1,7 +1,8 @@
 """What a task trains for: the one thing in which tasks differ, as the loop and the step see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from megatron.core import parallel_state
 from torch import Tensor
@@ -31,6 +32,34 @@ def nothing(batches: list[Batch]) -> float:
     return 0.0
 
 
+class Source(Protocol):
+    """Where the steps of a task come from that makes its data while it trains. Every rank calls these alike."""
+
+    def steps(self, training: Training) -> Iterator[list[Batch]]:
+        """This rank's micro batches of one step after the other, without end."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What is to be in the log beside the loss's metrics, of the steps since this was last asked."""
+        ...
+
+    def evaluate(self, training: Training, val: Any, most: int, tick: Callable[[], None]) -> dict[str, float]:
+        """As `evaluate` in loop.py."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint needs of it, the same on every rank; names begin with `rollout/`."""
+        ...
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        ...
+
+    def close(self) -> None:
+        """After the last step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Objective:
     """`forward` says what is asked of the model for a micro batch, `loss` what is made of it."""
@@ -44,6 +73,7 @@ class Objective:
     weight: Callable[[Batch], float] = _tokens  # of a global batch among others, in an evaluation
     scores_tokens: bool = True  # whether the output layer is a part of its work
     more_flops: Callable[[list[Batch]], float] = nothing  # of what `prepare` does on this rank
+    source: Source | None = None  # None: the steps are those of the data
 
 
 def sft(model: Model) -> Objective:

@@ -16,12 +16,14 @@ from ..bridge.options import (
 )
 from ..templates.formats import Stage
 from ..templates.options import PrepareOptions
+from .rewards.options import RewardOptions
+from .rollout.options import EngineOptions
 
 # The flags that choose among the option sets of a command: each set has its own as its default.
 RlhfType = Annotated[
-    Literal["dpo", "kto", "rm"],
-    "What is trained: a policy by pairs of answers, one by single answers, or a reward model. Each has flags of its "
-    "own: --rlhf_type kto --help shows them.",
+    Literal["dpo", "kto", "rm", "grpo"],
+    "What is trained: a policy by pairs of answers, one by single answers, a reward model, or a policy by rewards of "
+    "what it generates. Each has flags of its own: --rlhf_type kto --help shows them.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
@@ -94,7 +96,7 @@ class CheckpointOptions:
     save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end)."] = 500
     save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest and the best; left out: all."] = None
     metric_for_best_model: Annotated[
-        str | None, "Metric of evaluations by which the best checkpoint is known; left out: eval_loss."
+        str | None, "Metric of evaluations by which the best checkpoint is known; left out: eval_loss (grpo: reward)."
     ] = None
     greater_is_better: Annotated[bool | None, "Whether more of it is better; left out: unless it is a loss."] = None
     no_save_optim: Annotated[
@@ -213,12 +215,45 @@ class ReferenceOptions:
     ref_adapters: Annotated[
         list[str], "The folder of an adapter (or its hub id) that makes the model the reference."
     ] = field(default_factory=list)
-    precompute_ref_log_probs: Annotated[
-        bool, "Compute the reference's log-probabilities once, before training, and let it go."
-    ] = False
     offload_ref_model: Annotated[bool, "Keep the reference's weights in the host's memory while they are not used."] = (
         False
     )
+
+
+@dataclass
+class PrecomputeOptions(ReferenceOptions):
+    """Reference model of what is known before training"""
+
+    precompute_ref_log_probs: Annotated[
+        bool, "Compute the reference's log-probabilities once, before training, and let it go."
+    ] = False
+
+
+@dataclass
+class SamplingOptions:
+    """Completions"""
+
+    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other."] = 8
+    num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation."] = 1
+    max_completion_length: Annotated[int, "Longest completion, in tokens."] = 512
+    temperature: Annotated[float, "Of the completions' sampling, and of the log-probabilities that are trained on."] = (
+        0.9
+    )
+    top_p: Annotated[float, "Keep the likeliest tokens up to this mass."] = 1.0
+    top_k: Annotated[int, "Keep this many of the likeliest tokens; -1: all."] = -1
+    repetition_penalty: Annotated[float, "Above 1: repeat less."] = 1.0
+    stop_words: Annotated[list[str], "Texts that end a completion, and stay in it."] = field(default_factory=list)
+    generation_batch_size: Annotated[
+        int | None, "Completions that are generated at a time; left out: --global_batch_size x --steps_per_generation."
+    ] = None
+    steps_per_generation: Annotated[int, "Optimizer steps that share what was generated at a time."] = None  # type: ignore[assignment]
+    num_iterations: Annotated[int, "Times that what was generated is gone through."] = 1
+    log_completions: Annotated[bool, "Write every completion with its rewards to completions.jsonl."] = False
+    max_logprob_gap: Annotated[
+        float | None,
+        "Stop where the engine's and the trainer's log-probabilities of a batch differ by more, in the mean over "
+        "tokens.",
+    ] = None
 
 
 @dataclass
@@ -242,6 +277,7 @@ class SftOptions(
     """megatron sft"""
 
     stage: ClassVar[Stage] = "sft"  # what templates make of a row
+    usual_metric: ClassVar[str] = "loss"  # by which the best checkpoint is known
 
     def __post_init__(self) -> None:
         """Fill in what is left out and follows from other options."""
@@ -261,7 +297,7 @@ class PtOptions(SftOptions):
 
 
 @dataclass
-class DpoOptions(ReferenceOptions, SftOptions):
+class DpoOptions(PrecomputeOptions, SftOptions):
     """DPO"""
 
     stage = "preference"
@@ -294,7 +330,7 @@ class DpoOptions(ReferenceOptions, SftOptions):
 
 
 @dataclass
-class KtoOptions(ReferenceOptions, SftOptions):
+class KtoOptions(PrecomputeOptions, SftOptions):
     """KTO"""
 
     stage = "kto"
@@ -317,6 +353,60 @@ class RmOptions(SftOptions):
     center_rewards_coefficient: Annotated[
         float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance)."
     ] = None
+
+
+@dataclass
+class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, EngineOptions, SftOptions):
+    """GRPO"""
+
+    stage = "prompts"
+    usual_metric = "reward"
+    rlhf_type: RlhfType = "grpo"
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none."] = 0.04
+    epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts."] = 0.2
+    epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5)."] = None
+    delta: Annotated[float | None, "Bound of the ratio itself, above 1 + epsilon (two-sided clipping)."] = None
+    loss_type: Annotated[
+        Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
+        "The loss, and what it is a mean over: completions (grpo, sapo), tokens of a micro batch (bnpo), of the step "
+        "(dapo, cispo), or completions of the greatest length (dr_grpo).",
+    ] = "grpo"
+    tau_pos: Annotated[float, "sapo: temperature where the advantage is positive."] = 1.0
+    tau_neg: Annotated[float, "sapo: where it is not."] = 1.05
+    importance_sampling_level: Annotated[
+        Literal["token", "sequence", "sequence_token"], "Ratios of tokens, or of whole completions (GSPO, GSPO-token)."
+    ] = "token"
+    advantage_estimator: Annotated[
+        Literal["grpo", "rloo", "reinforce_plus_plus"], "What a reward is compared with."
+    ] = "grpo"
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        "What advantages are divided by: the standard deviation of the prompt's rewards, of all, or nothing; left "
+        "out: group (rloo: none, reinforce_plus_plus: batch).",
+    ] = None  # type: ignore[assignment]
+    kl_in_reward: Annotated[bool, "Take the KL divergence off the reward, in place of adding it to the loss."] = False
+    dynamic_sample: Annotated[
+        bool, "Generate anew in place of prompts whose completions all have the same reward (DAPO)."
+    ] = False
+    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step."] = 3
+    overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
+    rollout_importance_sampling_mode: Annotated[
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
+        "Weigh tokens (or completions) by the trainer's probability over the engine's, at most the threshold, or "
+        "leave out those beyond it.",
+    ] = None
+    rollout_importance_sampling_threshold: Annotated[float, "The highest weight, or (mask) what is left out."] = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps_per_generation is None:
+            self.steps_per_generation = max(1, (self.generation_batch_size or 0) // max(self.global_batch_size, 1))
+        if self.generation_batch_size is None:
+            self.generation_batch_size = self.global_batch_size * self.steps_per_generation
+        if self.scale_rewards is None:
+            self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
+        if self.epsilon_high is None:
+            self.epsilon_high = 5.0 if self.loss_type == "cispo" else self.epsilon
 
 
 @dataclass

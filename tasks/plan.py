@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
-from .options import BatchOptions, ExportOptions, SftOptions
+from .options import BatchOptions, ExportOptions, SamplingOptions, SftOptions
 
 if TYPE_CHECKING:
     from ..templates.batches import Batches
+    from ..templates.prompts import Prompts
     from ..templates.store import TokenStore
     from ..templates.streaming import TokenStream
 
@@ -98,7 +99,8 @@ def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
     tokenizer = load_tokenizer(model_folder(options, weights=False))
     prepared = prepare(options, tokenizer, stage=options.stage, use_hf=options.use_hf, hub_token=options.hub_token)
     batches = batches_of(options, prepared.train, layout)
-    return DataPlan(batches.steps_per_epoch, steps_of(options, batches.samples), prepared.report)
+    per_epoch = None if batches.samples is None else -(-batches.samples // options.global_batch_size)
+    return DataPlan(per_epoch, steps_of(options, batches.samples), prepared.report)
 
 
 def batches_of(
@@ -110,9 +112,14 @@ def batches_of(
     context_rank: int = 0,
     shuffle: bool = True,
     pad_token_id: int = 0,
-) -> "Batches":
-    """The micro batches of one rank of a layout."""
+) -> "Batches | Prompts":
+    """The micro batches of one rank of a layout; of a task that generates, the prompts."""
     from ..templates.batches import Batches
+    from ..templates.prompts import Prompts
+
+    if isinstance(options, SamplingOptions):
+        each = options.num_generations * options.num_iterations
+        return Prompts(store, samples_each=each, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
 
     return Batches(
         store,

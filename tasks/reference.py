@@ -7,6 +7,7 @@ without them. Its passes go through the pipeline's schedule by themselves, befor
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from ..bridge.safetensors_io import names_of
 from ..templates.batches import Batches
 from ..templates.layout import Batch
 from .flops import Flops
-from .options import ReferenceOptions
+from .options import PrecomputeOptions, ReferenceOptions
 from .ranks import first_of_each_node, on_every_rank, on_first_rank
 from .run import Run
-from .train import Training, through_pipeline
+from .train import Forward, Training, log_probs, through_pipeline
 from .weights import read_weights
 
 # Log-probabilities of the documents of each micro batch [documents], on the last pipeline stage; elsewhere nothing.
 # Training is None before it begins.
 Sums = Callable[[list[Batch], Training | None], list[Tensor]]
+Of = Callable[[Model, Sequence[torch.nn.Module], list[Batch]], list[Tensor]]  # as sums_of
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,33 @@ def sums_of(model: Model, chunks: Sequence[torch.nn.Module], batches: list[Batch
 
     On the last pipeline stage; elsewhere nothing. Without dropout.
     """
+    return _passed(model, chunks, batches, sums_by_document, log_probs)
 
-    def summed(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return values.new_zeros(()), {"sums": sums_by_document(batch, values)}
+
+@torch.no_grad()
+def log_probs_of(
+    model: Model, chunks: Sequence[torch.nn.Module], batches: list[Batch], temperature: float
+) -> list[Tensor]:
+    """The log-probability of each trained token of each micro batch, fp32 [1, local length], where logits are divided
+    by `temperature`. On the last pipeline stage; elsewhere nothing. Without dropout."""
+    forward = partial(log_probs, temperature=temperature)
+    return _passed(model, chunks, batches, lambda batch, values: values, forward)
+
+
+def _passed(
+    model: Model,
+    chunks: Sequence[torch.nn.Module],
+    batches: list[Batch],
+    of: Callable[[Batch, Tensor], Tensor],
+    forward: Forward,
+) -> list[Tensor]:
+    def found(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return values.new_zeros(()), {"found": of(batch, values)}
 
     for chunk in chunks:
         chunk.eval()
-    outputs = through_pipeline(model, chunks, batches, summed, forward_only=True)
-    return [output["sums"] for output in outputs]
+    outputs = through_pipeline(model, chunks, batches, found, forward_only=True, forward=forward)
+    return [output["found"] for output in outputs]
 
 
 def sums_by_document(batch: Batch, values: Tensor) -> Tensor:
@@ -80,34 +101,39 @@ def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Bat
 
     Before there is an optimizer: what is computed beforehand then has room for a second model.
     """
-    if model.lora and model.lora.switch:
-        sums, other, name = _without_adapters(model), model, "the model without its adapters"
-    else:
-        other, name = _build(run, options)
-        sums = _of_another(other, offloads=options.offload_ref_model and runtime.device().type == "cuda")
-    if not options.precompute_ref_log_probs:
-        return Reference(sums, sums, Flops.of_model(other), f"reference: {name}")
+    sums, flops, name = reference_of(run, model, options, sums_of)
+    if not (isinstance(options, PrecomputeOptions) and options.precompute_ref_log_probs):
+        return Reference(sums, sums, flops, f"reference: {name}")
     tables = [Table(sums, batches) for batches in (train, val) if batches is not None]
     note = f"reference: {name}, whose log-probabilities were computed before training"
     return Reference(tables[0], tables[-1], None, note)
 
 
-def _of_another(model: Model, *, offloads: bool) -> Sums:
+def reference_of(run: Run, model: Model, options: ReferenceOptions, of: Of) -> tuple[Sums, Flops, str]:
+    """What `of` finds with the reference, the cost of its passes, and what it is."""
+    if model.lora and model.lora.switch:
+        return _without_adapters(model, of), Flops.of_model(model), "the model without its adapters"
+    other, name = _build(run, options)
+    offloads = options.offload_ref_model and runtime.device().type == "cuda"
+    return _of_another(other, of, offloads=offloads), Flops.of_model(other), name
+
+
+def _of_another(model: Model, of: Of, *, offloads: bool) -> Sums:
     there = _offloaded(model) if offloads else nullcontext
 
     def sums(batches: list[Batch], training: Training | None) -> list[Tensor]:
         with there():
-            return sums_of(model, model.chunks, batches)
+            return of(model, model.chunks, batches)
 
     return sums
 
 
-def _without_adapters(model: Model) -> Sums:
+def _without_adapters(model: Model, of: Of) -> Sums:
     switch = model.lora.switch
 
     def sums(batches: list[Batch], training: Training | None) -> list[Tensor]:
         with training.parameters_gathered() if training else nullcontext(), switch.off():
-            return sums_of(model, training.chunks if training else model.chunks, batches)
+            return of(model, training.chunks if training else model.chunks, batches)
 
     return sums
 

@@ -91,7 +91,7 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
 
 def tidy_for(options: SftOptions, newest: Path) -> None:
     """Have the folder of a run be what the options say, with its newest checkpoint in its place."""
-    metric = f"eval_{(options.metric_for_best_model or 'loss').removeprefix('eval_')}"
+    metric = f"eval_{(options.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
     greater = not metric.endswith(LESS_IS_BETTER) if options.greater_is_better is None else options.greater_is_better
     read = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]  # until the end of the run
     if isinstance(options, ReferenceOptions):

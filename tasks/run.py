@@ -16,14 +16,16 @@ from ..bridge.build import DTYPES
 from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
 from ..templates.batches import Batches
+from ..templates.episodes import Plan
 from ..templates.layout import Batch
+from ..templates.layout import Layout as PackedLayout
 from ..templates.prepare import Prepared, prepare
 from ..templates.store import TokenStore, cache_root
 from ..templates.streaming import TokenStream
 from .args import save_args
 from .labels import headed
 from .options import SftOptions
-from .plan import Layout, batches_of
+from .plan import Layout, batches_of, length_multiple
 from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
 from .resume import Resumed, open_folder
 
@@ -135,6 +137,26 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Bat
         context_rank=parallel_state.get_context_parallel_rank(),
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
+    )
+
+
+def episode_plan(run: Run) -> Plan:
+    """How this rank is given micro batches of what was generated."""
+    options, layout = run.options, Layout.of(run.options, dist.get_world_size())
+    return Plan(
+        PackedLayout(
+            pack_length=(options.packing_length or options.max_length) if options.packing else None,
+            length_multiple=length_multiple(options),
+            context_parallel_rank=parallel_state.get_context_parallel_rank(),
+            context_parallel_size=layout.context,
+            pad_token_id=run.tokenizer.pad_token_id or 0,
+            stage="prompts",
+        ),
+        options.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        ranks=layout.data,
+        equal_lengths=layout.pipeline > 1,
+        equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
     )
 
 

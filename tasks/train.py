@@ -143,7 +143,9 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def log_probs(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
+def log_probs(
+    model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None, *, temperature: float = 1.0
+) -> Tensor:
     """log p of the labels, fp32 [rows, local length], 0 where they are not scored."""
     return model.log_probs(
         chunk,
@@ -154,6 +156,7 @@ def log_probs(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor
         max_seqlen=batch.max_seqlen,
         loss_weights=batch.loss_weights,
         scored=scored,
+        temperature=temperature,
     )
 
 

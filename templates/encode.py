@@ -28,6 +28,7 @@ class _Rendered:
     place: str
     texts: list[Text]
     label: list[float]
+    columns: bytes
 
 
 class _Document(NamedTuple):
@@ -91,7 +92,8 @@ class Encoder:
             if self.columns:
                 row = {self.columns.get(column, column): value for column, value in row.items()}
             try:
-                rendered += [_Rendered(number, place, *sample) for sample in self.renderer(row)]
+                columns = self.renderer.columns(row) if self.stage == "prompts" else b""
+                rendered += [_Rendered(number, place, *sample, columns) for sample in self.renderer(row)]
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
         samples: list[tuple[_Rendered, list[_Document]]] = []
@@ -107,7 +109,9 @@ class Encoder:
             for number, (_, documents) in enumerate(samples):
                 documents.append(self._mismatched(documents[0], lenders[number - 1]))
         encoded = [
-            Encoded(sample.number, [(document.ids, document.runs) for document in documents], sample.label)
+            Encoded(
+                sample.number, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
+            )
             for sample, documents in samples
         ]
         return encoded, refusals
@@ -154,7 +158,7 @@ class Encoder:
                 raise UnusableRow("no token of it is trained on")
             return samples
         documents = [self._shortened(document) for document in documents]
-        if self.stage not in POOLED:
+        if self.stage not in (*POOLED, "prompts"):
             self._check_answers(documents)
         elif not all(len(document.ids) for document in documents):
             raise UnusableRow("one of its texts gives no token")

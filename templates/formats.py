@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Stage = Literal["sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker"]
+Stage = Literal["sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts"]
 ALONE = ("sft", "pt")  # a sample is one document without a label
 POOLED = ("seq_cls", "embedding", "reranker")  # no token is predicted: a document is one vector or a few scores
 
@@ -78,9 +78,9 @@ def to_conversation(row: dict[str, Any], *, answered: bool = True) -> Conversati
     row = text_only(row)
     if messages := message_list(row):
         conversation = from_messages(messages)
-    elif "instruction" in row and "input" in row and (response := _first(row, RESPONSE)) is not None:
+    elif "instruction" in row and "input" in row and ((response := _first(row, RESPONSE)) is not None or not answered):
         query = "\n".join(part for part in (str(row["instruction"]), str(row["input"])) if part)
-        conversation = _from_turns([], query, response)
+        conversation = _from_turns([], query, response or "")
     elif (query := _first(row, QUERY)) is not None and (response := _first(row, RESPONSE)) is not None:
         conversation = _from_turns(from_json(row.get("history"), "history") or [], query, response)
     elif query is not None and not answered:
@@ -93,6 +93,16 @@ def to_conversation(row: dict[str, Any], *, answered: bool = True) -> Conversati
     if answered and not any(message["role"] == "assistant" for message in conversation.messages):
         raise UnusableRow("the assistant says nothing in it")
     return with_columns(conversation, row)
+
+
+def to_prompt(row: dict[str, Any]) -> Conversation:
+    """The conversation of a row up to what is to be answered: an answer that it ends with is dropped."""
+    conversation = to_conversation(row, answered=False)
+    while conversation.messages and conversation.messages[-1]["role"] == "assistant":
+        del conversation.messages[-1], conversation.weights[-1]
+    if not conversation.messages or conversation.messages[-1]["role"] == "system":
+        raise UnusableRow("it asks nothing: a message of the user (or of a tool) is needed")
+    return conversation
 
 
 def with_columns(conversation: Conversation, row: dict[str, Any]) -> Conversation:

@@ -90,7 +90,8 @@ def prepare(
         raise ValueError(f"--streaming true is not for {stage}, whose loss looks at the samples of all ranks: drop it")
     if options.max_length is not None and options.max_length < 2:
         raise ValueError(f"--max_length {options.max_length} leaves nothing to predict: give at least 2")
-    options = _with_max_length(options)
+    # Of prompts, packs are made of what is generated.
+    options = replace(options, packing=False) if stage == "prompts" else _with_max_length(options)
     encoder = Encoder(tokenizer, options, stage, options.columns, options.packing_length if options.packing else None)
     hub = {"use_hf": use_hf, "hub_token": hub_token}
     random = np.random.default_rng(options.data_seed)

@@ -3,12 +3,13 @@
 A reranker's documents have the form that Qwen3-Reranker was published with (Zhang et al. 2025, arXiv:2506.05176).
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .chat import ChatTemplate
-from .formats import Conversation, Stage, UnusableRow, to_conversation, to_text
+from .formats import MESSAGES, Conversation, Stage, UnusableRow, present, to_conversation, to_prompt, to_text
 from .groups import Passage, binary, label_of_one, number, numbers, to_answer, to_comparison, to_pair
 from .offsets import Span
 from .options import TemplateOptions
@@ -73,6 +74,19 @@ class Renderer:
                 return self._embedded(row)
             case "reranker":
                 return self._ranked(row)
+            case "prompts":
+                return [([Text(self._template.text(self._prompt(row), prompt=True))], [])]
+
+    def columns(self, row: dict[str, Any]) -> bytes:
+        """prompts: the row as JSON, for those who judge the answers; its messages are those of the prompt."""
+        others = {name: value for name, value in present(row).items() if name not in MESSAGES}
+        messages = self._prompt(row).messages
+        return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
+
+    def _prompt(self, row: dict[str, Any]) -> Conversation:
+        conversation = to_prompt(row)
+        self._begin(conversation)
+        return conversation
 
     def _scored(self, conversation: Conversation) -> Text:
         """A conversation whose answers are trained on: as a message says, else by --loss_scale."""

@@ -14,6 +14,7 @@ NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one
     "seq_cls": ("text",),
     "embedding": ("anchor", "positive", "negative"),
     "reranker": ("first document", "negative"),
+    "prompts": ("prompt",),
 }
 
 
@@ -40,9 +41,10 @@ def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
 
 def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:
     """The first sample as text, document by document."""
-    brackets = "" if stage in POOLED else f" ({OPEN}{CLOSE}: what is trained on)"
+    marked = stage not in (*POOLED, "prompts")
+    brackets = f" ({OPEN}{CLOSE}: what is trained on)" if marked else ""
     labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
-    texts = [_text(document, tokenizer, marked=stage not in POOLED) for document in documents]
+    texts = [_text(document, tokenizer, marked=marked) for document in documents]
     if stage not in ALONE:
         names = NAMES[stage]
         texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ from .packing import round_up
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # part of every cache key: raise it when what is stored changes
+FORMAT = 3  # part of every cache key: raise it when what is stored changes
 
 SCHEMA = pa.schema(
     {
@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
         "run_weights": pa.list_(pa.float32()),
         "document_lengths": pa.list_(pa.int32()),
         "label": pa.list_(pa.float32()),
+        "columns": pa.list_(pa.uint8()),  # prompts: the row's other columns, as JSON
         "length": pa.int32(),
         "weight": pa.float64(),  # of the first document: sum of the loss weights but its first token's
         "trained": pa.int32(),  # of it too: tokens of a weight above 0, but for the first, which nothing predicts
@@ -41,7 +42,9 @@ SCHEMA = pa.schema(
     }
 )
 LISTS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
-NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
+NUMBERS = {
+    pa.uint8(): np.uint8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64
+}  # fmt: skip
 
 
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
@@ -55,6 +58,7 @@ class Encoded(NamedTuple):
     row: int  # its number
     documents: list[tuple[np.ndarray, Runs]]
     label: list[float]
+    columns: bytes = b""
 
 
 class Group(NamedTuple):
@@ -98,6 +102,7 @@ def record_batch(samples: list[Encoded]) -> pa.RecordBatch:
         "run_weights": [[weight for _, runs in sample.documents for _, weight in runs] for sample in samples],
         "document_lengths": lengths,
         "label": [sample.label for sample in samples],
+        "columns": [np.frombuffer(sample.columns, np.uint8) for sample in samples],
     }
     numbers = {
         "length": [sum(documents) for documents in lengths],
@@ -159,7 +164,7 @@ class TokenFile:
 
     def row(self, i: int) -> list[Document]:
         """Of each document of sample i: token ids [length] int32 and loss weights [length] float32."""
-        ids, runs, weights, lengths, _ = self._row(i)
+        ids, runs, weights, lengths, *_ = self._row(i)
         weights = np.repeat(weights, runs)
         if len(lengths) == 1:
             return [(ids, weights)]
@@ -169,6 +174,10 @@ class TokenFile:
     def label(self, i: int) -> np.ndarray:
         """float32 [numbers]"""
         return self._row(i)[LISTS.index("label")]
+
+    def columns(self, i: int) -> dict[str, Any]:
+        """prompts: the row that sample i comes from."""
+        return json.loads(self._row(i)[LISTS.index("columns")].tobytes())
 
     def padded_lengths(self, multiple: int, beside: bool) -> np.ndarray:
         """As TokenStore.padded_lengths."""
@@ -261,6 +270,11 @@ class TokenStore:
         """float32 [numbers]"""
         file, number = self._place(i)
         return file.label(number)
+
+    def columns(self, i: int) -> dict[str, Any]:
+        """prompts: the row that sample i comes from."""
+        file, number = self._place(i)
+        return file.columns(number)
 
     def _place(self, i: int) -> tuple[TokenFile, int]:
         sample = self.samples[i]

@@ -19,22 +19,42 @@ from .weight_gradient import add_product, added, has_sum
 
 
 @triton.jit
-def _log_sum_kernel(logits, labels, log_sums, chosen, first, columns, width, scale, BLOCK: tl.constexpr):
-    """One token: log sum exp over the columns, and the label's logit (0 where another rank has it), both x scale."""
+def _log_sum_kernel(
+    logits,
+    labels,
+    log_sums,
+    chosen,
+    entropies,
+    first,
+    columns,
+    width,
+    scale,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: log sum exp over the columns, and the label's logit (0 where another rank has it), both x scale; with
+    ENTROPY that of the softmax over these columns too."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * width
     highest = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)  # each lane's own sum, relative to the highest of all lanes
+    weighted = tl.zeros([BLOCK], tl.float32)  # the same sum, each term times its logit
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(row + column, mask=column < width, other=0.0).to(tl.float32) * scale
         x = tl.where(column < columns, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+        less, terms = tl.exp(highest - higher), tl.exp(x - higher)
+        total = total * less + terms
+        if ENTROPY:
+            weighted = weighted * less + tl.where(column < columns, terms * x, 0.0)
         highest = higher
     label = tl.load(labels + token) - first
     held = (label >= 0) & (label < columns)
-    tl.store(log_sums + token, highest + tl.log(tl.sum(total, 0)))
+    log_sum = highest + tl.log(tl.sum(total, 0))
+    tl.store(log_sums + token, log_sum)
+    if ENTROPY:
+        tl.store(entropies + token, log_sum - tl.sum(weighted, 0) / tl.sum(total, 0))
     tl.store(chosen + token, tl.load(row + label, mask=held, other=0.0).to(tl.float32) * scale)
 
 
@@ -51,14 +71,24 @@ def _slope_kernel(logits, labels, log_sums, grads, first, width, scale, BLOCK: t
 
 
 def sum_logits(
-    logits: Tensor, labels: Tensor, log_sums: Tensor, chosen: Tensor, first: int, columns: int, scale: float
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    chosen: Tensor,
+    entropies: Tensor | None,
+    first: int,
+    columns: int,
+    scale: float,
 ) -> None:
-    """log sum exp(logits x scale) and the labels' logits x scale, into `log_sums` and `chosen`, fp32 [tokens].
+    """log sum exp(logits x scale), the labels' logits x scale, and the softmax's entropy where it is asked for, into
+    `log_sums`, `chosen` and `entropies`, fp32 [tokens].
 
     logits [tokens, width], the first `columns` of them real, and those of the labels from `first` on.
     """
-    width, blocks = logits.shape[1], _blocks(logits.shape[1])
-    _log_sum_kernel[(len(logits),)](logits, labels, log_sums, chosen, first, columns, width, scale, **blocks)
+    width, settings = logits.shape[1], _blocks(logits.shape[1])
+    settings["ENTROPY"] = entropies is not None
+    found = (log_sums, chosen, log_sums if entropies is None else entropies)
+    _log_sum_kernel[(len(logits),)](logits, labels, *found, first, columns, width, scale, **settings)
 
 
 def differentiate(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
@@ -100,11 +130,12 @@ def most_kept(device: torch.device) -> int:
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """log p(label), fp32 [tokens], of hidden [tokens, hidden_size], this rank's `weight`, and labels [tokens].
+    """log p(label), fp32 [tokens], of hidden [tokens, hidden_size], this rank's `weight`, and labels [tokens]; and the
+    entropy of p, fp32 [tokens] without gradients, None unless it is asked for.
 
     `first`: the label that the first row of `weight` is for; `columns`: how many of its rows are real. `over_ranks`
-    makes of a rank's log-sum-exp and labels' logits those of all tensor-parallel ranks. `keep`: a backward pass may
-    follow; `accumulate`: it adds the weight's gradient to `main_grad` where that is there.
+    makes of a rank's log-sum-exp, labels' logits and entropy those of all tensor-parallel ranks. `keep`: a backward
+    pass may follow; `accumulate`: it adds the weight's gradient to `main_grad` where that is there.
     """
 
     @staticmethod
@@ -116,25 +147,30 @@ class LabelLogProbs(torch.autograd.Function):
         first: int,
         columns: int,
         temperature: float,
-        over_ranks: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        over_ranks: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]],
         keep: bool,
         accumulate: bool,
-    ) -> Tensor:
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         log_sums = torch.full_like(labels, -torch.inf, dtype=torch.float32)
         chosen = torch.zeros_like(log_sums)
+        entropies = torch.zeros_like(log_sums) if entropy else None
         ctx.kept = _Kept()
         for part in _chunks(hidden, columns):
             logits = _logits(hidden[part], weight, columns)
-            sum_logits(logits, labels[part], log_sums[part], chosen[part], first, columns, 1 / temperature)
+            theirs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
+            sum_logits(logits, labels[part], *theirs, first, columns, 1 / temperature)
             keep = keep and ctx.kept.takes(logits)
             del logits
-        log_sums, chosen = over_ranks(log_sums, chosen)
+        log_sums, chosen, entropies = over_ranks(log_sums, chosen, entropies)
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.first, ctx.columns, ctx.scale, ctx.accumulate = first, columns, 1 / temperature, accumulate
-        return chosen - log_sums
+        if entropies is not None:
+            ctx.mark_non_differentiable(entropies)
+        return chosen - log_sums, entropies
 
     @staticmethod
-    def backward(ctx, grads: Tensor):  # type: ignore[override]
+    def backward(ctx, grads: Tensor, _):  # type: ignore[override]
         hidden, weight, labels, log_sums = ctx.saved_tensors
         kept = ctx.kept.chunks  # taken out as they are overwritten: a second backward pass computes them again
         grads = grads.contiguous()
@@ -152,8 +188,8 @@ class LabelLogProbs(torch.autograd.Function):
                 add_product(total[: ctx.columns], slopes, hidden[part])
             del logits, slopes  # before the next ones are there
         if total is None:
-            return grad_hidden, *[None] * 8
-        return grad_hidden, added(weight) if accumulate else total.to(weight.dtype), *[None] * 7
+            return grad_hidden, *[None] * 9
+        return grad_hidden, added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
 
 
 def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:

@@ -59,7 +59,7 @@ def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, f
     source = SafetensorsFolder(folder)
     if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
         source = Unfused(source, lora.plan, lora.settings.rank)
-    tensors, entries = _trained(chunks, lora)
+    tensors, entries = trained_tensors(chunks, lora)
     wanted = {name for entry in entries.values() for name in entry.hf}
     found = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()
     cure = "Is the adapter of this model? Give the --model that its adapter_config.json names"
@@ -98,7 +98,7 @@ def stage_adapter(
     rank calls this.
     """
     architecture = architecture_of(chunks, family_of(hf_config), hf_config)
-    tensors, entries = _trained(chunks, lora)
+    tensors, entries = trained_tensors(chunks, lora)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     parts = destination / "parts"
@@ -162,7 +162,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
     return config | {"target_modules": _shortened(modules, plan.leaves)}
 
 
-def _trained(chunks: Sequence[Any], lora: Lora) -> tuple[dict[Key, torch.Tensor], dict[Key, Entry]]:
+def trained_tensors(chunks: Sequence[Any], lora: Lora) -> tuple[dict[Key, torch.Tensor], dict[Key, Entry]]:
     """What this rank has of an adapter's tensors, and the table of all of them."""
     whole = {key: tensor for key, tensor in held(chunks).items() if key in lora.plan.whole}
     return held(chunks, adapters=True) | whole, lora.plan.entries | lora.plan.whole

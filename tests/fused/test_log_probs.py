@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megaswift.bridge.layers.logprobs import label_log_probs
+from megaswift.bridge.layers.logprobs import label_log_probs, log_probs_and_entropies
 
 TOKENS, SIZE, VOCAB, ROWS = (2, 5), 8, 69, 72  # 3 rows of the matrix are padding, far larger than all else
 
@@ -75,6 +75,20 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
         assert waiting(log_probs) == 0
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_entropies(alone, inputs, temperature):
+    """From the same reading as the log-probabilities, which stay what they are; also where a token is all but sure."""
+    hidden, weight, labels, slopes = inputs
+    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
+    found, entropies = log_probs_and_entropies(hidden, weight, labels, **settings)
+    agree((found, *torch.autograd.grad(found, (hidden, weight), slopes)), exact(*inputs, temperature))
+    assert torch.equal(found, label_log_probs(hidden, weight, labels, **settings))
+    logits = hidden.detach().double().transpose(0, 1) @ weight.detach()[:VOCAB].double().t() / temperature
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    assert not entropies.requires_grad
+    agree([entropies], [expected])
+
+
 def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
     from megaswift.bridge.fused import log_probs
 
@@ -113,13 +127,13 @@ def test_columns_on_three_ranks(inputs):
     def call(rank, over_ranks):
         columns = min(36, max(0, VOCAB - 36 * rank))
         return LabelLogProbs.apply(
-            flat, parts[rank], labels.reshape(-1), 36 * rank, columns, 0.7, over_ranks, True, False
-        )
+            flat, parts[rank], labels.reshape(-1), 36 * rank, columns, 0.7, over_ranks, True, False, False
+        )[0]
 
     for rank in range(3):
-        call(rank, lambda sums, chosen: (held.append((sums, chosen)), (sums, chosen))[1])
+        call(rank, lambda sums, chosen, _: (held.append((sums, chosen)), (sums, chosen, None))[1])
     sums, chosen = (torch.stack(each) for each in zip(*held, strict=True))
-    whole = sums.logsumexp(0), chosen.sum(0)
+    whole = sums.logsumexp(0), chosen.sum(0), None
     for rank in range(3):
         found = call(rank, lambda *_: whole)
         agree([found], [log_probs.flatten()])
@@ -181,7 +195,7 @@ def test_half_precision(alone, dtype):
     slopes = random(1, tokens).float()
     weight.main_grad = torch.ones(rows, size, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
     weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-    found = label_log_probs(
+    found, entropies = log_probs_and_entropies(
         hidden, weight, labels, vocab_size=vocab, group=alone, sequence_parallel=False, accumulate=True
     )
     found.backward(slopes)
@@ -190,6 +204,8 @@ def test_half_precision(alone, dtype):
         logits = wholes[0][part, 0] @ wholes[1][:vocab].t()
         expected = logits.log_softmax(-1).gather(1, labels[0, part, None]).squeeze(1)
         torch.testing.assert_close(found[0, part], expected, rtol=1e-2, atol=1e-2)
+        uncertain = torch.distributions.Categorical(logits=logits.detach(), validate_args=False).entropy()
+        torch.testing.assert_close(entropies[0, part], uncertain, rtol=1e-2, atol=1e-2)
         expected.backward(slopes[0, part])
     for mine, reference in ((hidden.grad, wholes[0].grad), (weight.main_grad - 1, wholes[1].grad)):
         assert (mine.float() - reference).norm() < 1e-2 * reference.norm()

@@ -19,12 +19,21 @@ class _Accelerator:
     """Of one process."""
 
     device = torch.device("cpu")
+    num_processes = 1
 
     @staticmethod
     def gather_for_metrics(values: Tensor) -> Tensor:
         return values
 
     gather = gather_for_metrics
+
+    @staticmethod
+    def reduce(values: Tensor, reduction: str) -> Tensor:
+        return values
+
+    @staticmethod
+    def pad_across_processes(values: Tensor, **_: Any) -> Tensor:
+        return values
 
 
 def _trainer(kind: type, **settings: Any) -> Any:
@@ -128,3 +137,31 @@ def reward(chosen: Tensor, rejected: Tensor, margins: Tensor | None, coefficient
     inputs = {"attention_mask": torch.ones(2 * len(chosen), 1)} | ({} if margins is None else {"margin": margins})
     logits = torch.cat([chosen, rejected])[:, None]
     return trainer.compute_loss(lambda **_: SimpleNamespace(logits=logits), inputs)
+
+
+def grpo(
+    log_probs: Tensor, entropies: Tensor, inputs: dict[str, Tensor], **settings: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """GRPOTrainer's loss and metrics, of a step of one micro batch: log_probs, entropies [samples, width].
+
+    inputs: advantages [samples], completion_mask [samples, width], and what else the trainer has found before.
+    settings: the trainer's own, and in `args` those of its config.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    config = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
+    defaults = {
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "current_gradient_accumulation_steps": 1,
+        "use_vllm": "importance_sampling_ratio" in inputs,
+        "vllm_importance_sampling_correction": True,
+        "_entropy_bonus_enabled": False,
+    }
+    settings["args"] = SimpleNamespace(**config | settings.get("args", {}))
+    trainer = _trainer(GRPOTrainer, **defaults | settings)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, entropies, None)
+    unread = torch.zeros(len(log_probs), 1, dtype=torch.long)
+    tokens = {"prompt_ids": unread, "prompt_mask": unread, "completion_ids": torch.zeros_like(log_probs)}
+    count = inputs["completion_mask"].sum()
+    return trainer._compute_loss(None, tokens | {"num_items_in_batch": count} | inputs), _metrics(trainer)

@@ -1,0 +1,129 @@
+"""What a task that generates cannot be: completions, rewards, engines."""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from ..tasks.options import GrpoOptions, SamplingOptions
+from .flags import UsageError, show
+
+# flag -> (the flag that has it read, its values that do)
+ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tau_pos": ("loss_type", ("sapo",)),
+    "tau_neg": ("loss_type", ("sapo",)),
+    "delta": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo")),
+    "epsilon": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo")),
+    "epsilon_high": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")),
+    "max_resample_times": ("dynamic_sample", (True,)),
+    "rollout_importance_sampling_threshold": (
+        "rollout_importance_sampling_mode",
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    ),
+}
+
+
+def check_generation(options: SamplingOptions, sources: Mapping[str, str]) -> None:
+    """Raise UsageError for what cannot be."""
+    _sizes(options)
+    _sampling(options)
+    _engine(options)
+    if isinstance(options, GrpoOptions):
+        _unread(options, sources)
+        _policy(options)
+        _rewards(options)
+
+
+def _sizes(options: Any) -> None:
+    batch, generated, each = options.global_batch_size, options.generation_batch_size, options.num_generations
+    kind = f"--rlhf_type {options.rlhf_type}"
+    for name in ("num_generations_eval", "max_completion_length", "steps_per_generation", "num_iterations"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name} {getattr(options, name)}: must be at least 1.")
+    if each < 2:
+        raise UsageError(f"--num_generations {each}: must be at least 2, since completions of a prompt are compared.")
+    if generated != batch * options.steps_per_generation:
+        raise UsageError(
+            f"--generation_batch_size {generated}: must be --global_batch_size {batch} x --steps_per_generation "
+            f"{options.steps_per_generation} = {batch * options.steps_per_generation}. Leave one of them out."
+        )
+    if generated % each:
+        raise UsageError(
+            f"--num_generations {each}: must divide the {generated} completions that are generated at a time "
+            "(--global_batch_size x --steps_per_generation)."
+        )
+    if options.streaming:
+        raise UsageError(f"--streaming true cannot be with {kind}: prompts are few and short. Leave it out.")
+    if options.packing:
+        needed = (options.max_length or 0) + options.max_completion_length
+        if not options.packing_length or options.packing_length < needed:
+            raise UsageError(
+                f"--packing true with {kind} needs --packing_length, of at least the longest prompt (--max_length) and "
+                f"completion (--max_completion_length) together: {needed} tokens or more."
+            )
+
+
+def _sampling(options: SamplingOptions) -> None:
+    if options.temperature <= 0:
+        raise UsageError(
+            f"--temperature {options.temperature}: must be above 0, or all completions of a prompt are the same."
+        )
+    if not 0 < options.top_p <= 1:
+        raise UsageError(f"--top_p {options.top_p}: must be above 0 and at most 1.")
+    if options.top_k != -1 and options.top_k < 1:
+        raise UsageError(f"--top_k {options.top_k}: must be at least 1, or -1 for all.")
+    if options.repetition_penalty <= 0:
+        raise UsageError(f"--repetition_penalty {options.repetition_penalty}: must be above 0.")
+
+
+def _engine(options: Any) -> None:
+    served = options.vllm_mode == "server"
+    for name in ("vllm_server_host", "vllm_server_base_url", "vllm_server_api_key"):
+        if getattr(options, name) and options.vllm_mode == "colocate":
+            raise UsageError(f"--{name} {show(getattr(options, name))} is for --vllm_mode server. Leave it out.")
+    if options.vllm_mode and options.use_vllm is False:
+        raise UsageError(f"--vllm_mode {options.vllm_mode} cannot be with --use_vllm false. Leave one out.")
+    colocated = options.vllm_mode == "colocate" or bool(options.use_vllm and not served)
+    if colocated and importlib.util.find_spec("vllm") is None:
+        asked = f"--vllm_mode {options.vllm_mode}" if options.vllm_mode else "--use_vllm true"
+        raise UsageError(
+            f"{asked}: vLLM is not installed here. `pip install 'megaswift[vllm]'`, or give --use_vllm false, or "
+            "--vllm_mode server with the address of a `swift rollout`."
+        )
+
+
+def _unread(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+    """A flag that was given and that nothing would read."""
+    for name, (by, values) in ONLY_WITH.items():
+        given = sources.get(name, "default") not in ("default", "derived")
+        if given and getattr(options, by) not in values:
+            wanted = " or ".join(show(value) for value in values)
+            raise UsageError(
+                f"--{name} {show(getattr(options, name))} is for --{by} {wanted}, not {show(getattr(options, by))}. "
+                "Leave it out."
+            )
+
+
+def _policy(options: GrpoOptions) -> None:
+    if options.beta < 0:
+        raise UsageError(f"--beta {options.beta}: must not be below 0.")
+    if not options.beta:
+        for name in ("ref_model", "mcore_ref_model", "ref_adapters", "offload_ref_model", "kl_in_reward"):
+            if value := getattr(options, name):
+                raise UsageError(
+                    f"--{name} {show(value)} cannot be with --beta 0, which has no reference. Leave one out."
+                )
+    if options.delta is not None and options.delta <= 1 + options.epsilon:
+        raise UsageError(f"--delta {options.delta}: must be above 1 + --epsilon {options.epsilon}, to bound anything.")
+    if options.rollout_importance_sampling_threshold <= 0:
+        raise UsageError(
+            f"--rollout_importance_sampling_threshold {options.rollout_importance_sampling_threshold}: must be above 0."
+        )
+
+
+def _rewards(options: GrpoOptions) -> None:
+    from ..tasks.rewards.load import check_rewards
+
+    try:
+        check_rewards(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

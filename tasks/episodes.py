@@ -1,0 +1,99 @@
+"""Prompts with what was generated for them: tokens, rewards, advantages."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..templates.episodes import Sequences
+from ..templates.prompts import Prompt
+from .rollout.engine import Completion
+
+
+@dataclass
+class Episode:
+    """A prompt and one completion of it."""
+
+    item: int  # the prompt's number in the store
+    group: int  # completions of the same group are compared
+    tokens: np.ndarray  # int32 [length], the prompt's and the completion's
+    trained: np.ndarray  # float32 [length]: 1 on tokens that the model drew
+    sampled: np.ndarray  # float32 [length]: their log-probabilities by the engine, else 0
+    finish: str  # "length": the completion was cut off
+    columns: dict[str, Any]  # of the prompt's row
+    text: str = ""  # of the completion
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by function
+    reward: float = 0.0
+    advantage: float = 0.0
+    old: np.ndarray | None = None  # float32 [length]: log-probabilities by the model that drew them
+
+    @classmethod
+    def of(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
+        before, after = len(prompt.tokens), len(completion.tokens)
+        return cls(
+            prompt.item,
+            group,
+            tokens=np.array([*prompt.tokens, *completion.tokens], np.int32),
+            trained=np.repeat(np.float32([0, 1]), [before, after]),
+            sampled=np.concatenate([np.zeros(before, np.float32), np.array(completion.log_probs, np.float32)]),
+            finish=completion.finish,
+            columns=prompt.columns,
+            text=text,
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model drew."""
+        return int(self.trained.sum())
+
+
+def sequences_of(episodes: Sequence[Episode], *, drop_cut_off: bool) -> Sequences:
+    """What a step trains on. `drop_cut_off`: completions that were cut off have no loss."""
+    known = {"sampled": [episode.sampled for episode in episodes]}
+    if all(episode.old is not None for episode in episodes):
+        known["old"] = [episode.old for episode in episodes if episode.old is not None]
+    return Sequences(
+        [episode.tokens for episode in episodes],
+        [episode.trained * float(not (drop_cut_off and episode.finish == "length")) for episode in episodes],
+        [episode.advantage for episode in episodes],
+        known,
+    )
+
+
+ARRAYS = "tokens", "trained", "sampled", "old"
+
+
+def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
+    """For a checkpoint."""
+    rows = [{name: value for name, value in vars(episode).items() if name not in ARRAYS} for episode in episodes]
+    found = {"rows": as_bytes(rows)}
+    if episodes:
+        found["lengths"] = torch.tensor([len(episode.tokens) for episode in episodes])
+    for name in ARRAYS:
+        values = [getattr(episode, name) for episode in episodes if getattr(episode, name) is not None]
+        if values:
+            found[name] = torch.from_numpy(np.concatenate(values))
+    return found
+
+
+def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
+    """What `to_tensors` was given."""
+    rows = from_bytes(tensors["rows"])
+    if not rows:
+        return []
+    ends = np.cumsum(tensors["lengths"].numpy())[:-1]
+    arrays = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
+    return [Episode(**row, **{name: of_each[i] for name, of_each in arrays.items()}) for i, row in enumerate(rows)]
+
+
+def as_bytes(value: Any) -> Tensor:
+    """JSON, as uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())

@@ -1,0 +1,247 @@
+"""`megatron rlhf --rlhf_type grpo`: a policy learns from the rewards of what it generates (https://arxiv.org/abs/2402.03300).
+
+The loop is `Grpo.steps`: prompts, weights to the engines, completions, rewards, advantages; then steps on them, whose
+loss is `Grpo.loss`. Every rank knows all completions; which of them it trains on, templates/episodes.py says.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ..bridge.build import Model
+from ..templates.episodes import Plan
+from ..templates.layout import Batch
+from ..templates.prompts import Prompt, Prompts
+from .episodes import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
+from .judge import Judge
+from .losses.policy import advantages
+from .objective import Objective, forward_flops, nothing
+from .options import GrpoOptions
+from .policy import PolicyLoss
+from .reference import log_probs_of, reference_of
+from .rollout.engine import Request, Sampling
+from .rollout.open import open_rollout
+from .rollout_log import RolloutLog, write_completions
+from .run import Run, episode_plan
+from .start import train
+from .train import Training, log_probs
+
+
+def run(options: GrpoOptions, sources: dict[str, str]) -> int:
+    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    return train(options, sources, make_grpo)
+
+
+def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:
+    options = run.options
+    assert isinstance(options, GrpoOptions)
+    reference, flops, notes = None, None, []
+    if options.beta:
+        of = partial(log_probs_of, temperature=options.temperature)
+        reference, flops, name = reference_of(run, model, options, of)
+        notes = [f"reference: {name}"]
+    source = Grpo(run, model, train, reference)
+
+    def more_flops(batches: list[Batch]) -> float:
+        return forward_flops(flops, batches) if flops else 0.0
+
+    objective = Objective(
+        source.loss,
+        source.loss.names,
+        forward=partial(log_probs, temperature=options.temperature),
+        prepare=source.prepare,
+        more_flops=more_flops if flops else nothing,
+        source=source,
+    )
+    return objective, [*notes, source.rollout.note]
+
+
+class Grpo:
+    """Where the steps of a run come from."""
+
+    def __init__(self, run: Run, model: Model, prompts: Prompts, reference: Any):
+        options = run.options
+        assert isinstance(options, GrpoOptions)
+        self.run, self.options, self.prompts, self.reference = run, options, prompts, reference
+        self.plan: Plan = episode_plan(run)
+        self.sampling = Sampling(
+            options.temperature,
+            options.top_p,
+            options.top_k,
+            options.repetition_penalty,
+            options.max_completion_length,
+            tuple(options.stop_words),
+        )
+        self.judge = Judge(run, options)
+        self.rollout = open_rollout(run, model, options)
+        self.loss = PolicyLoss(options)
+        self.remembers = options.steps_per_generation * options.num_iterations > 1 or options.kl_in_reward
+        self.waiting: list[list[Episode]] = []  # of each step still to be done with what was generated
+        self.asked = 0  # completions so far, by which their random numbers differ
+        self.generations = 0
+        self.log = RolloutLog()
+
+    def steps(self, training: Training) -> Iterator[list[Batch]]:
+        """This rank's micro batches of one step after the other, without end."""
+        while True:
+            if not self.waiting:
+                self.give_weights(training)
+                self.generations += 1
+                episodes = self.generate_and_score()
+                if self.remembers:
+                    self.remember(training, episodes)
+                self.compare(episodes)
+                self.waiting = self.in_steps(episodes)
+            batches = self.plan.batches(sequences_of(self.waiting.pop(0), drop_cut_off=self.options.overlong_filter))
+            self.loss.micro_batches = len(batches) * self.plan.ranks
+            self.log.step()
+            yield batches
+            self.log.gap(self.loss.gaps.take(), self.options.max_logprob_gap)
+
+    def give_weights(self, training: Training) -> None:
+        with self.timed("sync"):
+            self.rollout.take_weights(training)
+
+    def generate_and_score(self) -> list[Episode]:
+        """Episodes for the steps of a generation: of each prompt as many as are compared with each other.
+
+        --dynamic_sample: prompts of whose completions none is better than another teach nothing, and others take their
+        place, as long as --max_resample_times allows.
+        """
+        options, wanted = self.options, (self.options.generation_batch_size or 0) // self.options.num_generations
+        kept: list[list[Episode]] = []
+        spare: list[list[Episode]] = []
+        for _ in range(1 + options.max_resample_times * options.dynamic_sample):
+            groups = self.answered(self.prompts.take(wanted - len(kept)), options.num_generations)
+            self.log.add([episode for group in groups for episode in group], options.num_generations)
+            differ = [not options.dynamic_sample or len({e.reward for e in group}) > 1 for group in groups]
+            kept += [group for group, good in zip(groups, differ, strict=True) if good]
+            spare += [group for group, good in zip(groups, differ, strict=True) if not good]
+            if len(kept) == wanted:
+                break
+        return [episode for group in (kept + spare)[:wanted] for episode in group]
+
+    def answered(self, prompts: list[Prompt], completions: int) -> list[list[Episode]]:
+        """Of each prompt so many completions, with their rewards."""
+        with self.timed("generate"):
+            asked = [prompt for prompt in prompts for _ in range(completions)]
+            seeds = np.random.SeedSequence([self.options.seed, self.asked]).generate_state(len(asked), np.uint64) >> 1
+            self.asked += len(asked)
+            requests = [Request(p.tokens, int(seed)) for p, seed in zip(asked, seeds.tolist(), strict=True)]
+            found = self.rollout.generate(requests, self.sampling)
+        texts = self.run.tokenizer.batch_decode([each.tokens for each in found], skip_special_tokens=True)
+        rows = zip(asked, found, texts, strict=True)
+        episodes = [Episode.of(p, n // completions, found, text) for n, (p, found, text) in enumerate(rows)]
+        with self.timed("reward"):
+            self.judge(episodes)
+        return [episodes[start : start + completions] for start in range(0, len(episodes), completions)]
+
+    def remember(self, training: Training, episodes: list[Episode]) -> None:
+        """The log-probabilities of what was drawn by the model as it is now: steps to come will have changed it."""
+        with self.timed("log_probs"):
+            batches = self.plan.batches(sequences_of(episodes, drop_cut_off=False))
+            found = log_probs_of(training.model, training.chunks, batches, self.options.temperature)
+            for episode, values in zip(episodes, self.whole(batches, found), strict=True):
+                episode.old = values
+            if self.options.kl_in_reward and self.reference:
+                theirs = self.whole(batches, self.reference(batches, training))
+                for episode, values in zip(episodes, theirs, strict=True):
+                    episode.reward -= self.options.beta * float(((episode.old - values) * episode.trained).sum())
+
+    def compare(self, episodes: list[Episode]) -> None:
+        """The advantage of each over the others of its prompt (or over all)."""
+        options, rewards = self.options, np.array([episode.reward for episode in episodes])
+        groups = np.arange(len(episodes)) // options.num_generations
+        found = advantages(
+            torch.from_numpy(rewards),
+            torch.from_numpy(groups),
+            estimator=options.advantage_estimator,
+            scale=options.scale_rewards,
+        )
+        for episode, advantage, group in zip(episodes, found.tolist(), groups.tolist(), strict=True):
+            episode.advantage, episode.group = advantage, group
+        if options.log_completions and self.run.writes:
+            write_completions(self.run.folder, self.generations, episodes)
+
+    def in_steps(self, episodes: list[Episode]) -> list[list[Episode]]:
+        """The episodes of each step, in order: a step's hold whole prompts, as far as they fit."""
+        each = self.options.global_batch_size
+        once = [episodes[start : start + each] for start in range(0, len(episodes), each)]
+        return once * self.options.num_iterations
+
+    def prepare(self, training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
+        """With the reference's log-probabilities."""
+        if self.reference is None or self.options.kl_in_reward:
+            return batches
+        with self.timed("log_probs"):
+            found = self.reference(batches, training)
+        return [
+            replace(b, known=b.known | {"ref": values}) for b, values in zip(batches, found, strict=False)
+        ] or batches
+
+    def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
+        """Means over the prompts to evaluate on, as `eval_<name>`; `most`: of them, in global batches; -1: all."""
+        self.give_weights(training)
+        each, log, asked = self.options.num_generations_eval, RolloutLog(), self.asked
+        self.asked = 0  # the same random numbers at each evaluation
+        per_batch = max(1, self.options.global_batch_size // each)
+        for prompts in islice(val.once(per_batch), most if most >= 0 else None):
+            tick()
+            log.add([episode for group in self.answered(prompts, each) for episode in group], each)
+        self.asked = asked
+        return {f"eval_{name}": value for name, value in log.means().items()}
+
+    def whole(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
+        """Numbers of the tokens of all episodes, on every rank, of what each rank has of them."""
+        own = self.plan.by_document(batches, values) if values else {}
+        own = own if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        found: dict[int, np.ndarray] = {}
+        for of_rank in everyone:
+            for item, numbers in of_rank.items():  # context-parallel ranks have each a part
+                found[item] = found[item] + numbers if item in found else numbers
+        return [found[item] for item in sorted(found)]
+
+    def metrics(self) -> dict[str, float]:
+        """What of the rollouts since the last line of the log is to be in it. Every rank asks."""
+        self.log.gap(self.loss.gaps.take(), self.options.max_logprob_gap)
+        return self.log.take()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a run needs besides to go on from here."""
+        numbers = {
+            "asked": self.asked,
+            "generations": self.generations,
+            "log": self.log.state(),
+            "steps": [len(step) for step in self.waiting],
+        }
+        found = to_tensors([episode for step in self.waiting for episode in step])
+        return {f"rollout/{name}": value for name, value in (found | {"numbers": as_bytes(numbers)}).items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        tensors = {name.removeprefix("rollout/"): value for name, value in tensors.items()}
+        numbers, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
+        self.asked, self.generations = numbers["asked"], numbers["generations"]
+        self.log.load(numbers["log"])
+        self.waiting = [list(islice(episodes, length)) for length in numbers["steps"]]
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.log.seconds(phase, time.perf_counter() - began)
+
+    def close(self) -> None:
+        self.rollout.close()

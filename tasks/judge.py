@@ -1,0 +1,75 @@
+"""Rewards of what was generated, on the first rank, for all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ..bridge import hub, runtime
+from .episodes import Episode
+from .ranks import first_of_each_node, on_first_rank, patient_group
+from .rewards.call import Sample
+from .rewards.load import load_rewards, reward_weights
+from .rewards.model import ModelReward
+from .rewards.options import RewardOptions
+from .rewards.score import Scores, score
+from .run import Run
+
+
+class Judge:
+    """Called with episodes, gives each its rewards. Every rank calls it alike.
+
+    A function is called once with all completions that were generated at a time, in one process: it may compare them,
+    or ask a service.
+    """
+
+    def __init__(self, run: Run, options: RewardOptions):
+        self.tokenizer, self.timeout = run.tokenizer, options.reward_timeout
+        self.weights = reward_weights(options)
+        folder = None
+        if options.reward_model:
+            asked = replace(run.options, model=options.reward_model, mcore_model=None)
+            folder = first_of_each_node(lambda: hub.source_folder(asked, None))
+        self.rewards = on_first_rank(lambda: _Kept(load_rewards(options, _model(folder)))).value
+
+    def __call__(self, episodes: Sequence[Episode]) -> None:
+        """Raises RewardError, on every rank, for a reward that fails."""
+        scores = on_first_rank(lambda: self._scored(episodes), patient_group())
+        for number, episode in enumerate(episodes):
+            episode.reward = float(scores.rewards[number])
+            found = {name: float(values[number]) for name, values in scores.by_function.items()}
+            episode.rewards = {name: None if math.isnan(value) else value for name, value in found.items()}
+
+    def _scored(self, episodes: Sequence[Episode]) -> Scores:
+        names = {name for episode in episodes for name in episode.columns if name != "messages"}
+        samples = []
+        for episode in episodes:
+            drawn = np.flatnonzero(episode.trained)
+            first = int(drawn[0]) if len(drawn) else len(episode.tokens)
+            samples.append(
+                Sample(
+                    row=episode.item,
+                    prompt=self.tokenizer.decode(episode.tokens[:first].tolist()),
+                    messages=episode.columns["messages"],
+                    completion=episode.text,
+                    completion_ids=episode.tokens[first:].tolist(),
+                    columns={name: episode.columns.get(name) for name in names},
+                )
+            )
+        return score(self.rewards or [], self.weights, samples, self.timeout)
+
+
+class _Kept:
+    """Stays on the rank that made it: elsewhere it has nothing."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        return _Kept, (None,)
+
+
+def _model(folder: Path | None) -> ModelReward | None:
+    return ModelReward(folder, runtime.device()) if folder else None

@@ -1,0 +1,257 @@
+"""Losses of policies that are trained on their own completions: GRPO and its relatives.
+
+The tokens of a micro batch lie in a row, [tokens], whatever samples they are of. Under context parallelism a rank has
+some of each sample's tokens: its losses are of these, and what is of a whole sample comes from `Completions.by_sample`.
+A loss and every metric is this rank's share: their sums over micro batches and ranks are the global batch's. The
+numbers are TRL's (1.16) where it has them, with one difference: exponents end at LARGEST_EXPONENT, where a loss stays
+finite and its gradient is 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST_EXPONENT = 30.0
+SMALLEST_SPREAD = 1e-4  # is added to standard deviations, as TRL has it
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+LEVELS = ("token", "sequence", "sequence_token")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
+SCALES = ("group", "batch", "none")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What `policy_losses` computes, by the flags' names."""
+
+    loss_type: str = "grpo"  # of LOSS_TYPES
+    epsilon: float = 0.2
+    epsilon_high: float | None = None  # None: epsilon. For cispo the largest weight itself, not its distance from 1
+    delta: float | None = None  # the largest weight of what is clipped on one side only; None: none
+    importance_sampling_level: str = "token"  # of LEVELS
+    beta: float = 0.04  # of the KL divergence from the reference in the loss; 0: no reference is read
+    tau_pos: float = 1.0  # sapo's temperatures
+    tau_neg: float = 1.05
+    rollout_importance_sampling_mode: str | None = None  # of CORRECTIONS; None: what the engine says is not read
+    rollout_importance_sampling_threshold: float = 2.0
+    max_completion_length: int = 512  # what dr_grpo divides a sample by
+
+    @property
+    def highest(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class Completions(NamedTuple):
+    """Which of a micro batch's tokens are trained, and whose they are."""
+
+    sample: Tensor  # [tokens] int64: of the micro batch's samples; any where the mask is 0
+    mask: Tensor  # [tokens] fp32: loss weights, 0 on prompts and padding
+    counts: Tensor  # [samples] fp32: sums of each sample's mask, over all context-parallel ranks
+    by_sample: Callable[[Tensor], Tensor]  # [tokens] -> [samples]: sums, over these ranks too, and of gradients as well
+
+
+class Totals(NamedTuple):
+    """Of the global batch: over all micro batches of all data-parallel ranks."""
+
+    samples: float
+    tokens: float  # sum of the mask
+    micro_batches: float
+
+
+class Terms(NamedTuple):
+    """Of each token, what is to be averaged: into the loss, and (without gradients) into metrics by TRL's names."""
+
+    losses: Tensor  # [tokens]
+    by_token: dict[str, Tensor]  # [tokens] each: the mean over tokens is logged
+    by_sample: dict[str, Tensor]  # [tokens] each, alike for all tokens of a sample: the mean over samples is logged
+
+
+def spread(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The standard deviation (unbiased) of the rewards of each sample's group: [samples]; 0 in a group of one."""
+    count, mean = _of_groups(rewards, groups)
+    return (_sums((rewards - mean) ** 2, groups) / (count - 1).clamp(min=1)).sqrt()
+
+
+def advantages(rewards: Tensor, groups: Tensor, *, estimator: str = "grpo", scale: str | None = None) -> Tensor:
+    """How much better each sample is than its group: [samples]. All samples of a generation batch, from every rank.
+
+    rewards [samples], fp64 or fp32; groups [samples] int64: samples of one prompt have the same number (of any).
+    `estimator`: grpo (https://arxiv.org/abs/2402.03300) and reinforce_plus_plus (https://arxiv.org/abs/2501.03262, with
+    the groups' means as baseline) subtract the group's mean, rloo (https://arxiv.org/abs/2402.14740) the mean of the
+    others; one alone in its group has 0. `scale`: what this is divided by: the standard deviation in the group, in the
+    batch, or nothing; of rewards, for reinforce_plus_plus of what is divided. None: as the estimator's paper has it.
+    """
+    count, mean = _of_groups(rewards, groups)
+    found = rewards - mean
+    if estimator == "rloo":
+        found = found * count / (count - 1).clamp(min=1)
+    match scale or {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}[estimator]:
+        case "group":
+            return found / (spread(found if estimator == "reinforce_plus_plus" else rewards, groups) + SMALLEST_SPREAD)
+        case "batch":
+            measured = found if estimator == "reinforce_plus_plus" else rewards
+            return found / (spread(measured, torch.zeros_like(groups)) + SMALLEST_SPREAD)
+    return found
+
+
+def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sample's group the number of samples and their mean: [samples] each."""
+    count = _sums(torch.ones_like(values), groups)
+    return count, _sums(values, groups) / count
+
+
+def _sums(values: Tensor, groups: Tensor) -> Tensor:
+    """Over each sample's group: [samples]."""
+    numbers, places = groups.unique(return_inverse=True)
+    return values.new_zeros(len(numbers)).index_add(0, places, values)[places]
+
+
+def rollout_weights(policy: Policy, old: Tensor, sampled: Tensor, completions: Completions) -> Tensor:
+    """What tokens' losses are multiplied by since an engine, not the model itself, has sampled them: [tokens].
+
+    old, sampled [tokens]: log-probabilities of the model at the time, and of the engine. The importance weight
+    model / engine of a token, or of its whole sample, is cut off at the threshold (`truncate`, as
+    https://fengyao.notion.site/off-policy-rl has it), or those above it become 0 (`mask`).
+    """
+    mode, threshold = policy.rollout_importance_sampling_mode, policy.rollout_importance_sampling_threshold
+    if mode not in CORRECTIONS:
+        raise ValueError(f"--rollout_importance_sampling_mode {mode}: it has {', '.join(CORRECTIONS)}.")
+    level, _, cut = mode.partition("_")
+    ratios = _trained(old.detach() - sampled, completions)
+    if level == "sequence":
+        ratios = completions.by_sample(ratios * completions.mask)[completions.sample]
+    weights = _exponential(ratios)
+    return weights.clamp(max=threshold) if cut == "truncate" else weights * (weights <= threshold)
+
+
+def policy_losses(
+    policy: Policy,
+    log_probs: Tensor,
+    advantages: Tensor,
+    completions: Completions,
+    *,
+    old: Tensor | None = None,
+    ref: Tensor | None = None,
+    sampled: Tensor | None = None,
+    entropies: Tensor | None = None,
+    least_entropy: Tensor | float | None = None,
+) -> Terms:
+    """The loss of each token, and what is logged of it.
+
+    log_probs [tokens] fp32, of the model as it is; advantages [tokens], usually its sample's; and of each token its
+    log-probability by `old`, the policy that has sampled it (None: this one), by the reference, and by the engine, and
+    its entropy. `least_entropy`: a token below it has no policy loss (https://arxiv.org/abs/2506.01939): a quantile of
+    all the batch's tokens, which the caller knows.
+    """
+    old = log_probs.detach() if old is None else old
+    weights = _weights(policy, _trained(log_probs - old, completions), completions)
+    losses, clipped = _LOSSES[policy.loss_type](policy, weights, advantages, log_probs)
+    by_token, by_sample = {}, {}
+    (by_token if policy.importance_sampling_level == "token" else by_sample).update(clipped)
+    if least_entropy is not None:
+        assert entropies is not None
+        losses = losses * (entropies >= least_entropy)
+    if policy.rollout_importance_sampling_mode is not None:
+        assert sampled is not None
+        correction = rollout_weights(policy, old, sampled, completions)
+        losses = losses * correction
+        of_tokens = policy.rollout_importance_sampling_mode.startswith("token")
+        (by_token if of_tokens else by_sample)["sampling/importance_sampling_ratio/mean"] = correction
+    if policy.beta:
+        assert ref is not None
+        by_token["kl"] = kl = kl_of(log_probs, ref, completions)
+        losses = losses + policy.beta * kl
+    if entropies is not None:
+        by_token["entropy"] = entropies
+    return Terms(losses, *({name: value.detach() for name, value in each.items()} for each in (by_token, by_sample)))
+
+
+def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions) -> Tensor:
+    """An unbiased estimate of KL(policy | reference) from each token, never below 0: [tokens]. It is k3 of
+    http://joschu.net/blog/kl-approx.html."""
+    difference = _trained(ref - log_probs, completions).clamp(max=LARGEST_EXPONENT)
+    return difference.expm1() - difference
+
+
+def normalised(
+    terms: Terms, policy: Policy, completions: Completions, totals: Totals
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's share of the loss over the global batch, and of each metric's mean: scalars.
+
+    grpo, sapo: the mean over samples of the means over their tokens. dapo, cispo: the mean over all tokens. dr_grpo:
+    the sum over max_completion_length, a sample. bnpo: the mean over micro batches of the means over their tokens.
+    """
+    mask, counts = completions.mask, completions.counts
+    of_token = mask / max(totals.tokens, 1.0)
+    of_sample = mask / counts.clamp(min=1)[completions.sample] / max(totals.samples, 1.0)
+    match policy.loss_type:
+        case "grpo" | "sapo":
+            loss = (terms.losses * of_sample).sum()
+        case "dapo" | "cispo":
+            loss = (terms.losses * of_token).sum()
+        case "dr_grpo":
+            loss = (terms.losses * mask).sum() / (max(totals.samples, 1.0) * policy.max_completion_length)
+        case _:
+            loss = (terms.losses * mask).sum() / counts.sum().clamp(min=1) / max(totals.micro_batches, 1.0)
+    metrics = {name: (values * of_token).sum() for name, values in terms.by_token.items()}
+    metrics |= {name: (values * of_sample).sum() for name, values in terms.by_sample.items()}
+    return loss, {"loss": loss.detach()} | metrics
+
+
+def _trained(values: Tensor, completions: Completions) -> Tensor:
+    """0 where nothing is trained, whatever is there."""
+    return torch.where(completions.mask != 0, values, 0.0)
+
+
+def _exponential(values: Tensor) -> Tensor:
+    return values.clamp(max=LARGEST_EXPONENT).exp()
+
+
+def _weights(policy: Policy, ratios: Tensor, completions: Completions) -> Tensor:
+    """Importance weights from log ratios of the policy to the one that has sampled: [tokens].
+
+    sequence: the geometric mean over a sample's tokens, GSPO's (https://arxiv.org/abs/2507.18071);
+    sequence_token: the same number, whose gradient goes to the token's own log-probability (GSPO-token there).
+    """
+    match policy.importance_sampling_level:
+        case "token":
+            return _exponential(ratios)
+        case "sequence" | "sequence_token" as level:
+            means = completions.by_sample(ratios * completions.mask) / completions.counts.clamp(min=1)
+            means = means[completions.sample]
+            return _exponential(means if level == "sequence" else means.detach() + ratios - ratios.detach())
+        case level:
+            raise ValueError(f"--importance_sampling_level {level}: it has {', '.join(LEVELS)}.")
+
+
+def _clipped(
+    policy: Policy, weights: Tensor, advantages: Tensor, log_probs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped objective (https://arxiv.org/abs/1707.06347, equation 7), its upper bound apart as DAPO has it
+    (https://arxiv.org/abs/2503.14476), and `delta` for where it has none (https://arxiv.org/abs/2505.07291)."""
+    within = weights.clamp(1 - policy.epsilon, 1 + policy.highest)
+    if policy.delta is not None:
+        weights = weights.clamp(max=policy.delta)
+    low = ((weights < 1 - policy.epsilon) & (advantages < 0)).float()
+    high = ((weights > 1 + policy.highest) & (advantages > 0)).float()
+    clipped = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    return -torch.min(weights * advantages, within * advantages), clipped
+
+
+def _cispo(policy: Policy, weights: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """https://arxiv.org/abs/2506.13585: every token keeps its gradient, by a weight that is cut off."""
+    clipped = {"cispo_clip_ratio": ((weights > policy.highest) & (advantages > 0)).float()}
+    return -weights.clamp(max=policy.highest).detach() * advantages * log_probs, clipped
+
+
+def _sapo(policy: Policy, weights: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """https://arxiv.org/abs/2511.20347: a gate that closes softly in the place of clipping."""
+    temperatures = torch.where(advantages > 0, policy.tau_pos, policy.tau_neg)
+    return -torch.sigmoid(temperatures * (weights - 1)) * 4 / temperatures * advantages, {}
+
+
+_LOSSES = {"cispo": _cispo, "sapo": _sapo} | dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo"), _clipped)

@@ -1,0 +1,186 @@
+"""One reward and a call of it: its arguments, a thread of its own, its values."""
+
+import asyncio
+import inspect
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+OWN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages")
+
+
+class RewardError(RuntimeError):
+    """A reward did not do what it has to: names it, what it was about, and the cure."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion, and what rewards may ask for."""
+
+    row: int  # of the dataset, to name it in an error
+    prompt: str
+    messages: list[dict[str, Any]]  # that led to the completion
+    completion: str
+    completion_ids: list[int]
+    columns: dict[str, Any]  # of its row; give each sample all that the dataset has, None where a row has it not
+
+    def __str__(self) -> str:
+        return f"row {self.row} of the dataset, completion {self.completion[:200]!r}"
+
+
+class Reward:
+    """A function by its name. A function that is async has one event loop, in which its sessions may stay open."""
+
+    def __init__(self, name: str, function: Callable):
+        self.name, self.function = name, function
+        self.file = _file_of(function)
+        parameters = inspect.signature(function).parameters.values()
+        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in named}
+        self._needs = [p.name for p in named if p.default is p.empty]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: Any = None  # the coroutine that is awaited
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise ValueError where the function wants a column that is not among those of the dataset."""
+        for name in self._needs:
+            if name not in columns and name not in OWN:
+                there = ", ".join(sorted(columns)) or "none"
+                raise ValueError(
+                    f"--reward_funcs {self.name} wants the column {name}, and the columns of the dataset are: {there}. "
+                    f'Add it, or rename one (--columns \'{{"old": "{name}"}}\')'
+                )
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        """What the function returns."""
+        result = self.function(**self._arguments(samples))
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None or self._loop.is_running():  # running: a call that hangs has it
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_default_executor(_Daemons())
+        self._waiting = result
+        return self._loop.run_until_complete(_wait(result))
+
+    def frame(self, thread: int) -> FrameType | None:
+        """Where a call of it is that runs in a thread."""
+        return getattr(self._waiting, "cr_frame", None) or sys._current_frames().get(thread)
+
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, list]:
+        columns = {name for sample in samples for name in sample.columns}
+        ids = [sample.completion_ids for sample in samples]
+        lists = {name: [sample.columns.get(name) for sample in samples] for name in columns} | {
+            "completions": [sample.completion for sample in samples],
+            "completion_ids": ids,
+            "response_token_ids": ids,  # as ms-swift calls them
+            "prompt": [sample.prompt for sample in samples],
+            "messages": [[*s.messages, {"role": "assistant", "content": s.completion}] for s in samples],
+        }
+        return lists if self._all else {name: lists[name] for name in self._names & lists.keys()}
+
+    def values(self, result: Any, samples: Sequence[Sample]) -> np.ndarray:
+        """What the function returned, float64 [samples], None as NaN. Raises RewardError where it is no such thing."""
+        try:
+            values = list(result)
+        except TypeError:
+            raise self._wrong(f"returned a {type(result).__name__}", samples) from None
+        if len(values) != len(samples):
+            raise self._wrong(f"returned {len(values)} values", samples)
+        for value, sample in zip(values, samples, strict=True):
+            if value is not None and not _is_finite(value):
+                raise RewardError(
+                    f"--reward_funcs {self.name} returned {value!r} for {sample}. Have it return a finite number, or "
+                    "None where it has nothing to say of a completion"
+                )
+        return np.array([math.nan if value is None else float(value) for value in values])
+
+    def _wrong(self, what: str, samples: Sequence[Sample]) -> RewardError:
+        return RewardError(
+            f"--reward_funcs {self.name} {what} for {len(samples)} completions (the first is of {samples[0]}). Have it "
+            "return a list with a number, or None, for each"
+        )
+
+
+class Call(threading.Thread):
+    """A call that runs; `of` are the samples one by one where `singly`, to find the one that it fails for.
+
+    As a daemon: one that hangs does not keep the process from ending.
+    """
+
+    def __init__(self, reward: Reward, samples: Sequence[Sample], *, singly: bool = False):
+        super().__init__(name=f"reward {reward.name}", daemon=True)
+        self.reward, self.samples, self.singly = reward, samples, singly
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.at, self.since = 0, time.monotonic()  # the sample that it is at, and since when
+        self.start()
+
+    def run(self) -> None:
+        try:
+            if not self.singly:
+                self.result = self.reward(self.samples)
+                return
+            for self.at, sample in enumerate(self.samples):  # noqa: B020  others look where it is
+                self.since = time.monotonic()
+                self.reward([sample])
+        except BaseException as error:  # SystemExit too: it would end this thread alone
+            self.error = error
+
+    def place(self) -> str:
+        """Where it is, or where it raised."""
+        if self.error is not None:
+            return place_of(self.error.__traceback__, self.reward.file)
+        return place_of(self.reward.frame(self.ident or 0), self.reward.file)
+
+
+def place_of(where: TracebackType | FrameType | None, file: Path | None) -> str:
+    """As in `plugin.py, line 12`: the innermost line that is in `file`, else the innermost of all."""
+    stack = traceback.extract_stack(where) if isinstance(where, FrameType) else traceback.extract_tb(where)
+    lines = [line for line in stack if file and Path(line.filename) == file] or stack
+    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else "no line of Python"
+
+
+def _file_of(function: Callable) -> Path | None:
+    code = function if inspect.isroutine(function) else type(function)
+    try:
+        return Path(inspect.getfile(code))
+    except (TypeError, OSError):
+        return None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) and math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+class _Daemons(ThreadPoolExecutor):
+    """For asyncio.to_thread: its own threads would keep the process from ending."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future

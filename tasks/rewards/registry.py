@@ -1,0 +1,29 @@
+"""Rewards by name. A plugin puts its own in, by `@reward("name")` or, as in ms-swift, by `orms["name"] = Class`."""
+
+from collections.abc import Callable
+from typing import Any
+
+# A function, or a class: then one instance is made, with the run's options where it takes `args`.
+orms: dict[str, Any] = {}
+
+
+class ORM:
+    """What ms-swift's rewards are made of (outcome reward models): a subclass has `__call__`, which may be async."""
+
+    def __init__(self, args: Any = None, **_: Any):
+        self.args = args
+
+
+AsyncORM = ORM
+
+
+def reward[T: Callable](name: str) -> Callable[[T], T]:
+    """Register a function or a class. Raises ValueError where the name is taken."""
+
+    def register(function: T) -> T:
+        if name in orms:
+            raise ValueError(f'@reward("{name}"): there is a reward of this name. Choose another one')
+        orms[name] = function
+        return function
+
+    return register

@@ -1,0 +1,1 @@
+"""Generating completions while training: engines in this process or behind a server, and weights into them."""

@@ -1,0 +1,99 @@
+"""An engine in the server's own process: one thread does what it is asked, so that the server goes on answering."""
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .engine import Completion, Engine, Request, Sampling
+from .wire import Bucket, attach, tensors_in
+
+
+class BrokenOff(Exception):
+    """The rest of an update will not come."""
+
+
+class _Arrived(NamedTuple):
+    bucket: Bucket
+    taken: Callable[[], Any]  # to be called once its tensors have been read
+
+
+class InProcess:
+    """A server's backend over an `Engine`."""
+
+    workers = 1
+
+    def __init__(self, engine: Engine, name: str):
+        self.engine, self.name = engine, name
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._arrived: queue.Queue[_Arrived | Exception | None] = queue.Queue()
+        self._update: asyncio.Future | None = None
+
+    def _do(self, call: Callable, *arguments: Any) -> asyncio.Future:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return await self._do(self.engine.generate, requests, sampling)
+
+    async def begin(self) -> None:
+        self._arrived = queue.Queue()
+        self._update = self._do(self.engine.update, _tensors(self._arrived))
+
+    async def load(self, bucket: Bucket) -> None:
+        assert self._update is not None
+        loop, taken = asyncio.get_running_loop(), asyncio.Event()
+        self._arrived.put(_Arrived(bucket, lambda: loop.call_soon_threadsafe(taken.set)))
+        waiting = asyncio.ensure_future(taken.wait())
+        await asyncio.wait({waiting, self._update}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            await self._update  # raises what went wrong
+            raise RuntimeError("the engine ended its update before all weights had come")
+
+    async def finish(self) -> None:
+        assert self._update is not None
+        self._arrived.put(None)
+        await self._update
+        self._update = None
+
+    async def abort(self) -> None:
+        self._arrived.put(BrokenOff())
+        if self._update is not None:
+            with contextlib.suppress(Exception):
+                await self._update
+        self._update = None
+
+    async def group(self, port: int) -> None:
+        raise ValueError(f"the {self.name} engine takes no weights by NCCL")
+
+    async def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        return await self._do(self.engine.checksums, names)
+
+    async def reset_cache(self) -> None:
+        """Nothing is kept between two calls of `generate`."""
+
+    async def sleep(self, level: int) -> None:
+        await self._do(self.engine.sleep)
+
+    async def wake(self) -> None:
+        await self._do(self.engine.wake)
+
+    def close(self) -> None:
+        self._arrived.put(BrokenOff())
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
+
+
+def _tensors(arrived: queue.Queue[_Arrived | Exception | None]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of buckets as they come; each is to be read before the next is asked for."""
+    while (item := arrived.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        assert item.bucket.place is not None
+        flat = attach(item.bucket.place)[item.bucket.start :]
+        yield from tensors_in(flat, item.bucket.entries)
+        item.taken()

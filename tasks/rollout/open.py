@@ -1,0 +1,72 @@
+"""Which engine generates for a run, and how it is given the run's weights."""
+
+import importlib.util
+
+import torch
+
+from ...bridge.build import Model
+from ..ranks import on_every_rank, on_first_rank
+from ..run import Run
+from ..train import Training
+from .client import ServerEngine, server_urls
+from .engine import Engine
+from .options import EngineOptions
+from .rollout import Rollout
+from .transformers_engine import TransformersEngine
+from .weights import Sync, sync
+
+
+def open_rollout(run: Run, model: Model, options: EngineOptions) -> "ModelRollout":
+    """The engines that the options ask for. Every rank calls this; errors reach every rank."""
+    if kind_of(options) == "server":
+        urls = server_urls(options)
+        engine = None
+        if run.writes:
+            engine = ServerEngine(
+                urls,
+                api_key=options.vllm_server_api_key,
+                timeout=options.vllm_server_timeout,
+                wait=options.wait_for_server,
+            )
+        on_first_rank(lambda: None)
+        return ModelRollout(run, model, engine, None, f"completions: {', '.join(urls)}")
+    if kind_of(options) == "vllm":
+        from .vllm_engine import VllmEngine
+
+        engine = on_every_rank(lambda: VllmEngine(run.model_folder, options, dtype=run.dtype))
+        return ModelRollout(run, model, engine, options.vllm_tensor_parallel_size, "completions: vLLM, in this process")
+    engine = on_every_rank(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
+    return ModelRollout(run, model, engine, 1, "completions: transformers, a copy of the model in each process")
+
+
+def kind_of(options: EngineOptions) -> str:
+    """server, vllm or transformers."""
+    if options.vllm_mode == "server" or options.vllm_server_host or options.vllm_server_base_url:
+        return "server"
+    there = importlib.util.find_spec("vllm") is not None
+    uses = there if options.use_vllm is None else options.use_vllm
+    return "vllm" if uses or options.vllm_mode == "colocate" else "transformers"
+
+
+class ModelRollout(Rollout):
+    """Engines that have the weights of a run's model, as these are when it says so."""
+
+    def __init__(self, run: Run, model: Model, engine: Engine | None, group: int | None, note: str):
+        super().__init__(engine, group)
+        self.run, self.model, self.note = run, model, note
+        self.syncs = 0
+
+    def take_weights(self, training: Training) -> Sync:
+        """Every rank calls this. Raises RuntimeError on every rank where an engine has other weights afterwards."""
+        run, lora = self.run, self.model.lora
+        self.syncs += 1
+        with training.parameters_gathered(), torch.no_grad():
+            return sync(
+                self.engine,
+                self.model.chunks,
+                run.hf_config,
+                run.model_folder,
+                dtype=run.dtype,
+                merge=bool(lora),
+                seed=self.syncs,
+            )

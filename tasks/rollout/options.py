@@ -1,0 +1,69 @@
+"""What `swift rollout` reads, and what a run that generates reads to reach its engine. No torch: the command line
+imports this."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ...bridge.options import ModelOptions
+
+
+@dataclass
+class VllmOptions:
+    """vLLM"""
+
+    vllm_tensor_parallel_size: Annotated[int, "GPUs that share an engine."] = 1
+    vllm_gpu_memory_utilization: Annotated[float, "Share of a GPU's memory that vLLM may take."] = 0.9
+    vllm_max_model_len: Annotated[
+        int | None, "Longest prompt and completion together, in tokens; left out: the model's."
+    ] = None
+    vllm_max_num_seqs: Annotated[int | None, "Completions at a time; left out: vLLM's own choice."] = None
+    vllm_enforce_eager: Annotated[bool, "No CUDA graphs and no compilation: starts sooner, generates slower."] = False
+    vllm_enable_prefix_caching: Annotated[bool, "Compute the beginning that prompts share only once."] = True
+
+
+@dataclass
+class ServerOptions(VllmOptions):
+    """Rollout server"""
+
+    host: Annotated[str, "Address to listen on; 0.0.0.0 lets other machines in: give an --api_key then."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen on."] = 8000
+    api_key: Annotated[str | None, "Only who has this key is answered."] = None
+    infer_backend: Annotated[
+        Literal["transformers", "vllm"] | None, "What generates; left out: vLLM where it is installed."
+    ] = None
+    vllm_data_parallel_size: Annotated[int, "Engines side by side: a request goes to the one that has least to do."] = 1
+    log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], "What the server prints."] = "info"
+
+
+@dataclass
+class EngineOptions(VllmOptions):
+    """Generation"""
+
+    use_vllm: Annotated[bool | None, "Generate by vLLM, else by transformers; left out: where it is installed."] = None
+    vllm_mode: Annotated[
+        Literal["colocate", "server"] | None,
+        "vLLM in the training processes, or in a `swift rollout`; left out: server where an address of one is given.",
+    ] = None
+    vllm_server_host: Annotated[list[str], "Hosts of the servers; left out: 127.0.0.1."] = field(default_factory=list)
+    vllm_server_port: Annotated[list[int], "The port of each of them, or one for all."] = field(
+        default_factory=lambda: [8000]
+    )
+    vllm_server_base_url: Annotated[
+        list[str], "Addresses of the servers (http://host:port), in place of hosts and ports."
+    ] = field(default_factory=list)
+    vllm_server_api_key: Annotated[str | None, "The --api_key that the servers were started with."] = None
+    vllm_server_timeout: Annotated[float, "Seconds to wait for the servers when the run begins."] = 240.0
+    wait_for_server: Annotated[
+        float, "Seconds to wait for a server that was lost while training; 0: the run ends with an error."
+    ] = 0.0
+    vllm_enable_lora: Annotated[
+        bool, "With LoRA: give vLLM the adapter alone, in place of weights with the adapter in them."
+    ] = False
+    sleep_level: Annotated[
+        int, "What vLLM frees while training: 0 nothing; 1 its cache, and its weights go to the host's memory; 2 all."
+    ] = 0
+
+
+@dataclass
+class RolloutOptions(ModelOptions, ServerOptions):
+    """swift rollout"""

@@ -1,0 +1,253 @@
+"""vLLM in the trainer's own processes: each `tensor_parallel_size` ranks in a row are one engine.
+
+vLLM finds the process groups of the trainer and makes its own beside them. It asleep, its memory is the trainer's.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...bridge import runtime
+from ...bridge.hub import load_tokenizer
+from .ending import end_tokens
+from .engine import Completion, Request, Sampling
+from .weights import checksum
+
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for what sleeps
+
+
+class VllmEngine:
+    """An Engine. Every rank makes one, and calls `generate`, `sleep` and `wake` at the same time as the others.
+
+    `load`: begin with the weights of `folder`; else with random ones until the first `update`. `sleep_level` 0: never
+    asleep; 1: its weights wait on the host, its cache is given up; 2: its weights are given up too, so that an `update`
+    has to follow. On a CPU it does not sleep. Raises ImportError where vLLM is not installed, ValueError where the
+    ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,
+        sleep_level: int = 0,
+        load: bool = True,
+    ):
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError(
+                "--use_vllm true: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
+                "or leave the flag out to generate by transformers."
+            )
+        if dist.get_world_size() % tensor_parallel_size:
+            raise ValueError(
+                f"--vllm_tensor_parallel_size {tensor_parallel_size} does not divide the {dist.get_world_size()} "
+                "processes: give a size that does"
+            )
+        on_gpu = torch.cuda.is_available()
+        _prepare_environment(on_gpu)
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+        with _undisturbed():
+            self.llm: Any = LLM(
+                str(folder),
+                dtype=str(dtype).removeprefix("torch."),
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=gpu_memory_utilization,
+                max_model_len=max_model_len,
+                enforce_eager=enforce_eager or not on_gpu,  # compiling costs minutes on a CPU
+                enable_prefix_caching=enable_prefix_caching,
+                enable_sleep_mode=on_gpu and sleep_level > 0,
+                load_format="auto" if load else "dummy",
+                generation_config="vllm",  # nothing of its own beside Sampling
+                logprobs_mode="raw_logprobs",
+                disable_log_stats=True,
+                **({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}),
+            )
+        self._scales = self.llm.apply_model(scale_of)
+        self._temperature = 1.0
+        self._level = sleep_level if on_gpu else 0
+        self._asleep: set[str] = set()
+        self._ends = sorted(end_tokens(folder, load_tokenizer(Path(folder))))
+        self._group = None
+        if tensor_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
+
+            self._group = get_tp_group().cpu_group
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """See Engine. The ranks of one engine each give their own requests (none, perhaps) and get their completions."""
+        own, everyone = list(requests), [list(requests)]
+        rank = 0
+        if self._group is not None:
+            everyone, rank = [[]] * self._group.size(), self._group.rank()
+            dist.all_gather_object(everyone, own, group=self._group)
+        joined = [request for one in everyone for request in one]
+        if not joined:
+            return []
+        self._set_temperature(sampling.temperature)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": request.tokens} for request in joined],
+            [sampling_params(request, sampling, self._ends) for request in joined],
+            use_tqdm=False,
+        )
+        first = sum(map(len, everyone[:rank]))
+        return [completion_of(output.outputs[0]) for output in outputs[first : first + len(own)]]
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See Engine. Asleep, it wakes as far as it has to."""
+        if WEIGHTS in self._asleep:
+            self._wake(WEIGHTS)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        if self._level and not self._asleep:
+            self.llm.sleep(level=self._level)
+            self._asleep = {WEIGHTS, CACHE}
+
+    def wake(self) -> None:
+        for what in sorted(self._asleep, reverse=True):  # weights first
+            self._wake(what)
+
+    def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Of tensors that this rank holds whole; not of those that vLLM splits, or packs for its kernels."""
+        (found,) = self.llm.apply_model(lambda model: {name: checksum(own) for name, own in held_whole(model, names)})
+        return found
+
+    def close(self) -> None:
+        """The process groups stay: they are the trainer's too."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _wake(self, what: str) -> None:
+        self.llm.wake_up(tags=[what])
+        self._asleep.discard(what)
+
+    def _set_temperature(self, temperature: float) -> None:
+        """vLLM's log-probabilities are either of temperature 1, or of what top_p and the like have left: it is told
+        temperature 1, and its logits are made those of `temperature`."""
+        temperature = temperature or 1.0
+        if temperature != self._temperature:
+            (scale,) = self._scales
+            self.llm.apply_model(lambda model: set_scale(model, scale / temperature))
+            self._temperature = temperature
+
+
+def sampling_params(request: Request, sampling: Sampling, ends: list[int]) -> Any:
+    """What vLLM is told of a request, whose logits are those of the temperature already (`set_scale`)."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
+    return SamplingParams(
+        temperature=1.0 if sampling.temperature else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=max(1, limit),
+        seed=request.seed,
+        stop=list(sampling.stop),
+        stop_token_ids=ends,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        detokenize=bool(sampling.stop),
+        logprobs=0,  # of the token that was drawn alone
+    )
+
+
+def completion_of(output: Any) -> Completion:
+    """Of vLLM's CompletionOutput."""
+    tokens = list(output.token_ids)
+    log_probs = [step[token].logprob for token, step in zip(tokens, output.logprobs, strict=True)]
+    return Completion(tokens, log_probs, "stop" if output.finish_reason == "stop" else "length")
+
+
+def scale_of(model: Any) -> float:
+    """By which vLLM's model multiplies its logits."""
+    return _logits_processor(model).scale
+
+
+def set_scale(model: Any, scale: float) -> None:
+    _logits_processor(model).scale = scale
+
+
+def _logits_processor(model: Any) -> Any:
+    from vllm.model_executor.layers.logits_processor import (  # pyright: ignore[reportMissingImports]
+        LogitsProcessor,
+    )
+
+    (found,) = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return found
+
+
+def held_whole(model: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those of a checkpoint's tensors that vLLM's model has as they are, and parts of its fused projections."""
+    own = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        if name in own and _is_whole(modules[module], leaf):
+            yield name, own[name]
+            continue
+        parent, _, part = module.rpartition(".")
+        for fused, parts in model.packed_modules_mapping.items() if hasattr(model, "packed_modules_mapping") else ():
+            whole = modules.get(f"{parent}.{fused}")
+            if part in parts and f"{parent}.{fused}.{leaf}" in own and _is_whole(whole, leaf):
+                sizes = whole.output_sizes
+                yield name, own[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]
+
+
+def _is_whole(module: Any, leaf: str) -> bool:
+    """Not split over ranks, padded, or repacked."""
+    weight = getattr(module, leaf, None)
+    if weight is None or getattr(module, "tp_size", 1) > 1:
+        return False
+    if hasattr(module, "org_vocab_size"):
+        return module.num_embeddings_padded == module.org_vocab_size
+    sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
+    if leaf != "weight" or None in sizes:
+        return True
+    return tuple(weight.shape) == sizes and weight.is_contiguous()
+
+
+def _prepare_environment(on_gpu: bool) -> None:
+    """What vLLM reads from the environment before it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where weights come as they are
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not on_gpu:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the same cores
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """The trainer's random numbers, and on a CPU torch's number of threads, stay what they are."""
+    states = random.getstate(), np.random.get_state()
+    set_num_threads = torch.set_num_threads
+    devices = [runtime.device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_num_threads = set_num_threads

@@ -1,0 +1,115 @@
+"""Weights from the trainer into an engine, and how it is told that they came as they were sent."""
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from xxhash import xxh3_128
+
+from ...bridge import runtime
+from ...bridge.stream import stream_weights
+from .engine import Engine
+
+HASHED = 64 * 2**20  # bytes that are copied to the host at once
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What a synchronisation took, on this rank."""
+
+    seconds: float
+    bytes: int  # that the engine took
+    compared: int  # tensors of which the engine's own were the same
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.bytes / 1e9 / self.seconds
+
+
+def checksum(tensor: Tensor) -> str:
+    """Of a tensor's bytes, dtype and shape, as `bfloat16 [3, 5] 0f...` (xxh3_128)."""
+    digest = xxh3_128()
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for part in flat.split(HASHED):
+        digest.update(part.cpu().numpy())
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {digest.hexdigest()}"
+
+
+@torch.no_grad()
+def sync(
+    engine: Engine | None,
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    source: str | Path,
+    *,
+    dtype: torch.dtype,
+    merge: bool = False,
+    compare: int = 8,
+    seed: int = 0,
+) -> Sync:
+    """Send the model's weights to this rank's engine (None: it has none), as `stream_weights` has them.
+
+    To be called by every rank. `compare`: how many tensors, chosen by `seed`, are compared with the engine's own by
+    checksums afterwards; `dtype` is the engine's. Where an engine fails on any rank, or its tensors are others than
+    were sent, every rank raises RuntimeError, which names the rank (and the tensor).
+    """
+    started, failure = time.perf_counter(), None
+    sample = Sample(stream_weights(chunks, hf_config, source, dtype=dtype, merge=merge), compare, seed, dtype)
+    compared = 0
+    try:
+        if engine is not None:
+            engine.update(sample)
+            compared = sample.compare(engine)
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        failure = f"{type(error).__name__}: {error}"
+    for _ in sample:  # what the engine did not read: every rank takes part to the end
+        pass
+    runtime.synchronize()
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, what in enumerate(failures):
+        if what is not None:
+            raise RuntimeError(f"the rollout engine of rank {rank} did not take the weights: {what}")
+    return Sync(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
+
+
+class Sample:
+    """Passes tensors on, and keeps checksums of some that it draws: all alike by `seed`, whatever their number."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], size: int, seed: int, dtype: torch.dtype):
+        self.bytes = 0
+        self._weights, self._size, self._dtype = iter(weights), size, dtype
+        self._random, self._seen = random.Random(seed), 0
+        self._kept: list[tuple[str, set[str]]] = []  # names, and what an engine may have
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self.bytes += tensor.nbytes
+            self._draw(name, tensor)
+            yield name, tensor
+
+    def _draw(self, name: str, tensor: Tensor) -> None:
+        """Reservoir sampling, by Vitter's algorithm R: https://doi.org/10.1145/3147.3165."""
+        self._seen += 1
+        place = len(self._kept) if len(self._kept) < self._size else self._random.randrange(self._seen)
+        if place >= self._size:
+            return
+        one = name, {checksum(tensor), checksum(tensor.to(self._dtype))}
+        self._kept[place : place + 1] = [one]
+
+    def compare(self, engine: Engine) -> int:
+        """How many of the engine's tensors were compared. Raises RuntimeError where one differs from what was sent."""
+        found = engine.checksums([name for name, _ in self._kept])
+        for name, sent in self._kept:
+            if name in found and found[name] not in sent:
+                raise RuntimeError(
+                    f"{name} is not what was sent: {found[name]} instead of {' or '.join(sorted(sent))}. Its tokens "
+                    "would be another model's"
+                )
+        return len(found)

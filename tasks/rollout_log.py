@@ -1,0 +1,97 @@
+"""What a user sees of what was generated: rewards, lengths, seconds; completions.jsonl."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .episodes import Episode
+
+
+class RolloutLog:
+    """Sums since the last line of the log; their names are TRL's."""
+
+    def __init__(self):
+        self._sums: dict[str, list[float]] = {}  # (sum, weight)
+
+    def add(self, episodes: Sequence[Episode], group: int) -> None:
+        """What was generated at a time: `group` completions of each prompt, one prompt after the other."""
+        rewards = np.array([episode.reward for episode in episodes]).reshape(-1, group)
+        lengths = np.array([episode.length for episode in episodes])
+        cut_off = np.array([episode.finish == "length" for episode in episodes])
+        self._mean("reward", rewards.ravel())
+        if group > 1:
+            self._mean("reward_std", rewards.std(1, ddof=1))
+            self._mean("frac_reward_zero_std", np.ptp(rewards, axis=1) == 0)
+        for name in episodes[0].rewards:
+            given = [episode.rewards[name] for episode in episodes if episode.rewards[name] is not None]
+            self._mean(f"rewards/{name}/mean", given)
+            self._mean(f"rewards/{name}/std", [np.std(given, ddof=1)] if len(given) > 1 else [])
+        self._mean("completions/mean_length", lengths)
+        self._mean("completions/min_length", [lengths.min()])
+        self._mean("completions/max_length", [lengths.max()])
+        self._mean("completions/clipped_ratio", cut_off)
+        self._mean("completions/mean_terminated_length", lengths[~cut_off])
+
+    def seconds(self, phase: str, seconds: float) -> None:
+        """That a phase of the loop took: summed, and given as a mean over the steps of the line."""
+        entry = self._sums.setdefault(f"seconds/{phase}", [0.0, 0.0])
+        entry[0] += seconds
+
+    def step(self) -> None:
+        """A step has begun."""
+        self._sums.setdefault("steps", [0.0, 1.0])[0] += 1
+
+    def gap(self, found: dict[str, float], most: float | None) -> None:
+        """Between the engine's and the trainer's log-probabilities, in a step. Raises ValueError beyond `most`."""
+        for name, value in found.items():
+            self._mean(name, [value])
+        if most is not None and found.get("logprob_gap/mean", 0.0) > most:
+            raise ValueError(
+                f"the engine's log-probabilities are {found['logprob_gap/mean']:.4g} from the trainer's, in the mean over "
+                f"the tokens of a step (--max_logprob_gap {most}). Is it the same model, in the same --torch_dtype?"
+            )
+
+    def means(self) -> dict[str, float]:
+        steps = max(self._sums.get("steps", [1.0])[0], 1.0)
+        found = {name: total / (weight or steps) for name, (total, weight) in self._sums.items()}
+        found.pop("steps", None)
+        return found
+
+    def take(self) -> dict[str, float]:
+        """The means; sums begin anew."""
+        found = self.means()
+        self._sums = {}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return self._sums
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._sums = state
+
+    def _mean(self, name: str, values: Any) -> None:
+        values = np.asarray(values, np.float64)
+        if len(values):
+            entry = self._sums.setdefault(name, [0.0, 0.0])
+            entry[0] += float(values.sum())
+            entry[1] += len(values)
+
+
+def write_completions(folder: Path, step: int, episodes: Sequence[Episode]) -> None:
+    """--log_completions: a row for each, behind those of earlier steps."""
+    with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+        for episode in episodes:
+            row = {
+                "step": step,
+                "messages": episode.columns.get("messages"),
+                "completion": episode.text,
+                "rewards": episode.rewards,
+                "reward": episode.reward,
+                "advantage": episode.advantage,
+                "finish": episode.finish,
+                "length": episode.length,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,73 @@
+"""What is to be answered: prompts in the order of the epochs, and where a run is among them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .epochs import Epochs
+from .layout import Layout
+from .store import TokenStore
+
+
+class Prompt(NamedTuple):
+    """What is to be answered, and what the row says besides, for those who judge the answers."""
+
+    item: int  # its number in the store
+    tokens: list[int]
+    columns: dict[str, Any]  # of the row; `messages` are the prompt's
+
+
+class Prompts:
+    """The prompts of a run, the same on every rank.
+
+    `samples_each`: how many samples training makes of each, by which a run's steps are counted.
+    """
+
+    loss_tokens_are_local = False
+    padding_share = None
+
+    def __init__(self, store: TokenStore, *, samples_each: int, shuffle: bool, seed: int):
+        self.store, self.samples_each, self.given = store, samples_each, 0
+        self.epochs = Epochs(store, Layout(stage="prompts"), shuffle, seed)
+
+    @property
+    def samples(self) -> int:
+        """That training makes of an epoch."""
+        return len(self.store) * self.samples_each
+
+    def take(self, prompts: int) -> list[Prompt]:
+        """The next ones."""
+        places = np.arange(self.given, self.given + prompts)
+        self.given += prompts
+        return [self._prompt(number) for number in self.epochs.numbers(places).tolist()]
+
+    def once(self, prompts: int) -> Iterator[list[Prompt]]:
+        """Every prompt once, in order, so many at a time."""
+        for start in range(0, len(self.store), prompts):
+            yield [self._prompt(number) for number in range(start, min(start + prompts, len(self.store)))]
+
+    def position(self) -> dict[str, Any]:
+        """After those given so far, as JSON."""
+        return self.epochs.position(self.given)
+
+    @property
+    def epoch(self) -> int:
+        return self.position()["epoch"]
+
+    def cursors(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def resume(self, position: dict[str, Any], cursors: dict[str, np.ndarray]) -> list[str]:
+        """Go on from a position. Raises ValueError, saying what differs, where the data is another."""
+        if "epoch" not in position:
+            raise ValueError("the checkpoint's training data was streamed: --streaming must be what it was")
+        return self.epochs.resume(position)
+
+    def samples_until(self, epochs: float) -> int:
+        """Samples from the position on until so many epochs are over."""
+        return self.epochs.until(epochs, self.given) * self.samples_each
+
+    def _prompt(self, number: int) -> Prompt:
+        (ids, _), *_ = self.store.row(number)
+        return Prompt(number, ids.tolist(), self.store.columns(number))

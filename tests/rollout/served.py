@@ -1,0 +1,101 @@
+"""A rollout server with an engine whose answers are known, in a thread of the test or as a process of its own."""
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+import uvicorn
+from megaswift.tasks.rollout.engine import Completion, Request, Sampling
+from megaswift.tasks.rollout.in_process import InProcess
+from megaswift.tasks.rollout.server import Server
+from torch import Tensor
+
+
+class KnownEngine:
+    """Says the prompt backwards, each token with a log-probability that shows the seed and the weights.
+
+    A prompt that begins with 99 takes a minute, one that begins with 98 is an error, one with 97 fails.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.awake = True
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return [self.answer(request, sampling) for request in requests]
+
+    def answer(self, request: Request, sampling: Sampling) -> Completion:
+        if request.tokens[0] == 99:
+            time.sleep(60)
+        if request.tokens[0] == 98:
+            raise ValueError("the prompt has 98 tokens, and the model takes 97")
+        if request.tokens[0] == 97:
+            raise ZeroDivisionError("a kernel broke")
+        tokens = request.tokens[::-1][: request.max_new_tokens or sampling.max_new_tokens]
+        weight = self.weights["scale"].item() if "scale" in self.weights else 0.0
+        return Completion(tokens, [-0.1 * request.seed - weight / 3] * len(tokens), "stop")
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "refused":
+                raise KeyError("the model has no weight refused")
+            self.weights[name] = tensor.clone()
+
+    def sleep(self) -> None:
+        self.awake = False
+
+    def wake(self) -> None:
+        self.awake = True
+
+    def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        return {name: str(self.weights[name].double().sum().item()) for name in names if name in self.weights}
+
+    def close(self) -> None:
+        self.awake = False
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextmanager
+def serving(**settings):
+    """(address, engine, server) of one in a thread."""
+    engine, port = KnownEngine(), free_port()
+    server = Server(InProcess(engine, "known"), "known", **settings)
+    running = uvicorn.Server(uvicorn.Config(server.app, port=port, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}", engine, server
+    finally:
+        running.should_exit = True
+        thread.join(10)
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of many types and shapes: a scalar, an empty one, one not contiguous, one beyond a bucket of 4096 bytes."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "scale": torch.tensor(1.5),
+        "bf16": torch.randn(7, 5, generator=generator).bfloat16(),
+        "turned": torch.randn(6, 9, generator=generator).T,
+        "half": torch.randn(3, generator=generator).half(),
+        "float8": torch.randn(11, generator=generator).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 4),
+        "large": torch.randn(40, 60, generator=generator),
+        "int64": torch.arange(13),
+    } | {f"layers.{i}.weight": torch.randn(17, 13, generator=generator) for i in range(30)}
+
+
+if __name__ == "__main__":
+    app = Server(InProcess(KnownEngine(), "known"), "known").app
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", timeout_graceful_shutdown=1)

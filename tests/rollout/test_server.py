@@ -1,0 +1,253 @@
+"""Rollout servers: what goes in comes out bit for bit, others are kept out, and one that dies is named in seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+from megaswift.tasks.rollout.client import ServerEngine, ServerLost, WeightsLost, server_urls
+from megaswift.tasks.rollout.engine import Completion, Request, Sampling
+from megaswift.tasks.rollout.options import EngineOptions
+from torch import Tensor
+
+from tests.prepared import ROOT
+from tests.rollout.served import free_port, serving, tensors
+
+SAMPLING = Sampling(max_new_tokens=4, stop=("\n",))
+
+
+@contextmanager
+def connected(*urls: str, **settings):
+    engine = ServerEngine(urls, **{"timeout": 10.0, "bucket_bytes": 4096} | settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_completions_come_in_the_order_of_the_requests() -> None:
+    requests = [Request([i, i + 1, i + 2], seed=i) for i in range(7)] + [Request([1, 2, 3], seed=1, max_new_tokens=2)]
+    with serving() as (one, _, _), serving() as (other, _, _), connected(one, other) as client:
+        found = client.generate(requests, SAMPLING)
+    expected = [Completion(request.tokens[::-1], [-0.1 * request.seed] * 3, "stop") for request in requests[:7]]
+    assert found == [*expected, Completion([3, 2], [-0.1] * 2, "stop")]  # log-probabilities to the last bit, too
+
+
+@pytest.mark.parametrize("transport", ["body", "shared"])
+def test_weights_arrive_bit_for_bit(transport: str) -> None:
+    sent = tensors()
+    with serving() as (one, first, _), serving() as (other, second, _):
+        with connected(one, other, transport=transport) as client:
+            client.update(sent.items())
+            for engine in (first, second):
+                assert list(engine.weights) == list(sent)
+                for name, tensor in sent.items():
+                    assert engine.weights[name].dtype == tensor.dtype
+                    assert engine.weights[name].shape == tensor.shape
+                    assert engine.weights[name].view(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+            assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-0.5]
+            client.update([("scale", torch.tensor(3.0))])
+            assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
+            assert client.checksums(["scale", "unknown"]) == {"scale": "3.0"}
+            second.weights["scale"] += 1
+            with pytest.raises(RuntimeError, match="scale is not the same in the servers"):
+                client.checksums(["scale"])
+            client.sleep()
+            assert not first.awake
+            client.wake()
+            assert first.awake
+        assert httpx.get(f"{one}/health").json()["version"] == 2
+
+
+def test_shared_memory_is_found_by_itself() -> None:
+    with serving() as (url, _, _), connected(url) as client:
+        assert client._links[0].local
+
+
+@pytest.mark.parametrize("probe", [{"pid": 1, "fd": 0}, {"pid": os.getpid(), "fd": 10**6}])
+def test_no_shared_memory_where_it_cannot_be_read(probe: dict) -> None:
+    with serving() as (url, _, _):
+        body = {"run": "a", "who": "a test", "probe": probe | {"bytes": 16, "secret": "00" * 16}}
+        assert httpx.post(f"{url}/claim", json=body).json()["local"] is False
+
+
+def test_only_the_run_that_claimed_it_changes_weights() -> None:
+    with serving() as (url, engine, _), connected(url):
+        for headers, status in (({}, 403), ({"x-run": "guessed"}, 403)):
+            for path in ("/weights/begin", "/weights/bucket", "/weights/finish", "/release", "/sleep", "/cache/reset"):
+                answer = httpx.post(f"{url}{path}", headers=headers, json={})
+                assert (answer.status_code, answer.json()["kind"]) == (status, "claimed")
+        assert engine.awake
+        assert not engine.weights
+        # Completions are for everyone.
+        body = {"requests": [{"tokens": [1, 2], "seed": 0}], "sampling": {"max_new_tokens": 2}}
+        assert httpx.post(f"{url}/generate", json=body).json()["completions"][0]["tokens"] == [2, 1]
+
+
+def test_a_second_run_waits_for_the_first_to_end() -> None:
+    with serving() as (url, _, _):
+        with connected(url) as first:
+            first.update([("scale", torch.tensor(3.0))])
+            with pytest.raises(PermissionError, match=rf"another run has this server \(process {os.getpid()} on "):
+                ServerEngine([url], timeout=5.0)
+        with connected(url) as second:
+            with pytest.raises(WeightsLost, match="those of a run that has ended"):  # the first one's are not its
+                second.generate([Request([1], 0)], SAMPLING)
+            second.update([("scale", torch.tensor(6.0))])
+            assert second.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-2.0]
+
+
+def test_a_run_that_falls_silent_loses_the_server() -> None:
+    with serving(silence=0.5) as (url, _, server):
+        silent = {"run": "silent", "who": "a run that was killed"}
+        httpx.post(f"{url}/claim", json=silent)
+        httpx.post(f"{url}/weights/begin", headers={"x-run": "silent"}, json={})
+        with pytest.raises(PermissionError, match="a run that was killed"):
+            ServerEngine([url], timeout=5.0)
+        time.sleep(1.0)
+        assert not server._updating
+        with connected(url) as client:
+            with pytest.raises(WeightsLost, match="half of one version and half of another"):
+                client.generate([Request([1], 0)], SAMPLING)
+            client.update([("scale", torch.tensor(3.0))])
+            time.sleep(1.5)  # says that it is there
+            assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
+
+
+def test_the_api_key() -> None:
+    with serving(api_key="open sesame") as (url, _, _):
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.post(f"{url}/generate", json={}).status_code == 401
+        with pytest.raises(PermissionError, match="--vllm_server_api_key"):
+            ServerEngine([url], timeout=5.0, api_key="wrong")
+        with connected(url, api_key="open sesame") as client:
+            assert client.generate([Request([1, 2], 0)], SAMPLING)[0].tokens == [2, 1]
+
+
+def test_errors_of_the_engine_come_through() -> None:
+    with serving() as (url, _, _), connected(url) as client:
+        with pytest.raises(ValueError, match="/generate: the prompt has 98 tokens, and the model takes 97"):
+            client.generate([Request([98], 0)], SAMPLING)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: a kernel broke"):
+            client.generate([Request([97], 0)], SAMPLING)
+        stream = iter([("scale", torch.tensor(1.0)), ("refused", torch.ones(5)), *tensors().items()])
+        with pytest.raises(RuntimeError, match="the model has no weight refused"):
+            client.update(stream)
+        assert next(stream, None) is None  # read to its end: other ranks were giving their parts
+        with pytest.raises(WeightsLost, match="half of one version"):
+            client.generate([Request([1], 0)], SAMPLING)
+        client.update([("scale", torch.tensor(3.0))])
+        assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
+
+
+def test_no_server() -> None:
+    start = time.monotonic()
+    with pytest.raises(ServerLost, match=r"No rollout server answers at http://127.0.0.1:\d+ .*--vllm_server_timeout"):
+        ServerEngine([f"http://127.0.0.1:{free_port()}"], timeout=1.0)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ({}, ["http://127.0.0.1:8000"]),
+        ({"vllm_server_host": ["a", "b"]}, ["http://a:8000", "http://b:8000"]),
+        ({"vllm_server_port": [1, 2]}, ["http://127.0.0.1:1", "http://127.0.0.1:2"]),
+        ({"vllm_server_host": ["a", "b"], "vllm_server_port": [1, 2]}, ["http://a:1", "http://b:2"]),
+        ({"vllm_server_base_url": ["https://c/"]}, ["https://c"]),
+    ],
+)
+def test_addresses(given: dict, urls: list[str]) -> None:
+    assert server_urls(EngineOptions(**given)) == urls
+
+
+def test_addresses_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="--vllm_server_host has 2 hosts and --vllm_server_port 3 ports"):
+        server_urls(EngineOptions(vllm_server_host=["a", "b"], vllm_server_port=[1, 2, 3]))
+    with pytest.raises(ValueError, match="--vllm_server_base_url localhost:8000: an address begins with http"):
+        server_urls(EngineOptions(vllm_server_base_url=["localhost:8000"]))
+
+
+class Process:
+    """A server in a process of its own, to be killed."""
+
+    def __init__(self, port: int):
+        self.url = f"http://127.0.0.1:{port}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.rollout.served", str(port)]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, how)
+        if how == signal.SIGKILL:
+            self.process.wait()
+
+
+@pytest.fixture
+def servers():
+    started: list[Process] = []
+
+    def start(port: int) -> Process:
+        started.append(Process(port))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.slow
+def test_killed_while_generating(servers) -> None:
+    """Named within seconds; with time to come back the run goes on once it has sent its weights again."""
+    port = free_port()
+    server = servers(port)
+    with connected(server.url, timeout=60.0, wait=60.0) as patient:
+        patient.update([("scale", torch.tensor(3.0))])
+        threading.Timer(1.0, server.kill).start()
+        threading.Timer(3.0, servers, (port,)).start()
+        start = time.monotonic()
+        with pytest.raises(WeightsLost, match=f"rollout server {server.url} is gone: .* during /generate.*there again"):
+            patient.generate([Request([99], 0)], SAMPLING)
+        assert time.monotonic() - start < 50
+        with pytest.raises(WeightsLost, match="has version None of the weights, not 1"):
+            patient.generate([Request([1], 0)], SAMPLING)
+        patient.update([("scale", torch.tensor(3.0))])
+        assert patient.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs(servers, monkeypatch) -> None:
+    monkeypatch.setattr("megaswift.tasks.rollout.client.ANSWER", 1.0)
+    server = servers(free_port())
+    with connected(server.url, timeout=60.0) as client:
+        threading.Timer(1.0, server.kill, (signal.SIGSTOP,)).start()
+        start = time.monotonic()
+        with pytest.raises(ServerLost, match=r"is gone: no answer within 1 s, twice, during /generate.*--wait_for_ser"):
+            client.generate([Request([99], 0)], SAMPLING)
+        assert time.monotonic() - start < 10
+
+
+@pytest.mark.slow
+def test_killed_while_weights_travel(servers) -> None:
+    server = servers(free_port())
+    read = []
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for i in range(40):
+            if i == 20:
+                server.kill()
+            read.append(i)
+            yield f"weight.{i}", torch.ones(1000)
+
+    with connected(server.url, timeout=60.0) as client:
+        with pytest.raises(ServerLost, match=rf"The rollout server {server.url} is gone: .* during /weights/bucket"):
+            client.update(stream())
+        assert read == list(range(40))
