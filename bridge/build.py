@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -21,7 +21,7 @@ from .fused import usable
 from .kernels import Kernels, choose_kernels
 from .layers.delta_rule import make_runs
 from .layers.embedding import AccumulatingEmbedding
-from .layers.logprobs import label_log_probs
+from .layers.logprobs import label_log_probs, log_probs_and_entropies
 from .layers.mtp import Prediction, next_ones
 from .layers.pooling import Head, last_tokens, mean_tokens, unused
 from .layers.rope import Rotation, rotation
@@ -37,6 +37,10 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
     "quick_gelu": quick_gelu,
 }
+
+# (hidden states, this rank's rows of the output matrix, group=, sequence_parallel=, scored=: as of `label_log_probs`)
+# -> a tensor, of any shape
+OfHiddenStates = Callable[..., Tensor]
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Model:
         loss_weights: Tensor | None = None,
         scored: Tensor | None = None,
         temperature: float = 1.0,
+        entropies: bool = False,
     ) -> Tensor:
         """One micro batch through one chunk (bare, or wrapped for data parallelism).
 
@@ -72,7 +77,8 @@ class Model:
         Returns log p(label) fp32 [rows, local length] on the last pipeline stage, else hidden states for the next.
         With layers of multi-token prediction and `loss_weights` of the labels: [1 + depths, rows, local length], after
         the labels' those of the tokens that the depths predict, each times its weight.
-        `temperature`: by which logits are divided, as where the labels were drawn so.
+        `temperature`: by which logits are divided, as where the labels were drawn so. `entropies` (not with these
+        layers): [2, rows, local length], beside them those of the distributions, which have no gradients.
         """
         documents = self.documents(position_ids, cu_seqlens, max_seqlen)
         if scored is not None and not self.architecture.predicting:  # whose depths score the labels of further tokens
@@ -84,7 +90,9 @@ class Model:
             labels=labels,
             loss_mask=loss_weights,
             packed_seq_params=documents,
-            output_processor=functools.partial(self._log_probs_of_all_depths, temperature=temperature),
+            output_processor=functools.partial(
+                self._log_probs_of_all_depths, temperature=temperature, entropies=entropies
+            ),
         )
 
     def scores(
@@ -151,6 +159,31 @@ class Model:
         process = functools.partial(self._choices, ends=ends, choices=choices)
         return chunk(tokens, position_ids, None, packed_seq_params=documents, output_processor=process)
 
+    def of_hidden_states(
+        self,
+        chunk: torch.nn.Module,
+        *,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        make: OfHiddenStates,
+        scored: Tensor | None = None,
+    ) -> Tensor:
+        """What `make` makes, on the last pipeline stage, of what the output layer is given. Else as `log_probs`."""
+        documents = self.documents(position_ids, cu_seqlens, max_seqlen)
+        if scored is not None:
+            documents.scored = to_device(scored, position_ids.device)
+        process = functools.partial(self._of_hidden_states, make=make)
+        return chunk(tokens, position_ids, None, packed_seq_params=documents, output_processor=process)
+
+    def output_matrix(self) -> Tensor:
+        """This rank's rows of it, on the last pipeline stage."""
+        chunk = self.chunks[-1]
+        weight = chunk.shared_embedding_or_output_weight() if self.architecture.tied else chunk.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
         cp_size = parallel_state.get_context_parallel_world_size()
         documents = describe_documents(
@@ -199,6 +232,24 @@ class Model:
         )
         return log_probs.view(-1, len(choices))[: len(ends)]
 
+    def _of_hidden_states(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        packed_seq_params: Documents,
+        make: OfHiddenStates,
+        **_: Any,
+    ) -> Tensor:
+        return make(
+            hidden_states,
+            _matrix(output_layer, output_weight),
+            group=parallel_state.get_tensor_model_parallel_group(),
+            sequence_parallel=self.config.sequence_parallel,
+            scored=packed_seq_params.scored,
+        )
+
     def _log_probs_of_all_depths(
         self, *, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, input_ids: Tensor, **output: Any
     ) -> Tensor:
@@ -220,14 +271,13 @@ class Model:
         packed_seq_params: Documents,
         sequence_parallel: bool | None = None,
         temperature: float = 1.0,
+        entropies: bool = False,
         **_,
     ) -> Tensor:
-        _run_hooks(output_layer)
-        weight = output_layer.weight if output_weight is None else output_weight
-        assert isinstance(weight, Tensor)
-        return label_log_probs(
+        find = log_probs_and_entropies if entropies else label_log_probs
+        found = find(
             hidden_states,
-            weight,
+            _matrix(output_layer, output_weight),
             labels,
             vocab_size=self.architecture.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
@@ -236,12 +286,21 @@ class Model:
             accumulate=self.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
             scored=packed_seq_params.scored,
         )
+        return torch.stack(found) if isinstance(found, tuple) else found
 
 
 def _run_hooks(output_layer: torch.nn.Module) -> None:
     """Those before a module that is not called itself: they wait for an overlapped gathering of its matrix."""
     for hook in output_layer._forward_pre_hooks.values():
         hook(output_layer, ())
+
+
+def _matrix(output_layer: torch.nn.Module, output_weight: Tensor | None) -> Tensor:
+    """What an output layer multiplies with: its own, or where they are tied the embedding's."""
+    _run_hooks(output_layer)
+    weight = output_layer.weight if output_weight is None else output_weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def build_model(

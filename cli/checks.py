@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ..tasks.log import require_reporters
-from ..tasks.options import InferOptions, LoggingOptions, SftOptions
+from ..tasks.options import InferOptions, LoggingOptions, RolloutOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.run_folder import default_output_dir
 from ..templates.options import PrepareOptions
@@ -75,6 +75,19 @@ def check_infer(options: InferOptions) -> list[str]:
     return notes
 
 
+def check_rollout(options: RolloutOptions) -> list[str]:
+    """Raise UsageError for what cannot be; notes for the user."""
+    check_speaks(options, read_model_config(options))
+    for name in ("vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1.")
+    if not 0 < options.vllm_gpu_memory_utilization <= 1:
+        raise UsageError(
+            f"--vllm_gpu_memory_utilization {options.vllm_gpu_memory_utilization}: must be above 0 and at most 1."
+        )
+    return []
+
+
 def _put_right(options: SftOptions) -> Iterator[str]:
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         options.sequence_parallel = False
@@ -93,7 +106,7 @@ POSITIVE = (
     "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
     "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
     "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio", "exit_duration_in_mins",
-    "beta", "discopop_tau", "num_labels", "infonce_temperature", "listwise_temperature",
+    "discopop_tau", "num_labels", "infonce_temperature", "listwise_temperature",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",

@@ -114,6 +114,10 @@ def _policy(options: GrpoOptions) -> None:
                 )
     if options.delta is not None and options.delta <= 1 + options.epsilon:
         raise UsageError(f"--delta {options.delta}: must be above 1 + --epsilon {options.epsilon}, to bound anything.")
+    if not 0 < options.top_entropy_quantile <= 1:
+        raise UsageError(
+            f"--top_entropy_quantile {options.top_entropy_quantile}: must be above 0 and at most 1, which is all."
+        )
     if options.rollout_importance_sampling_threshold <= 0:
         raise UsageError(
             f"--rollout_importance_sampling_threshold {options.rollout_importance_sampling_threshold}: must be above 0."

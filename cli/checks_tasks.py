@@ -17,6 +17,7 @@ from ..tasks.options import (
     ReferenceOptions,
     RerankerOptions,
     RmOptions,
+    RolloutOptions,
     SamplingOptions,
     SeqClsOptions,
     SftOptions,
@@ -56,6 +57,8 @@ def check_task(
     yield from _needless(options, sources)
     if isinstance(options, ReferenceOptions):
         yield from _reference(options, layout, model)
+    if isinstance(options, DpoOptions | KtoOptions) and options.beta <= 0:
+        raise UsageError(f"--beta {options.beta}: must be above 0.")
     if isinstance(options, DpoOptions):
         _dpo(options)
     elif isinstance(options, SeqClsOptions):
@@ -109,10 +112,10 @@ def _head(options: SftOptions, model: dict[str, Any] | None) -> None:
         )
 
 
-def check_speaks(options: InferOptions, model: dict[str, Any] | None) -> None:
+def check_speaks(options: InferOptions | RolloutOptions, model: dict[str, Any] | None) -> None:
     """Raise UsageError for a model, or an adapter, that scores texts and writes none."""
     scores = f"--model {options.model}" if model is not None and head_of(model) is not None else ""
-    if (adapter_config(options) or {}).get("task_type") == "SEQ_CLS":
+    if isinstance(options, InferOptions) and (adapter_config(options) or {}).get("task_type") == "SEQ_CLS":
         scores = source_of(options)
     if scores:
         raise UsageError(

@@ -60,7 +60,7 @@ COMMANDS = {
     "swift": {
         "infer": Command("Talk to a model, or let it answer a dataset.", "InferOptions", "infer"),
         "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "export"),
-        "rollout": Command("Serve a model to a training that generates (not in this version)."),
+        "rollout": Command("Serve a model to a training that generates.", "RolloutOptions", "rollout.serve"),
     },
 }
 ABOUT = {
@@ -200,9 +200,9 @@ def _start_export(command: Command, options: Any, sources: dict[str, str], notes
 
 
 def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from .checks import check_infer
+    from .checks import check_infer, check_rollout
 
-    _tell([*notes, *check_infer(options)])
+    _tell([*notes, *(check_infer if argv[1] == "infer" else check_rollout)(options)])
     return _run(command, options, sources)
 
 

@@ -149,7 +149,7 @@ LATER: dict[str, Later] = {
              mcore_ref_adapter=NEVER),
     **_later("references that follow the model", "Leave it out.", sync_ref_model="false", ref_model_mixup_alpha=NEVER,
              ref_model_sync_steps=NEVER),
-    **_later("plugins", "Leave it out.", external_plugins=NEVER, callbacks=NEVER, custom_register_path=NEVER,
+    **_later("plugins", "Leave it out.", callbacks=NEVER, custom_register_path=NEVER,
              custom_dataset_info=NEVER),
     **_later("other templates than the tokenizer's own", "Put the template into the model's chat_template.jinja.",
              template=NEVER, agent_template=NEVER, response_prefix=NEVER),

@@ -234,14 +234,13 @@ TASKS = {
 # --- the runs
 
 
-def make_model(folder: Path) -> None:
-    """A random Qwen3 whose tokens are words."""
+def make_model(folder: Path, vocabulary: list[str]) -> None:
+    """A random Qwen3 whose tokens are words: of these texts, and what a chat template has."""
     words = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))  # pyright: ignore[reportCallIssue]
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"]
-    conversation = " ".join(message["content"] for message in question(" ".join(WORDS), " ".join(OTHERS)))
     words.train_from_iterator(
-        ["say system user assistant", conversation],
+        ["say system user assistant", *vocabulary],
         trainers.WordLevelTrainer(special_tokens=special, show_progress=False),
     )
     tokenizer = PreTrainedTokenizerFast(
@@ -313,7 +312,8 @@ def main(folder: Path, names: list[str]) -> int:
     logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    make_model(folder / "model")
+    judged = question(" ".join(WORDS), " ".join(OTHERS))
+    make_model(folder / "model", [" ".join(message["content"] for message in judged)])
     write_data(folder, "base", both)
     for name in names:
         write_data(folder, name, TASKS[name].rows)

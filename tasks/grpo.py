@@ -28,7 +28,7 @@ from .losses.policy import advantages
 from .objective import Objective, forward_flops, nothing
 from .options import GrpoOptions
 from .policy import PolicyLoss
-from .reference import log_probs_of, reference_of
+from .reference import entropies_of, log_probs_of, reference_of
 from .rollout.engine import Request, Sampling
 from .rollout.open import open_rollout
 from .rollout_log import RolloutLog, write_completions
@@ -58,7 +58,7 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     objective = Objective(
         source.loss,
         source.loss.names,
-        forward=partial(log_probs, temperature=options.temperature),
+        forward=partial(log_probs, temperature=options.temperature, entropies=source.loss.with_entropies),
         prepare=source.prepare,
         more_flops=more_flops if flops else nothing,
         source=source,
@@ -181,6 +181,9 @@ class Grpo:
 
     def prepare(self, training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
         """With the reference's log-probabilities."""
+        if self.options.top_entropy_quantile < 1:
+            with self.timed("log_probs"):
+                self.loss.least_entropy = self.least_entropy(training, batches)
         if self.reference is None or self.options.kl_in_reward:
             return batches
         with self.timed("log_probs"):
@@ -188,6 +191,15 @@ class Grpo:
         return [
             replace(b, known=b.known | {"ref": values}) for b, values in zip(batches, found, strict=False)
         ] or batches
+
+    def least_entropy(self, training: Training, batches: list[Batch]) -> float:
+        """The entropy above which the policy is at --top_entropy_quantile of the step's tokens, on all ranks."""
+        found = entropies_of(training.model, training.chunks, batches, self.options.temperature)
+        own = [values[0][batch.loss_weights[0] != 0].cpu() for batch, values in zip(batches, found, strict=False)]
+        own = own if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, torch.cat([torch.empty(0), *own]).numpy())
+        return float(np.quantile(np.concatenate(everyone), 1 - self.options.top_entropy_quantile))
 
     def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """Means over the prompts to evaluate on, as `eval_<name>`; `most`: of them, in global batches; -1: all."""
@@ -220,6 +232,7 @@ class Grpo:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a run needs besides to go on from here."""
+        self.log.gap(self.loss.gaps.take(), self.options.max_logprob_gap)
         numbers = {
             "asked": self.asked,
             "generations": self.generations,

@@ -183,8 +183,9 @@ def _rank_state(
     options = run.options
     tensors = rank_tensors(training, run.hf_config, optimizer=not options.no_save_optim, rng=not options.no_save_rng)
     tensors |= window.tensors()
-    if objective.source and dist.get_rank() == 0:
-        tensors |= objective.source.tensors()
+    if objective.source:
+        ours = objective.source.tensors()
+        tensors |= ours if dist.get_rank() == 0 else {}
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     if first and parallel_state.is_pipeline_first_stage():
         tensors |= {name: torch.from_numpy(array) for name, array in train.cursors().items()}

@@ -18,12 +18,13 @@ from ..templates.formats import Stage
 from ..templates.options import PrepareOptions
 from .rewards.options import RewardOptions
 from .rollout.options import EngineOptions
+from .rollout.options import RolloutOptions as RolloutOptions  # a command's, as those below
 
 # The flags that choose among the option sets of a command: each set has its own as its default.
 RlhfType = Annotated[
-    Literal["dpo", "kto", "rm", "grpo"],
-    "What is trained: a policy by pairs of answers, one by single answers, a reward model, or a policy by rewards of "
-    "what it generates. Each has flags of its own: --rlhf_type kto --help shows them.",
+    Literal["dpo", "kto", "rm", "grpo", "gkd"],
+    "What is trained: a policy by pairs of answers, one by single answers, a reward model, a policy by rewards of what "
+    "it generates, or a student by a teacher. Each has flags of its own: --rlhf_type kto --help shows them.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
@@ -230,11 +231,9 @@ class PrecomputeOptions(ReferenceOptions):
 
 
 @dataclass
-class SamplingOptions:
+class CompletionOptions:
     """Completions"""
 
-    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other."] = 8
-    num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation."] = 1
     max_completion_length: Annotated[int, "Longest completion, in tokens."] = 512
     temperature: Annotated[float, "Of the completions' sampling, and of the log-probabilities that are trained on."] = (
         0.9
@@ -243,6 +242,14 @@ class SamplingOptions:
     top_k: Annotated[int, "Keep this many of the likeliest tokens; -1: all."] = -1
     repetition_penalty: Annotated[float, "Above 1: repeat less."] = 1.0
     stop_words: Annotated[list[str], "Texts that end a completion, and stay in it."] = field(default_factory=list)
+
+
+@dataclass
+class SamplingOptions(CompletionOptions):
+    """Completions"""
+
+    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other."] = 8
+    num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation."] = 1
     generation_batch_size: Annotated[
         int | None, "Completions that are generated at a time; left out: --global_batch_size x --steps_per_generation."
     ] = None
@@ -390,6 +397,10 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, EngineOption
     ] = False
     max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step."] = 3
     overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
+    top_entropy_quantile: Annotated[
+        float, "Train only on this share of a step's tokens, those at which the policy was the least certain."
+    ] = 1.0
+    log_entropy: Annotated[bool, "Log how uncertain the policy is at its tokens."] = False
     rollout_importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
         "Weigh tokens (or completions) by the trainer's probability over the engine's, at most the threshold, or "
@@ -403,10 +414,56 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, EngineOption
             self.steps_per_generation = max(1, (self.generation_batch_size or 0) // max(self.global_batch_size, 1))
         if self.generation_batch_size is None:
             self.generation_batch_size = self.global_batch_size * self.steps_per_generation
+        if self.cosine_max_len is None:
+            self.cosine_max_len = self.max_completion_length
+        if self.soft_max_length is None:
+            self.soft_max_length = self.max_completion_length
         if self.scale_rewards is None:
             self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
         if self.epsilon_high is None:
             self.epsilon_high = 5.0 if self.loss_type == "cispo" else self.epsilon
+
+
+@dataclass
+class TeacherOptions:
+    """Teacher"""
+
+    teacher_model: Annotated[
+        str | None,
+        "The teacher: a folder, or a hub id, of a model with the same tokenizer. It is laid out over the processes as "
+        "the student is.",
+    ] = None
+    mcore_teacher_model: Annotated[str | None, "A megatron-core checkpoint, in place of --teacher_model."] = None
+    offload_teacher_model: Annotated[
+        bool, "Keep the teacher's weights in the host's memory while they are not used."
+    ] = False
+    gkd_logits_topk: Annotated[
+        int | None, "Compare the two over so many tokens alone, the teacher's likeliest; left out: over all."
+    ] = None
+
+
+@dataclass
+class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
+    """GKD"""
+
+    rlhf_type: RlhfType = "gkd"
+    lmbda: Annotated[float, "Share of the steps that are on what the student generates, not on the data's answers."] = (
+        0.5
+    )
+    beta: Annotated[
+        float, "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both."
+    ] = 0.5
+    temperature: Annotated[float, "Of the completions' sampling, and of both models where they are compared."] = 0.9
+    seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False
+    sft_alpha: Annotated[
+        float, "Weight of the answers' own loss per token, beside the divergence; not of what the student generates."
+    ] = 0.0
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+    @property
+    def stage(self) -> Stage:
+        """Answers are needed where steps are on them."""
+        return "asked" if self.seq_kd or self.lmbda == 1 else "answered"
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
-from .options import BatchOptions, ExportOptions, SamplingOptions, SftOptions
+from .options import BatchOptions, CompletionOptions, ExportOptions, SamplingOptions, SftOptions
 
 if TYPE_CHECKING:
     from ..templates.batches import Batches
@@ -117,8 +117,8 @@ def batches_of(
     from ..templates.batches import Batches
     from ..templates.prompts import Prompts
 
-    if isinstance(options, SamplingOptions):
-        each = options.num_generations * options.num_iterations
+    if isinstance(options, CompletionOptions):
+        each = options.num_generations * options.num_iterations if isinstance(options, SamplingOptions) else 1
         return Prompts(store, samples_each=each, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
 
     return Batches(

@@ -33,8 +33,10 @@ class PolicyLoss:
             rollout_importance_sampling_threshold=options.rollout_importance_sampling_threshold,
             max_completion_length=options.max_completion_length,
         )
+        self.with_entropies = options.log_entropy or options.top_entropy_quantile < 1
         self.names = ["loss", *self._more_names()]
         self.micro_batches = 1  # of the step, on all data-parallel ranks
+        self.least_entropy: float | None = None  # of a token that has a loss, in this step
         self.gaps = Gaps()
 
     def _more_names(self) -> list[str]:
@@ -45,10 +47,13 @@ class PolicyLoss:
             names += [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")]
         if policy.rollout_importance_sampling_mode:
             names.append("sampling/importance_sampling_ratio/mean")
+        names += ["entropy"] if self.with_entropies else []
         return [*names, "kl"] if policy.beta else names
 
-    def __call__(self, batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        grouping, values = grouping_of(batch), log_probs[0]
+    def __call__(self, batch: Batch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """`output`: log-probabilities [1, local length], or with entropies beside them [2, 1, local length]."""
+        grouping = grouping_of(batch)
+        values, entropies = (output[0, 0], output[1, 0]) if self.with_entropies else (output[0], None)
         if not len(grouping.items):  # there were fewer packs than ranks
             nothing = values.sum() * 0.0
             return nothing, {name: nothing.detach() for name in self.names}
@@ -64,6 +69,8 @@ class PolicyLoss:
             old=known.get("old"),
             ref=known.get("ref"),
             sampled=known["sampled"],
+            entropies=entropies,
+            least_entropy=self.least_entropy,
         )
         totals = Totals(grouping.loss_samples, batch.loss_tokens, self.micro_batches)
         return normalised(terms, self.policy, completions, totals)

@@ -4,36 +4,26 @@ It is the model before training (`--ref_model`, or what the run starts from); of
 without them. Its passes go through the pipeline's schedule by themselves, before those of the step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ..bridge import hub, runtime
-from ..bridge.build import Model, build_model
-from ..bridge.fp8 import reading_in_bf16
+from ..bridge import runtime
+from ..bridge.build import Model
 from ..bridge.layers.pooling import document_sums
 from ..bridge.layers.segments import to_device
-from ..bridge.lora.attach import attach
-from ..bridge.lora.files import load_adapter, settings_of
-from ..bridge.lora.merge import settle
-from ..bridge.options import ModelOptions
-from ..bridge.safetensors_io import names_of
 from ..templates.batches import Batches
 from ..templates.layout import Batch
 from .flops import Flops
 from .options import PrecomputeOptions, ReferenceOptions
-from .ranks import first_of_each_node, on_every_rank, on_first_rank
 from .run import Run
-from .train import Forward, Training, log_probs, through_pipeline
-from .weights import read_weights
+from .train import Training, log_probs
 
 # Log-probabilities of the documents of each micro batch [documents], on the last pipeline stage; elsewhere nothing.
 # Training is None before it begins.
@@ -60,7 +50,7 @@ def sums_of(model: Model, chunks: Sequence[torch.nn.Module], batches: list[Batch
 
     On the last pipeline stage; elsewhere nothing. Without dropout.
     """
-    return _passed(model, chunks, batches, sums_by_document, log_probs)
+    return passed(model, chunks, batches, sums_by_document, log_probs)
 
 
 @torch.no_grad()
@@ -70,23 +60,16 @@ def log_probs_of(
     """The log-probability of each trained token of each micro batch, fp32 [1, local length], where logits are divided
     by `temperature`. On the last pipeline stage; elsewhere nothing. Without dropout."""
     forward = partial(log_probs, temperature=temperature)
-    return _passed(model, chunks, batches, lambda batch, values: values, forward)
+    return passed(model, chunks, batches, lambda batch, values: values, forward)
 
 
-def _passed(
-    model: Model,
-    chunks: Sequence[torch.nn.Module],
-    batches: list[Batch],
-    of: Callable[[Batch, Tensor], Tensor],
-    forward: Forward,
+@torch.no_grad()
+def entropies_of(
+    model: Model, chunks: Sequence[torch.nn.Module], batches: list[Batch], temperature: float
 ) -> list[Tensor]:
-    def found(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return values.new_zeros(()), {"found": of(batch, values)}
-
-    for chunk in chunks:
-        chunk.eval()
-    outputs = through_pipeline(model, chunks, batches, found, forward_only=True, forward=forward)
-    return [output["found"] for output in outputs]
+    """As `log_probs_of`, the entropies of the distributions that the tokens are drawn from."""
+    forward = partial(log_probs, temperature=temperature, entropies=True)
+    return passed(model, chunks, batches, lambda batch, values: values[1], forward)
 
 
 def sums_by_document(batch: Batch, values: Tensor) -> Tensor:
@@ -119,7 +102,7 @@ def reference_of(run: Run, model: Model, options: ReferenceOptions, of: Of) -> t
 
 
 def _of_another(model: Model, of: Of, *, offloads: bool) -> Sums:
-    there = _offloaded(model) if offloads else nullcontext
+    there = offloaded(model) if offloads else nullcontext
 
     def sums(batches: list[Batch], training: Training | None) -> list[Tensor]:
         with there():
@@ -142,79 +125,11 @@ def _build(run: Run, options: ReferenceOptions) -> tuple[Model, str]:
     """A model of its own, of which nothing is trained."""
     given = options.ref_model or options.mcore_ref_model
     source = {"model": options.ref_model or "", "mcore_model": options.mcore_ref_model} if given else run.began_from
-    asked = replace(run.options, **source)
-    folder = first_of_each_node(lambda: _folder(asked, given))
-    hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(asked.mcore_model)))
-    if given:
-        on_first_rank(lambda: _check_vocabulary(run, folder, given))
-    built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
-    adapters = bool(options.ref_adapters)
-    model = on_every_rank(lambda: build_model(hf_config, built, run.dtype, adapters=adapters))
-    with reading_in_bf16(model.chunks):
-        on_every_rank(lambda: read_weights(model, hf_config, folder, seed=run.options.seed))
-    if adapters:
-        adapter = first_of_each_node(lambda: hub.adapter_folder(run.options, options.ref_adapters))
-        assert adapter is not None
-        on_every_rank(lambda: _read_adapter(model, hf_config, folder, adapter))
-        settle(model.chunks)
-    for chunk in model.chunks:
-        chunk.requires_grad_(False)
-        chunk.eval()
+    flag = "--ref_model" if options.ref_model else "--mcore_ref_model"
+    adapters = options.ref_adapters
+    model, _ = build_frozen(run, source, f"{flag} {given}" if given else None, adapters=adapters)
     name = given or f"the weights that the run began from, {source['mcore_model'] or source['model']}"
     return model, f"{name} with {options.ref_adapters[0]}" if adapters else name
-
-
-def _folder(asked: ModelOptions, given: str | None) -> Path:
-    try:
-        return hub.source_folder(asked, asked.mcore_model)
-    except FileNotFoundError as error:
-        if given:
-            raise
-        raise FileNotFoundError(
-            f"the reference is what the run began from, and that is not there any more ({error}). Give it as "
-            "--ref_model"
-        ) from error
-
-
-def _read_adapter(model: Model, hf_config: dict[str, Any], folder: Path, adapter: Path) -> None:
-    settings = settings_of(adapter, hub.read_adapter_config(adapter))
-    attach(model, hf_config, settings, seed=0, names=names_of(folder))
-    load_adapter(model.chunks, hf_config, model.lora, adapter)
-
-
-def _check_vocabulary(run: Run, folder: Path, given: str) -> None:
-    """Raise ValueError where a token means something else to the reference."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return
-    theirs, ours = hub.load_tokenizer(folder).get_vocab(), run.tokenizer.get_vocab()
-    if theirs == ours:
-        return
-    other = next(word for word in theirs.keys() | ours.keys() if theirs.get(word) != ours.get(word))
-    raise ValueError(
-        f"--ref_model {given} has another vocabulary than the model that is trained: {other!r} is token "
-        f"{theirs.get(other)} there and {ours.get(other)} here. Give a reference that has the same tokenizer"
-    )
-
-
-def _offloaded(model: Model) -> Callable[[], Any]:
-    """Keep the weights in the host's memory; within the context they are on the device."""
-    kept = [
-        (tensor, tensor.data.to("cpu").pin_memory())
-        for chunk in model.chunks
-        for tensor in (*chunk.parameters(), *chunk.buffers())
-    ]
-    for tensor, host in kept:
-        tensor.data = host
-
-    @contextmanager
-    def there() -> Iterator[None]:
-        for tensor, host in kept:
-            tensor.data = host.to(runtime.device(), non_blocking=True)
-        yield
-        for tensor, host in kept:
-            tensor.data = host
-
-    return there
 
 
 class Table:

@@ -88,6 +88,7 @@ def write_completions(folder: Path, step: int, episodes: Sequence[Episode]) -> N
                 "step": step,
                 "messages": episode.columns.get("messages"),
                 "completion": episode.text,
+                "completion_ids": episode.tokens[episode.trained > 0].tolist(),
                 "rewards": episode.rewards,
                 "reward": episode.reward,
                 "advantage": episode.advantage,

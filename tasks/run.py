@@ -157,6 +157,7 @@ def episode_plan(run: Run) -> Plan:
         ranks=layout.data,
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
+        multiple=layout.pipeline if options.virtual_pipeline_model_parallel_size else 1,
     )
 
 

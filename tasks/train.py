@@ -144,9 +144,15 @@ def _event() -> torch.cuda.Event:
 
 
 def log_probs(
-    model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None, *, temperature: float = 1.0
+    model: Model,
+    chunk: torch.nn.Module,
+    batch: Batch,
+    scored: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    entropies: bool = False,
 ) -> Tensor:
-    """log p of the labels, fp32 [rows, local length], 0 where they are not scored."""
+    """log p of the labels, fp32 [rows, local length], 0 where they are not scored; of which: see Model.log_probs."""
     return model.log_probs(
         chunk,
         tokens=batch.tokens,
@@ -157,6 +163,7 @@ def log_probs(
         loss_weights=batch.loss_weights,
         scored=scored,
         temperature=temperature,
+        entropies=entropies,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .formats import ALONE, POOLED, Stage, UnusableRow
+from .formats import ALONE, POOLED, PROMPTED, Stage, UnusableRow
 from .offsets import Offsets, Span
 from .options import TemplateOptions
 from .render import Renderer, Text
@@ -35,7 +35,7 @@ class _Document(NamedTuple):
     ids: np.ndarray  # int32 [tokens]
     runs: Runs
     body: Span  # the tokens among which it may be cut
-    prompt: int = 0  # preference and kto: tokens before the answer
+    prompt: int = 0  # preference, kto, answered: tokens before the answer
 
 
 class Encoder:
@@ -92,7 +92,7 @@ class Encoder:
             if self.columns:
                 row = {self.columns.get(column, column): value for column, value in row.items()}
             try:
-                columns = self.renderer.columns(row) if self.stage == "prompts" else b""
+                columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
                 rendered += [_Rendered(number, place, *sample, columns) for sample in self.renderer(row)]
             except UnusableRow as reason:
                 refusals.add(str(reason), place)
@@ -158,10 +158,10 @@ class Encoder:
                 raise UnusableRow("no token of it is trained on")
             return samples
         documents = [self._shortened(document) for document in documents]
-        if self.stage not in (*POOLED, "prompts"):
-            self._check_answers(documents)
-        elif not all(len(document.ids) for document in documents):
+        if not all(len(document.ids) for document in documents):
             raise UnusableRow("one of its texts gives no token")
+        if self.stage not in POOLED:
+            self._check_answers(documents[self.stage in PROMPTED :])
         if self.sample_length and sum(len(document.ids) for document in documents) > self.sample_length:
             raise UnusableRow(f"its documents are together longer than --packing_length {self.sample_length}")
         return [documents]

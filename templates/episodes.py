@@ -26,14 +26,18 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Plan:
-    """How documents become micro batches. `equal_lengths` and `equal_over_ranks`: as those of `Batches`."""
+    """How documents become micro batches. `equal_lengths` and `equal_over_ranks`: as those of `Batches`.
 
-    layout: Layout  # of stage "prompts"
+    `multiple`: what the number of micro batches is to be a multiple of; rows of padding fill them up.
+    """
+
+    layout: Layout  # of a stage in PROMPTED
     micro_batch_size: int
     rank: int  # data-parallel
     ranks: int
     equal_lengths: bool = False
     equal_over_ranks: bool = False
+    multiple: int = 1
 
     def batches(self, sequences: Sequences) -> list[Batch]:
         """This rank's micro batches of a step. Raises ValueError for a document that is longer than a pack."""
@@ -57,9 +61,9 @@ class Plan:
         if self.layout.pack_length:
             packs = pack(lengths, self.layout.pack_length)
             samples = [packs[number].tolist() for number in range(len(packs))]
-            samples += [[] for _ in range(-len(samples) % (each * self.ranks))]
         else:
             samples = [[number] for number in np.argsort(-lengths, kind="stable").tolist()]
+        samples += [[] for _ in range(-len(samples) % (each * self.ranks * self.multiple))]
         micro_batches = []
         for start in range(0, len(samples), each * self.ranks):
             dealt = samples[start : start + each * self.ranks]

@@ -14,9 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Stage = Literal["sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts"]
+Stage = Literal[
+    "sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts", "answered", "asked"
+]  # fmt: skip
 ALONE = ("sft", "pt")  # a sample is one document without a label
 POOLED = ("seq_cls", "embedding", "reranker")  # no token is predicted: a document is one vector or a few scores
+# A sample is a prompt; of "answered" also the conversation with its answer, of "asked" where the row has one.
+PROMPTED = ("prompts", "answered", "asked")
 
 QUERY = ("query", "prompt", "input", "instruction", "question", "problem")
 RESPONSE = ("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution", "completion")

@@ -3,6 +3,7 @@
 - preference: any conversation that ends with an answer, with the rejected one as `rejected_response` or a whole
   conversation as `rejected_messages`; or TRL's `prompt`, `chosen`, `rejected`; and perhaps a `margin`
 - kto: a conversation that ends with an answer, and `label`
+- answered, asked: a conversation that ends with an answer, or (asked) with what is to be answered
 - seq_cls: a conversation or a `text`, and `label`
 - embedding, reranker: `messages`, `positive_messages`, `negative_messages`, or texts as `anchor` or `query`,
   `positive`, `negative`; or one positive and a `label`
@@ -71,6 +72,17 @@ def to_answer(row: dict[str, Any]) -> Conversation:
     row = text_only(row)
     conversation = _answered(row, "completion") if isinstance(row.get("completion"), list) else to_conversation(row)
     return _with_answer(conversation, "its answer")
+
+
+def to_answered(row: dict[str, Any], *, needed: bool) -> Conversation | None:
+    """A conversation that ends with an answer; None where there is no answer to what it asks, unless it is `needed`."""
+    conversation = to_conversation(row, answered=False)
+    last = conversation.messages[-1]
+    if last["role"] == "assistant" and (last["content"].strip() or last.get("tool_calls")):
+        return conversation
+    if needed:
+        raise UnusableRow("it has no answer: without one it is for --lmbda 1 or --seq_kd true")
+    return None
 
 
 def to_comparison(row: dict[str, Any]) -> Comparison:

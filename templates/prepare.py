@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from .encode import Encoder
 from .files import Source, sources
-from .formats import Stage
+from .formats import PROMPTED, Stage
 from .options import PrepareOptions
 from .packing import pack
 from .report import describe_packs, describe_sample, describe_source, describe_store
@@ -91,7 +91,7 @@ def prepare(
     if options.max_length is not None and options.max_length < 2:
         raise ValueError(f"--max_length {options.max_length} leaves nothing to predict: give at least 2")
     # Of prompts, packs are made of what is generated.
-    options = replace(options, packing=False) if stage == "prompts" else _with_max_length(options)
+    options = replace(options, packing=False) if stage in PROMPTED else _with_max_length(options)
     encoder = Encoder(tokenizer, options, stage, options.columns, options.packing_length if options.packing else None)
     hub = {"use_hf": use_hf, "hub_token": hub_token}
     random = np.random.default_rng(options.data_seed)

@@ -7,7 +7,7 @@ import numpy as np
 
 from .epochs import Epochs
 from .layout import Layout
-from .store import TokenStore
+from .store import Document, TokenStore
 
 
 class Prompt(NamedTuple):
@@ -16,6 +16,7 @@ class Prompt(NamedTuple):
     item: int  # its number in the store
     tokens: list[int]
     columns: dict[str, Any]  # of the row; `messages` are the prompt's
+    answered: Document | None = None  # the conversation with the row's own answer, where there is one
 
 
 class Prompts:
@@ -69,5 +70,5 @@ class Prompts:
         return self.epochs.until(epochs, self.given) * self.samples_each
 
     def _prompt(self, number: int) -> Prompt:
-        (ids, _), *_ = self.store.row(number)
-        return Prompt(number, ids.tolist(), self.store.columns(number))
+        (ids, _), *answered = self.store.row(number)
+        return Prompt(number, ids.tolist(), self.store.columns(number), next(iter(answered), None))

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 
 from .chat import ChatTemplate
 from .formats import MESSAGES, Conversation, Stage, UnusableRow, present, to_conversation, to_prompt, to_text
-from .groups import Passage, binary, label_of_one, number, numbers, to_answer, to_comparison, to_pair
+from .groups import (
+    Passage,
+    binary,
+    label_of_one,
+    number,
+    numbers,
+    to_answer,
+    to_answered,
+    to_comparison,
+    to_pair,
+)
 from .offsets import Span
 from .options import TemplateOptions
 
@@ -28,7 +38,7 @@ class Text(NamedTuple):
     turns: Sequence[Span] = ()  # of the assistant
     weights: Sequence[float] = ()  # how much each of them is trained on
     elsewhere: float = 1.0  # and all else
-    answer: Span | None = None  # preference and kto: what follows the prompt
+    answer: Span | None = None  # preference, kto, answered: what follows the prompt
     body: Span | None = None  # what may be cut; none: all
     special: bool = False  # with the tokenizer's own special tokens, which are not cut
 
@@ -74,8 +84,12 @@ class Renderer:
                 return self._embedded(row)
             case "reranker":
                 return self._ranked(row)
-            case "prompts":
-                return [([Text(self._template.text(self._prompt(row), prompt=True))], [])]
+            case "prompts" | "answered" | "asked":
+                prompt = Text(self._template.text(self._prompt(row), prompt=True))
+                answered = None
+                if self.stage != "prompts":
+                    answered = to_answered(row, needed=self.stage == "answered")
+                return [([prompt, *([self._scored(answered)] if answered else [])], [])]
 
     def columns(self, row: dict[str, Any]) -> bytes:
         """prompts: the row as JSON, for those who judge the answers; its messages are those of the prompt."""

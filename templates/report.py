@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .formats import ALONE, POOLED, Stage
+from .formats import ALONE, POOLED, PROMPTED, Stage
 from .packing import Packs
 from .store import Document, Refusals, TokenStore
 
@@ -15,6 +15,8 @@ NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one
     "embedding": ("anchor", "positive", "negative"),
     "reranker": ("first document", "negative"),
     "prompts": ("prompt",),
+    "answered": ("prompt", "with its answer"),
+    "asked": ("prompt", "with its answer"),
 }
 
 
@@ -41,10 +43,10 @@ def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
 
 def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:
     """The first sample as text, document by document."""
-    marked = stage not in (*POOLED, "prompts")
-    brackets = f" ({OPEN}{CLOSE}: what is trained on)" if marked else ""
+    marked = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
+    brackets = f" ({OPEN}{CLOSE}: what is trained on)" if any(marked) else ""
     labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
-    texts = [_text(document, tokenizer, marked=marked) for document in documents]
+    texts = [_text(document, tokenizer, marked=each) for document, each in zip(documents, marked, strict=True)]
     if stage not in ALONE:
         names = NAMES[stage]
         texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]

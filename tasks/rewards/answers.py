@@ -106,8 +106,8 @@ class _Checker:
 def check(solution: str, text: str) -> bool | None:
     """Whether the text's answer equals the solution; None where that cannot be read.
 
-    Of either, what the last <answer> holds is meant where there is one. Of the text then: the last \\boxed, else LaTeX
-    or a plain number, rather the last one.
+    Of either, what the last <answer> holds is meant where there is one. Of the text then: the last \\boxed (several
+    side by side are a set), else LaTeX or a plain number, the last one.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

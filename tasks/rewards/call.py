@@ -1,11 +1,10 @@
-"""One reward and a call of it: its arguments, a thread of its own, its values."""
+"""A reward: what its function is given, and what it may return."""
 
 import asyncio
 import inspect
 import math
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,38 +109,6 @@ class Reward:
             f"--reward_funcs {self.name} {what} for {len(samples)} completions (the first is of {samples[0]}). Have it "
             "return a list with a number, or None, for each"
         )
-
-
-class Call(threading.Thread):
-    """A call that runs; `of` are the samples one by one where `singly`, to find the one that it fails for.
-
-    As a daemon: one that hangs does not keep the process from ending.
-    """
-
-    def __init__(self, reward: Reward, samples: Sequence[Sample], *, singly: bool = False):
-        super().__init__(name=f"reward {reward.name}", daemon=True)
-        self.reward, self.samples, self.singly = reward, samples, singly
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.at, self.since = 0, time.monotonic()  # the sample that it is at, and since when
-        self.start()
-
-    def run(self) -> None:
-        try:
-            if not self.singly:
-                self.result = self.reward(self.samples)
-                return
-            for self.at, sample in enumerate(self.samples):  # noqa: B020  others look where it is
-                self.since = time.monotonic()
-                self.reward([sample])
-        except BaseException as error:  # SystemExit too: it would end this thread alone
-            self.error = error
-
-    def place(self) -> str:
-        """Where it is, or where it raised."""
-        if self.error is not None:
-            return place_of(self.error.__traceback__, self.reward.file)
-        return place_of(self.reward.frame(self.ident or 0), self.reward.file)
 
 
 def place_of(where: TracebackType | FrameType | None, file: Path | None) -> str:

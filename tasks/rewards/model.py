@@ -44,8 +44,6 @@ class ModelReward:
         """The reward of each conversation. Raises ValueError for one that is longer than the model's positions."""
         ids = [self._encode(conversation) for conversation in messages]
         rewards = [0.0] * len(ids)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
         for batch in _batches([len(each) for each in ids]):
             for place, reward in zip(batch, self._forward([ids[place] for place in batch]).tolist(), strict=True):
                 rewards[place] = reward

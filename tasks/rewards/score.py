@@ -1,18 +1,56 @@
 """The rewards of completions: all functions at the same time, and an error that says which failed, and for what."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
-from .call import Call, Reward, RewardError, Sample
+from .call import Reward, RewardError, Sample, place_of
 
 
 @dataclass(frozen=True)
 class Scores:
     rewards: np.ndarray  # float64 [samples]: the weighted sum
     by_function: dict[str, np.ndarray]  # name -> float64 [samples], NaN where it says nothing of a sample
+
+
+class Call(threading.Thread):
+    """A call that runs; `singly`: of one sample after the other, to find the one that it fails for.
+
+    It is a daemon: one that hangs does not keep the process from ending.
+    """
+
+    def __init__(self, reward: Reward, samples: Sequence[Sample], *, singly: bool = False):
+        super().__init__(name=f"reward {reward.name}", daemon=True)
+        self.reward, self.samples, self.singly = reward, samples, singly
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.at, self.since = 0, time.monotonic()  # the sample that it is at, and since when
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a new thread begins with the first
+            if not self.singly:
+                self.result = self.reward(self.samples)
+                return
+            for self.at, sample in enumerate(self.samples):  # noqa: B020  others look where it is
+                self.since = time.monotonic()
+                self.reward([sample])
+        except BaseException as error:  # SystemExit too: it would end this thread alone
+            self.error = error
+
+    def place(self) -> str:
+        """Where it is, or where it raised."""
+        if self.error is not None:
+            return place_of(self.error.__traceback__, self.reward.file)
+        return place_of(self.reward.frame(self.ident or 0), self.reward.file)
 
 
 def score(rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence[Sample], timeout: float) -> Scores:
@@ -31,10 +69,10 @@ def score(rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence
     deadline = time.monotonic() + timeout
     for call in calls:
         call.join(max(0.0, deadline - time.monotonic()))
-        if call.error is not None:
-            raise _raised(call, timeout) from call.error
         if call.is_alive():
             raise _late(call, timeout)
+        if call.error is not None:
+            raise _raised(call, timeout) from call.error
     by_function = {call.reward.name: call.reward.values(call.result, samples) for call in calls}
     values = np.stack(list(by_function.values()), axis=1)  # [samples, functions]
     silent = np.isnan(values).all(axis=1)

@@ -1,42 +1,26 @@
 """The trainer's side of rollout servers: an `Engine` whose completions come over HTTP, used by one rank of a run.
 
 Requests are spread over the servers, weights go to all of them. Buckets of weights go the fastest way that there is:
-by NCCL from this GPU to vLLM's, by shared memory to a server on this host, else in the request's body; while one is on
-its way the next is filled. Whatever is waited for, the server is asked now and then whether it is still there.
+by NCCL from this GPU to vLLM's, else by shared memory to a server on this host, else in the request's body; while one
+is on its way the next is filled. Whatever is waited for, the server is asked now and then whether it is still there.
 """
 
 import asyncio
-import contextlib
 import itertools
-import os
 import secrets
-import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
-import httpx
+import torch
 from torch import Tensor
 
 from .engine import Completion, Request, Sampling
+from .link import DeviceMemory, Link, ServerLost, Transport, WeightsLost
 from .options import EngineOptions
-from .wire import BUCKET_BYTES, Memory, Packing, table
-
-POLL = 2.0  # seconds between two looks at a server that is waited for
-ANSWER = 10.0  # seconds within which a server that is there answers /health
-CHUNK = 4 * 2**20  # bytes of a body that are handed over at a time
-Transport = Literal["auto", "body", "shared", "nccl"]
-
-
-class ServerLost(ConnectionError):
-    """A rollout server does not answer any more."""
-
-
-class WeightsLost(RuntimeError):
-    """A server was started again and has not the run's weights: `update`, then go on."""
+from .wire import BUCKET_BYTES, Memory, Packing
 
 
 def server_urls(options: EngineOptions) -> list[str]:
@@ -64,6 +48,7 @@ class ServerEngine:
         timeout: seconds to wait for them at first
         wait: seconds to wait for one that is lost later; it comes back without the run's weights, so that
             `WeightsLost` is raised then, and ServerLost where it does not come back
+        sleep_level: what `sleep` frees: 0 nothing (servers mostly have GPUs of their own), 1 the cache, 2 weights too
         transport: how buckets go; auto: the fastest that works
     """
 
@@ -74,6 +59,7 @@ class ServerEngine:
         api_key: str | None = None,
         timeout: float = 240.0,
         wait: float = 0.0,
+        sleep_level: int = 0,
         transport: Transport = "auto",
         bucket_bytes: int = BUCKET_BYTES,
     ):
@@ -81,7 +67,8 @@ class ServerEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)
         self._thread.start()
         self._version: int | None = None  # of the weights that the servers have of us
-        self._wait_for_lost, self._bucket_bytes, self._transport = wait, bucket_bytes, transport
+        self._sleep_level, self._wait_for_lost, self._bucket_bytes = sleep_level, wait, bucket_bytes
+        self._transport: Transport = transport
         run = secrets.token_hex(16)
         self._links = [Link(url, run, api_key) for url in urls]
         self._run(_all(link.connect(timeout) for link in self._links))
@@ -125,11 +112,10 @@ class ServerEngine:
 
     def _send(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Fill a bucket while the last one is on its way; two pieces of memory are enough for that."""
-        way: Transport = self._transport
-        if way == "auto":
-            way = "shared" if all(link.local for link in self._links) else "body"
-        free = [Memory(self._bucket_bytes), Memory(self._bucket_bytes)]
-        on_its_way: tuple[Future, Memory] | None = None
+        way = self._way()
+        memory_of = DeviceMemory if way == "group" else Memory
+        free = [memory_of(self._bucket_bytes), memory_of(self._bucket_bytes)]
+        on_its_way: tuple[Future, Memory | DeviceMemory] | None = None
         memory = free.pop()
         packing = Packing(memory.flat)
 
@@ -141,6 +127,8 @@ class ServerEngine:
                 free.append(on_its_way[1])
             sending = self._start(_all([link.send(memory, packing, way) for link in self._links]))
             on_its_way = sending, memory
+            if way == "group":  # `stream` may have collectives of its own, which are not to run beside this one
+                self._settled(sending)
             memory = free.pop()
             packing = Packing(memory.flat)
 
@@ -150,7 +138,7 @@ class ServerEngine:
                     post()
                 if not packing.fits(tensor):
                     memory.close()
-                    memory = Memory(tensor.nbytes)
+                    memory = memory_of(tensor.nbytes)
                     packing = Packing(memory.flat)
                 packing.put(name, tensor)
             if packing.entries:
@@ -163,12 +151,21 @@ class ServerEngine:
             for piece in (*free, memory):
                 piece.close()
 
-    def sleep(self, level: int = 1) -> None:
-        """Free the servers' caches, and their weights by level, until `wake`."""
-        self._asked(link.call("/sleep", level=level) for link in self._links)
+    def _way(self) -> Transport:
+        """How buckets go to the servers, now that it is known which these are. Joins their groups of GPUs."""
+        if self._transport == "auto":
+            if torch.cuda.is_available() and all(link.nccl for link in self._links):
+                return "group"
+            return "shared" if all(link.local for link in self._links) else "body"
+        return self._transport
+
+    def sleep(self) -> None:
+        if self._sleep_level:
+            self._asked(link.call("/sleep", level=self._sleep_level) for link in self._links)
 
     def wake(self) -> None:
-        self._asked(link.call("/wake") for link in self._links)
+        if self._sleep_level:
+            self._asked(link.call("/wake") for link in self._links)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
         """The first server's; raises RuntimeError where another has other weights."""
@@ -221,140 +218,6 @@ class ServerEngine:
         while True:
             await asyncio.sleep(min(link.silence for link in self._links) / 4)
             await asyncio.gather(*(link.claim() for link in self._links), return_exceptions=True)
-
-
-class Link:
-    """One server, as the thread of `ServerEngine` talks to it."""
-
-    def __init__(self, url: str, run: str, api_key: str | None):
-        self.url, self.local, self.silence = url, False, 120.0
-        self._run_token = run
-        headers = {"x-run": run} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
-        limits = httpx.Limits(keepalive_expiry=30)  # sooner than the server lets go of an idle connection
-        timeout = httpx.Timeout(None, connect=ANSWER)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
-
-    async def connect(self, patience: float, lost: ServerLost | None = None) -> None:
-        """Wait for the server, then claim it. Raises ServerLost (`lost`, where given) after `patience` seconds."""
-        end = time.monotonic() + patience
-        while True:
-            try:
-                if not (reason := await self._silent()):
-                    return await self.claim()
-            except ServerLost as error:
-                reason = str(error)
-            if time.monotonic() > end:
-                if lost is not None:
-                    raise ServerLost(f"{lost} It was waited for {patience:.0f} s.")
-                raise ServerLost(
-                    f"No rollout server answers at {self.url} ({reason}), after {patience:.0f} s. Start one there "
-                    "(swift rollout --model ... --port ...), give the right --vllm_server_host and --vllm_server_port, "
-                    "or wait longer for it with --vllm_server_timeout."
-                )
-            await asyncio.sleep(0.5)
-
-    async def claim(self) -> None:
-        """Claim the server, or say that this run is still there. Raises PermissionError where another run has it."""
-        memory = Memory(16)
-        try:
-            secret = secrets.token_bytes(16)
-            memory.write(0, secret)
-            body = {
-                "run": self._run_token,
-                "who": f"process {os.getpid()} on {socket.gethostname()}",
-                "probe": memory.place._asdict() | {"secret": secret.hex()},
-            }
-            answer = await self._answer("/claim", json=body, timeout=ANSWER)
-        finally:
-            memory.close()
-        self.local, self.silence = answer["local"], answer["silence"]
-
-    async def release(self) -> None:
-        with contextlib.suppress(httpx.HTTPError):  # it may be gone
-            await self._http.post("/release", timeout=ANSWER)
-        await self._http.aclose()
-
-    async def send(self, memory: Memory, packing: Packing, way: Transport) -> None:
-        """Send a bucket; returns once the server has taken it."""
-        if way == "shared":
-            await self.call("/weights/bucket", entries=packing.entries, place=memory.place, bytes=packing.used)
-            return
-        head = table(packing.entries)
-        headers = {"content-type": "application/octet-stream", "content-length": str(len(head) + packing.used)}
-        await self._watched("/weights/bucket", content=_body(head, packing), headers=headers)
-
-    async def call(self, path: str, **body: Any) -> Any:
-        """What the server answers to a JSON body."""
-        return await self._watched(path, json=body)
-
-    async def _watched(self, path: str, **content: Any) -> Any:
-        """POST, and look after the server as long as it has not answered."""
-        work = asyncio.ensure_future(self._answer(path, **content))
-        try:
-            while not (await asyncio.wait({work}, timeout=POLL))[0]:
-                if reason := await self._silent():
-                    raise self._lost(path, reason)
-            return await work
-        finally:
-            work.cancel()
-
-    async def _answer(self, path: str, **content: Any) -> Any:
-        try:
-            try:
-                response = await self._http.post(path, **content)
-            except httpx.TransportError:
-                if "json" not in content or await self._silent():
-                    raise
-                # It is there: the connection was one that an earlier server, or an idle one, had closed.
-                response = await self._http.post(path, **content)
-        except httpx.TransportError as error:
-            raise self._lost(path, str(error) or type(error).__name__) from error
-        if response.is_success:
-            return response.json()
-        raise self._error(path, response)
-
-    async def _silent(self) -> str | None:
-        """Why the server is taken to be gone; None where it answers."""
-        for last in (False, True):
-            try:
-                response = await self._http.get("/health", timeout=ANSWER)
-                return None if response.is_success else f"/health gives {response.status_code}"
-            except httpx.TimeoutException:
-                if last:
-                    return f"no answer within {ANSWER:.0f} s, twice"
-            except httpx.TransportError as error:
-                return str(error) or type(error).__name__
-        return None
-
-    def _lost(self, path: str, reason: str) -> ServerLost:
-        return ServerLost(
-            f"The rollout server {self.url} is gone: {reason}, during {path}. See what it printed, start it again and "
-            "resume the run; with --wait_for_server SECONDS a run waits for it instead."
-        )
-
-    def _error(self, path: str, response: httpx.Response) -> Exception:
-        """The exception for an answer that is an error."""
-        try:
-            kind, text = response.json()["kind"], response.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            kind, text = "unknown", response.text[:500]
-        where = f"Rollout server {self.url}"
-        if kind == "request":
-            return ValueError(f"{where}, {path}: {text}")
-        if kind == "weights":
-            return WeightsLost(f"{where}: {text}")
-        if kind == "key":
-            return PermissionError(f"{where}: {text}. Give it as --vllm_server_api_key.")
-        if kind == "claimed":
-            return PermissionError(f"{where}: {text}")
-        return RuntimeError(f"{where}, {path}: {text} (status {response.status_code})")
-
-
-async def _body(head: bytes, packing: Packing) -> AsyncIterator[bytes]:
-    yield head
-    view = memoryview(packing.flat.numpy())
-    for start in range(0, packing.used, CHUNK):
-        yield bytes(view[start : min(start + CHUNK, packing.used)])
 
 
 async def _all(calls: Iterable[Coroutine]) -> list[Any]:

@@ -26,6 +26,7 @@ class InProcess:
     """A server's backend over an `Engine`."""
 
     workers = 1
+    nccl = False
 
     def __init__(self, engine: Engine, name: str):
         self.engine, self.name = engine, name
@@ -77,10 +78,13 @@ class InProcess:
         """Nothing is kept between two calls of `generate`."""
 
     async def sleep(self, level: int) -> None:
-        await self._do(self.engine.sleep)
+        await self._do(self.engine.sleep)  # its weights stay, whatever the level
 
     async def wake(self) -> None:
         await self._do(self.engine.wake)
+
+    def failed(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._arrived.put(BrokenOff())

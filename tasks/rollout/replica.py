@@ -76,7 +76,7 @@ class Replica:
             if place.rule is None:
                 self._copy(place.target, name, tensor)
                 continue
-            gathered[place.target][name] = tensor.to(self._state[place.target].device)
+            gathered[place.target][name] = tensor.to(self._state[place.target].device, copy=True)  # it may be a buffer
             if len(gathered[place.target]) == self._parts.get(place.target):
                 self._convert(place.target, gathered.pop(place.target))
         for target, tensors in gathered.items():  # in another form than the one that transformers itself would save

@@ -182,7 +182,7 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def drawn(logits: Tensor, numbers: Tensor) -> Tensor:
-    """The tokens [rows] at which the cumulative softmax of logits [rows, vocabulary] passes `numbers` [rows], 0 to 1."""
+    """The tokens [rows] where the cumulative softmax of logits [rows, vocabulary] passes `numbers` [rows] of 0 to 1."""
     cumulative = logits.double().softmax(-1).cumsum(-1)
     places = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
     last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)  # the last token that has any probability

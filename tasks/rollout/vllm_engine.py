@@ -1,6 +1,6 @@
 """vLLM in the trainer's own processes: each `tensor_parallel_size` ranks in a row are one engine.
 
-vLLM finds the process groups of the trainer and makes its own beside them. It asleep, its memory is the trainer's.
+vLLM finds the process groups of the trainer and makes its own beside them. While it sleeps its memory is the trainer's.
 """
 
 import contextlib
@@ -21,94 +21,69 @@ from ...bridge import runtime
 from ...bridge.hub import load_tokenizer
 from .ending import end_tokens
 from .engine import Completion, Request, Sampling
+from .options import EngineOptions
 from .weights import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for what sleeps
 
 
 class VllmEngine:
-    """An Engine. Every rank makes one, and calls `generate`, `sleep` and `wake` at the same time as the others.
+    """An Engine. Every rank makes one, and calls `generate`, `sleep` and `wake` at the same time as the others; the
+    ranks of one engine ask for the same, and all get it.
 
-    `load`: begin with the weights of `folder`; else with random ones until the first `update`. `sleep_level` 0: never
-    asleep; 1: its weights wait on the host, its cache is given up; 2: its weights are given up too, so that an `update`
-    has to follow. On a CPU it does not sleep. Raises ImportError where vLLM is not installed, ValueError where the
-    ranks do not divide.
+    `load`: begin with the weights of `folder`; else with random ones until the first `update`. options.sleep_level 0:
+    never asleep; 1: its weights wait on the host, its cache is given up; 2: its weights are given up too, so that an
+    `update` has to follow. On a CPU it does not sleep. Raises ImportError where vLLM is not installed, ValueError where
+    the ranks do not divide.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        dtype: torch.dtype,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        enforce_eager: bool = False,
-        enable_prefix_caching: bool = True,
-        sleep_level: int = 0,
-        load: bool = True,
-    ):
+    def __init__(self, folder: str | Path, options: EngineOptions, *, dtype: torch.dtype, load: bool = False):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--use_vllm true: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
                 "or leave the flag out to generate by transformers."
             )
-        if dist.get_world_size() % tensor_parallel_size:
+        size, world = options.vllm_tensor_parallel_size, dist.get_world_size()
+        if world % size:
             raise ValueError(
-                f"--vllm_tensor_parallel_size {tensor_parallel_size} does not divide the {dist.get_world_size()} "
-                "processes: give a size that does"
+                f"--vllm_tensor_parallel_size {size} does not divide the {world} processes: give a size that does"
             )
         on_gpu = torch.cuda.is_available()
         _prepare_environment(on_gpu)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
+        self._level = options.sleep_level if on_gpu else 0
         with _undisturbed():
             self.llm: Any = LLM(
                 str(folder),
                 dtype=str(dtype).removeprefix("torch."),
-                tensor_parallel_size=tensor_parallel_size,
+                tensor_parallel_size=size,
                 distributed_executor_backend="external_launcher",
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_len=max_model_len,
-                enforce_eager=enforce_eager or not on_gpu,  # compiling costs minutes on a CPU
-                enable_prefix_caching=enable_prefix_caching,
-                enable_sleep_mode=on_gpu and sleep_level > 0,
+                gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+                max_model_len=options.vllm_max_model_len,
+                max_num_seqs=options.vllm_max_num_seqs,
+                enforce_eager=options.vllm_enforce_eager or not on_gpu,  # compiling costs minutes on a CPU
+                enable_prefix_caching=options.vllm_enable_prefix_caching,
+                enable_sleep_mode=self._level > 0,
                 load_format="auto" if load else "dummy",
                 generation_config="vllm",  # nothing of its own beside Sampling
-                logprobs_mode="raw_logprobs",
-                disable_log_stats=True,
-                **({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}),
+                logprobs_mode="raw_logprobs",  # see _set_temperature
             )
-        self._scales = self.llm.apply_model(scale_of)
+        (self._scale,) = self.llm.apply_model(scale_of)
         self._temperature = 1.0
-        self._level = sleep_level if on_gpu else 0
         self._asleep: set[str] = set()
-        self._ends = sorted(end_tokens(folder, load_tokenizer(Path(folder))))
-        self._group = None
-        if tensor_parallel_size > 1:
-            from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
-
-            self._group = get_tp_group().cpu_group
+        self.ends = end_tokens(folder, load_tokenizer(Path(folder)))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See Engine. The ranks of one engine each give their own requests (none, perhaps) and get their completions."""
-        own, everyone = list(requests), [list(requests)]
-        rank = 0
-        if self._group is not None:
-            everyone, rank = [[]] * self._group.size(), self._group.rank()
-            dist.all_gather_object(everyone, own, group=self._group)
-        joined = [request for one in everyone for request in one]
-        if not joined:
+        if not requests:
             return []
         self._set_temperature(sampling.temperature)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": request.tokens} for request in joined],
-            [sampling_params(request, sampling, self._ends) for request in joined],
+            [{"prompt_token_ids": request.tokens} for request in requests],
+            [sampling_params(request, sampling, sorted(self.ends)) for request in requests],
             use_tqdm=False,
         )
-        first = sum(map(len, everyone[:rank]))
-        return [completion_of(output.outputs[0]) for output in outputs[first : first + len(own)]]
+        return [completion_of(output.outputs[0]) for output in outputs]
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See Engine. Asleep, it wakes as far as it has to."""
@@ -132,8 +107,8 @@ class VllmEngine:
         return found
 
     def close(self) -> None:
-        """The process groups stay: they are the trainer's too."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """The process groups stay, which are the trainer's too: vLLM's own shutdown would end them."""
+        self.llm.llm_engine.model_executor.shutdown()
         del self.llm
         gc.collect()
         if torch.cuda.is_available():
@@ -148,8 +123,7 @@ class VllmEngine:
         temperature 1, and its logits are made those of `temperature`."""
         temperature = temperature or 1.0
         if temperature != self._temperature:
-            (scale,) = self._scales
-            self.llm.apply_model(lambda model: set_scale(model, scale / temperature))
+            self.llm.apply_model(lambda model: set_scale(model, self._scale / temperature))
             self._temperature = temperature
 
 
@@ -210,7 +184,7 @@ def held_whole(model: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]
             continue
         parent, _, part = module.rpartition(".")
         for fused, parts in model.packed_modules_mapping.items() if hasattr(model, "packed_modules_mapping") else ():
-            whole = modules.get(f"{parent}.{fused}")
+            whole: Any = modules.get(f"{parent}.{fused}")
             if part in parts and f"{parent}.{fused}.{leaf}" in own and _is_whole(whole, leaf):
                 sizes = whole.output_sizes
                 yield name, own[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]

@@ -1,6 +1,5 @@
 """Losses of policies, against TRL's GRPOTrainer on the same numbers and the papers' formulas."""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from megaswift.tasks.losses import policy as ours
-from megaswift.tasks.losses.policy import Completions, Policy, Totals, advantages, normalised, policy_losses, spread
+from megaswift.tasks.losses.policy import Completions, Policy, Totals, normalised, policy_losses
 from torch import Tensor
 
 from tests.losses import upstream
@@ -212,7 +211,7 @@ def test_samples_that_are_cut_out():
 def test_only_uncertain_tokens(quantile):
     given = padded()
     least = given["entropies"][given["mask"].bool()].quantile(1 - quantile)
-    for policy in (Policy(beta=0.04), Policy("dapo", beta=0.0, importance_sampling_level="sequence")):
+    for policy in (Policy(beta=0.04), Policy("dapo", 0.9, beta=0.0, importance_sampling_level="sequence")):
         same(run(policy, given, least_entropy=least), theirs(policy, given, top_entropy_quantile=quantile), given)
 
 
@@ -369,66 +368,3 @@ def test_names_that_it_does_not_know():
     policy = Policy(rollout_importance_sampling_mode="truncate")
     with pytest.raises(ValueError, match="--rollout_importance_sampling_mode truncate: it has token_truncate"):
         run(policy, given)
-
-
-GROUPS = torch.tensor([7, 3, 7, 3, 3, 7, 1, 7])  # of four, three and one
-REWARDS = torch.tensor([1.0, 0.2, 0.0, 0.7, 0.9, 0.0, 2.5, 0.5], dtype=torch.float64)
-
-
-def by_hand(estimator: str, scale: str) -> list[float]:
-    """Sample by sample, in plain Python."""
-    rewards, groups = REWARDS.tolist(), GROUPS.tolist()
-
-    def deviation(values: list[float]) -> float:
-        mean = sum(values) / len(values)
-        return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else 0.0
-
-    def group(values: list[float], number: int) -> list[float]:
-        return [value for value, its in zip(values, groups, strict=True) if its == groups[number]]
-
-    found = []
-    for number, reward in enumerate(rewards):
-        peers = group(rewards, number)
-        others = len(peers) - 1
-        baseline = sum(peers) / len(peers)
-        if estimator == "rloo":
-            baseline = (sum(peers) - reward) / others if others else reward
-        found.append(reward - baseline)
-    measured = found if estimator == "reinforce_plus_plus" else rewards
-    if scale == "none":
-        return found
-    over = [deviation(group(measured, i) if scale == "group" else measured) for i in range(len(rewards))]
-    return [value / (each + 1e-4) for value, each in zip(found, over, strict=True)]
-
-
-@pytest.mark.parametrize("scale", ours.SCALES)
-@pytest.mark.parametrize("estimator", ours.ESTIMATORS)
-def test_advantages(estimator, scale):
-    found = advantages(REWARDS, GROUPS, estimator=estimator, scale=scale)
-    assert found.tolist() == pytest.approx(by_hand(estimator, scale), abs=1e-12)
-    single = advantages(REWARDS.float(), GROUPS, estimator=estimator, scale=scale)
-    assert single.tolist() == pytest.approx(found.tolist(), abs=1e-6)
-
-
-def test_scale_of_the_papers():
-    for estimator, scale in (("grpo", "group"), ("rloo", "none"), ("reinforce_plus_plus", "batch")):
-        assert torch.equal(
-            advantages(REWARDS, GROUPS, estimator=estimator),
-            advantages(REWARDS, GROUPS, estimator=estimator, scale=scale),
-        )
-
-
-def test_spread_is_trls():
-    from trl.trainer.utils import nanstd
-
-    for number in (7, 3):
-        agree(spread(REWARDS, GROUPS)[number == GROUPS].unique().squeeze(), nanstd(REWARDS[number == GROUPS]))
-    assert spread(REWARDS, GROUPS)[6] == 0
-    assert not spread(torch.full((4,), 0.3), torch.zeros(4, dtype=torch.int64)).any()
-
-
-def test_equal_rewards_teach_nothing():
-    groups = torch.arange(8) // 4
-    for estimator, scale in product(ours.ESTIMATORS, ours.SCALES):
-        found = advantages(torch.full((8,), 0.1, dtype=torch.float64), groups, estimator=estimator, scale=scale)
-        assert found.abs().max() < 1e-10

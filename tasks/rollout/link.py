@@ -1,0 +1,200 @@
+"""One rollout server, as the client's thread talks to it: claims, calls that are looked after, buckets on their way."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import httpx
+import torch
+
+from .wire import Memory, Packing, table
+
+POLL = 2.0  # seconds between two looks at a server that is waited for
+ANSWER = 10.0  # seconds within which a server that is there answers /health
+CHUNK = 4 * 2**20  # bytes of a body that are handed over at a time
+Transport = Literal["auto", "body", "shared", "group"]
+
+
+class ServerLost(ConnectionError):
+    """A rollout server does not answer any more."""
+
+
+class WeightsLost(RuntimeError):
+    """A server was started again and has not the run's weights: `update`, then go on."""
+
+
+class DeviceMemory:
+    """Memory of this process's GPU, or of its CPU."""
+
+    def __init__(self, count: int):
+        self.flat = torch.empty(count, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def close(self) -> None:
+        del self.flat
+
+
+class Link:
+    """A server. Everything here runs in one event loop."""
+
+    def __init__(self, url: str, run: str, api_key: str | None):
+        self.url, self.local, self.nccl, self.silence = url, False, False, 120.0  # the server says
+        self._group: Any = None  # group.Group, once weights went that way
+        self._run_token = run
+        headers = {"x-run": run} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        limits = httpx.Limits(keepalive_expiry=30)  # sooner than the server lets go of an idle connection
+        timeout = httpx.Timeout(None, connect=ANSWER)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+
+    async def connect(self, patience: float, lost: ServerLost | None = None) -> None:
+        """Wait for the server, then claim it. Raises ServerLost (`lost`, where given) after `patience` seconds."""
+        end = time.monotonic() + patience
+        while True:
+            try:
+                if not (reason := await self._silent()):
+                    return await self.claim()
+            except ServerLost as error:
+                reason = str(error)
+            if time.monotonic() > end:
+                if lost is not None:
+                    raise ServerLost(f"{lost} It was waited for {patience:.0f} s.")
+                raise ServerLost(
+                    f"No rollout server answers at {self.url} ({reason}), after {patience:.0f} s. Start one there "
+                    "(swift rollout --model ... --port ...), give the right --vllm_server_host and --vllm_server_port, "
+                    "or wait longer for it with --vllm_server_timeout."
+                )
+            await asyncio.sleep(0.5)
+
+    async def claim(self) -> None:
+        """Claim the server, or say that this run is still there. Raises PermissionError where another run has it."""
+        memory = Memory(16)
+        try:
+            secret = secrets.token_bytes(16)
+            memory.write(0, secret)
+            body = {
+                "run": self._run_token,
+                "who": f"process {os.getpid()} on {socket.gethostname()}",
+                "probe": memory.place._asdict() | {"secret": secret.hex()},
+            }
+            answer = await self._answer("/claim", json=body, timeout=ANSWER)
+        finally:
+            memory.close()
+        self.local, self.nccl, self.silence = answer["local"], answer["nccl"], answer["silence"]
+        if answer["new"]:
+            self._group = None
+
+    async def release(self) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # it may be gone
+            await self._http.post("/release", timeout=ANSWER)
+        await self._http.aclose()
+
+    async def send(self, memory: "Memory | DeviceMemory", packing: Packing, way: Transport) -> None:
+        """Send a bucket; returns once the server has taken it."""
+        if isinstance(memory, DeviceMemory):
+            await self._broadcast(packing)
+            return
+        if way == "shared":
+            await self.call("/weights/bucket", entries=packing.entries, place=memory.place, bytes=packing.used)
+            return
+        head = table(packing.entries)
+        headers = {"content-type": "application/octet-stream", "content-length": str(len(head) + packing.used)}
+        await self._watched("/weights/bucket", content=_body(head, packing), headers=headers)
+
+    async def _broadcast(self, packing: Packing) -> None:
+        loop, flat = asyncio.get_running_loop(), packing.flat[: packing.used]
+        if self._group is None:
+            from .group import Group
+
+            host = httpx.URL(self.url).host
+            answer = await self.call("/weights/group")
+            make = functools.partial(Group, host, answer["port"], 0, answer["size"], flat.device)
+            self._group = await loop.run_in_executor(None, make)
+        taken = asyncio.ensure_future(
+            self.call("/weights/bucket", entries=packing.entries, place=None, bytes=packing.used)
+        )
+        sent = loop.run_in_executor(None, self._group.broadcast, flat)
+        try:
+            await asyncio.gather(taken, sent)
+        except BaseException:
+            taken.cancel()
+            self._group.abort()  # else `sent` would wait for GPUs that are gone
+            self._group = None
+            raise
+
+    async def call(self, path: str, **body: Any) -> Any:
+        """What the server answers to a JSON body."""
+        return await self._watched(path, json=body)
+
+    async def _watched(self, path: str, **content: Any) -> Any:
+        """POST, and look after the server as long as it has not answered."""
+        work = asyncio.ensure_future(self._answer(path, **content))
+        try:
+            while not (await asyncio.wait({work}, timeout=POLL))[0]:
+                if reason := await self._silent():
+                    raise self._lost(path, reason)
+            return await work
+        finally:
+            work.cancel()
+
+    async def _answer(self, path: str, **content: Any) -> Any:
+        try:
+            try:
+                response = await self._http.post(path, **content)
+            except httpx.TransportError:
+                if "json" not in content or await self._silent():
+                    raise
+                # It is there: the connection was one that an earlier server, or an idle one, had closed.
+                response = await self._http.post(path, **content)
+        except httpx.TransportError as error:
+            raise self._lost(path, str(error) or type(error).__name__) from error
+        if response.is_success:
+            return response.json()
+        raise self._error(path, response)
+
+    async def _silent(self) -> str | None:
+        """Why the server is taken to be gone; None where it answers."""
+        for last in (False, True):
+            try:
+                response = await self._http.get("/health", timeout=ANSWER)
+                return None if response.is_success else f"/health gives {response.status_code}"
+            except httpx.TimeoutException:
+                if last:
+                    return f"no answer within {ANSWER:.0f} s, twice"
+            except httpx.TransportError as error:
+                return str(error) or type(error).__name__
+        return None
+
+    def _lost(self, path: str, reason: str) -> ServerLost:
+        return ServerLost(
+            f"The rollout server {self.url} is gone: {reason}, during {path}. See what it printed, start it again and "
+            "resume the run; with --wait_for_server SECONDS a run waits for it instead."
+        )
+
+    def _error(self, path: str, response: httpx.Response) -> Exception:
+        """The exception for an answer that is an error."""
+        try:
+            kind, text = response.json()["kind"], response.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            kind, text = "unknown", response.text[:500]
+        where = f"Rollout server {self.url}"
+        if kind == "request":
+            return ValueError(f"{where}, {path}: {text}")
+        if kind == "weights":
+            return WeightsLost(f"{where}: {text}")
+        if kind == "key":
+            return PermissionError(f"{where}: {text}. Give it as --vllm_server_api_key.")
+        if kind == "claimed":
+            return PermissionError(f"{where}: {text}")
+        return RuntimeError(f"{where}, {path}: {text} (status {response.status_code})")
+
+
+async def _body(head: bytes, packing: Packing) -> AsyncIterator[bytes]:
+    yield head
+    view = memoryview(packing.flat.numpy())
+    for start in range(0, packing.used, CHUNK):
+        yield bytes(view[start : min(start + CHUNK, packing.used)])

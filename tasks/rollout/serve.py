@@ -1,0 +1,82 @@
+"""`swift rollout`: a model that generates for trainings, which give it their new weights as they learn.
+
+swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --port 8000
+"""
+
+import importlib.util
+import socket
+
+from ...bridge.hub import model_folder
+from .options import RolloutOptions
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None:
+    """Serve until the process is told to end. Raises ValueError, FileNotFoundError or ImportError, with its cure."""
+    kind = checked_backend(options)
+    folder = model_folder(options)
+    sock = bound(options.host, options.port)  # before the model is read, which may take minutes
+    if options.api_key is None and options.host not in LOCAL:
+        print(
+            f"--host {options.host} lets other machines in, and there is no --api_key: whoever reaches it may use it."
+        )
+
+    import uvicorn
+
+    from .server import Server
+
+    if kind == "vllm":
+        from .vllm_async import VllmBackend
+
+        backend = VllmBackend(folder, options)
+    else:
+        from ...bridge.hub import read_config
+        from ..run import dtype_of
+        from .in_process import InProcess
+        from .transformers_engine import TransformersEngine
+
+        backend = InProcess(TransformersEngine(folder, dtype=dtype_of(options, read_config(folder))), kind)
+    config = uvicorn.Config(
+        Server(backend, options.model, options.api_key).app,
+        log_level=options.log_level,
+        access_log=options.log_level == "debug",
+        timeout_keep_alive=75,  # longer than clients keep idle connections
+        timeout_graceful_shutdown=5,
+    )
+    print(f"Rollout server: {options.model} by {kind} on http://{options.host}:{options.port}", flush=True)
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+def checked_backend(options: RolloutOptions) -> str:
+    """transformers or vllm. Raises ImportError or ValueError for what cannot be."""
+    there = importlib.util.find_spec("vllm") is not None
+    kind = options.infer_backend or ("vllm" if there else "transformers")
+    if kind == "vllm" and not there:
+        raise ImportError(
+            "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
+            "or use --infer_backend transformers."
+        )
+    if kind == "transformers":
+        for flag in ("vllm_tensor_parallel_size", "vllm_data_parallel_size"):
+            if getattr(options, flag) != 1:
+                raise ValueError(
+                    f"--{flag} {getattr(options, flag)}: with --infer_backend transformers the server is one process. "
+                    "Leave it out, or install vLLM."
+                )
+    return kind
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket on the port; it takes no connection yet. Raises ValueError where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port} cannot be listened on ({error.strerror}). Give another --port, or end what "
+            "has it."
+        ) from error
+    return sock

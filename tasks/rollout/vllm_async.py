@@ -1,0 +1,133 @@
+"""vLLM behind the rollout server: its own processes, which share requests among themselves and generate all at once."""
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...bridge.hub import load_tokenizer
+from .ending import end_tokens
+from .engine import Completion, Request, Sampling
+from .options import RolloutOptions
+from .vllm_engine import completion_of, sampling_params
+from .wire import Bucket
+
+
+class VllmBackend:
+    """A server's backend over vLLM's AsyncLLM. With several engines (data parallel) vLLM gives a request to the one
+    that has least to do; weights go to all."""
+
+    name = "vllm"
+
+    def __init__(self, folder: Path, options: RolloutOptions):
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+        from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+        from .vllm_transfer import EXTENSION, NAME, SERVER
+
+        os.environ[SERVER] = str(os.getpid())
+        self.workers = options.vllm_tensor_parallel_size * options.vllm_data_parallel_size
+        self.llm: Any = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(folder),
+                dtype=options.torch_dtype or "auto",
+                tensor_parallel_size=options.vllm_tensor_parallel_size,
+                data_parallel_size=options.vllm_data_parallel_size,
+                gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+                max_model_len=options.vllm_max_model_len,
+                max_num_seqs=options.vllm_max_num_seqs,
+                enforce_eager=options.vllm_enforce_eager or not on_gpu,  # compiling costs minutes on a CPU
+                enable_prefix_caching=options.vllm_enable_prefix_caching,
+                enable_sleep_mode=on_gpu,
+                generation_config="vllm",  # nothing of its own beside Sampling
+                logprobs_mode="raw_logprobs",  # of logits that are divided by the temperature: `_at`
+                disable_log_stats=True,
+                weight_transfer_config=WeightTransferConfig(backend=NAME),
+                worker_extension_cls=EXTENSION,
+            )
+        )
+        self.nccl = on_gpu
+        self._ends = sorted(end_tokens(folder, load_tokenizer(folder)))
+        self._temperature, self._generating, self._idle = 1.0, 0, asyncio.Condition()
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        try:
+            async with self._at(sampling.temperature or 1.0), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(request, sampling)) for request in requests]
+        except ExceptionGroup as errors:  # the others were given up because of the first
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _one(self, request: Request, sampling: Sampling) -> Completion:
+        settings = sampling_params(request, sampling, self._ends)
+        prompt = {"prompt_token_ids": request.tokens}
+        async for output in self.llm.generate(prompt, settings, request_id=uuid.uuid4().hex):
+            if output.finished:
+                return completion_of(output.outputs[0])
+        raise RuntimeError("vLLM gave up a request")
+
+    @contextlib.asynccontextmanager
+    async def _at(self, temperature: float) -> AsyncIterator[None]:
+        """All that is generated at a time has one temperature, by which the workers divide their logits."""
+        async with self._idle:
+            await self._idle.wait_for(lambda: temperature == self._temperature or not self._generating)
+            if temperature != self._temperature:
+                await self.llm.collective_rpc("divide_logits", args=(temperature,))
+                self._temperature = temperature
+            self._generating += 1
+        try:
+            yield
+        finally:
+            async with self._idle:
+                self._generating -= 1
+                self._idle.notify_all()
+
+    async def begin(self) -> None:
+        await self.llm.start_weight_update()
+
+    async def load(self, bucket: Bucket) -> None:
+        info = {"entries": bucket.entries, "place": bucket.place, "start": bucket.start, "bytes": bucket.bytes}
+        await self.llm.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    async def finish(self) -> None:
+        await self.llm.finish_weight_update()
+
+    async def abort(self) -> None:
+        await self.llm.collective_rpc("break_off_weights")
+
+    async def group(self, port: int) -> None:
+        info = {"port": port, "size": self.workers + 1}
+        await self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+
+    async def checksums(self, names: Sequence[str]) -> dict[str, str]:
+        """Raises RuntimeError where workers differ."""
+        found: dict[str, str] = {}
+        for of_worker in await self.llm.collective_rpc("weight_checksums", args=(list(names),)):
+            for name, checksum in of_worker.items():
+                if found.setdefault(name, checksum) != checksum:
+                    raise RuntimeError(f"{name} is not the same in all of vLLM's workers")
+        return found
+
+    async def reset_cache(self) -> None:
+        await self.llm.reset_prefix_cache()
+
+    async def sleep(self, level: int) -> None:
+        await self.llm.sleep(level)
+
+    async def wake(self) -> None:
+        await self.llm.wake_up()
+
+    def failed(self) -> bool:
+        return self.llm.engine_core.resources.engine_dead
+
+    def close(self) -> None:
+        self.llm.shutdown()

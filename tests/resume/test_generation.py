@@ -1,0 +1,44 @@
+"""Runs that generate go on bit for bit: completions that wait for their steps, random numbers, the place among prompts."""
+
+import pytest
+
+from tests.resume.harness import LAYOUTS, LORA, Case, Output
+
+pytestmark = pytest.mark.slow
+LETTERS = """
+from megaswift.tasks.rewards import reward
+
+
+@reward("letters")
+def letters(completions, **columns):
+    return [sum(letter in "aeiou" for letter in text) / 10 for text in completions]
+"""
+GRPO = (
+    "rlhf --rlhf_type grpo --dataset train.jsonl --external_plugins letters.py --reward_funcs letters --use_vllm false "
+    "--num_generations 2 --max_completion_length 8 --packing_length 160"
+)
+SEVERAL = "--steps_per_generation 2 --num_iterations 2"  # a step in the midst of what was generated at a time
+CASES = {
+    "grpo DP2": (LAYOUTS["DP2"], SEVERAL),
+    "grpo PP2 LoRA": (f"{LAYOUTS['PP2']} {LORA}", ""),
+    "grpo EP2 dynamic": (LAYOUTS["EP2"], "--dynamic_sample true --logging_steps 3 --kl_in_reward true"),
+    "grpo TP2 async": (f"{LAYOUTS['TP2']} --async_save true", SEVERAL),
+}
+
+
+@pytest.fixture(scope="module")
+def letters(place):
+    (place / "letters.py").write_text(LETTERS)
+    return place
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "grpo DP2" else pytest.mark.long) for n in CASES])
+def test_killed_and_resumed(name, letters):
+    flags, more = CASES[name]
+    model = "qwen3_moe" if "EP2" in name else "qwen3"
+    case = Case(letters, name, f"{flags} {more}", model, steps=6, command=GRPO)
+    output = Output(case)
+    for step in (4, 6):
+        assert output.run({"rank": 0, "label": f"step {step}", "count": 1, "how": "kill"}).killed
+    output.run()
+    output.compare()
