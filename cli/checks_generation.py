@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from ..tasks.options import GrpoOptions, SamplingOptions
+from ..tasks.options import CompletionOptions, GkdOptions, GrpoOptions, SamplingOptions
 from .flags import UsageError, show
 
 # flag -> (the flag that has it read, its values that do)
@@ -22,11 +22,15 @@ ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def check_generation(options: SamplingOptions, sources: Mapping[str, str]) -> None:
+def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for what cannot be."""
-    _sizes(options)
+    _lengths(options)
+    if isinstance(options, SamplingOptions):
+        _sizes(options)
     _sampling(options)
     _engine(options)
+    if isinstance(options, GkdOptions):
+        _distillation(options)
     if isinstance(options, GrpoOptions):
         _unread(options, sources)
         _policy(options)
@@ -35,8 +39,7 @@ def check_generation(options: SamplingOptions, sources: Mapping[str, str]) -> No
 
 def _sizes(options: Any) -> None:
     batch, generated, each = options.global_batch_size, options.generation_batch_size, options.num_generations
-    kind = f"--rlhf_type {options.rlhf_type}"
-    for name in ("num_generations_eval", "max_completion_length", "steps_per_generation", "num_iterations"):
+    for name in ("num_generations_eval", "steps_per_generation", "num_iterations"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} {getattr(options, name)}: must be at least 1.")
     if each < 2:
@@ -51,6 +54,12 @@ def _sizes(options: Any) -> None:
             f"--num_generations {each}: must divide the {generated} completions that are generated at a time "
             "(--global_batch_size x --steps_per_generation)."
         )
+
+
+def _lengths(options: Any) -> None:
+    kind = f"--rlhf_type {options.rlhf_type}"
+    if options.max_completion_length < 1:
+        raise UsageError(f"--max_completion_length {options.max_completion_length}: must be at least 1.")
     if options.streaming:
         raise UsageError(f"--streaming true cannot be with {kind}: prompts are few and short. Leave it out.")
     if options.packing:
@@ -62,11 +71,9 @@ def _sizes(options: Any) -> None:
             )
 
 
-def _sampling(options: SamplingOptions) -> None:
+def _sampling(options: CompletionOptions) -> None:
     if options.temperature <= 0:
-        raise UsageError(
-            f"--temperature {options.temperature}: must be above 0, or all completions of a prompt are the same."
-        )
+        raise UsageError(f"--temperature {options.temperature}: must be above 0: the loss divides by it.")
     if not 0 < options.top_p <= 1:
         raise UsageError(f"--top_p {options.top_p}: must be above 0 and at most 1.")
     if options.top_k != -1 and options.top_k < 1:
@@ -122,6 +129,21 @@ def _policy(options: GrpoOptions) -> None:
         raise UsageError(
             f"--rollout_importance_sampling_threshold {options.rollout_importance_sampling_threshold}: must be above 0."
         )
+
+
+def _distillation(options: GkdOptions) -> None:
+    for name in ("lmbda", "beta"):
+        if not 0 <= (value := getattr(options, name)) <= 1:
+            raise UsageError(f"--{name} {value}: must be at least 0 and at most 1.")
+    if options.sft_alpha < 0:
+        raise UsageError(f"--sft_alpha {options.sft_alpha}: must not be below 0.")
+    if options.gkd_logits_topk is not None and options.gkd_logits_topk < 2:
+        raise UsageError(f"--gkd_logits_topk {options.gkd_logits_topk}: must be at least 2: one token is always right.")
+    for name in ("seq_kd", "sft_alpha"):
+        if options.lmbda == 1 and (value := getattr(options, name)):
+            raise UsageError(
+                f"--{name} {show(value)} cannot be with --lmbda 1, with which the student writes all. Leave one out."
+            )
 
 
 def _rewards(options: GrpoOptions) -> None:

@@ -17,6 +17,7 @@ METRICS = {  # of evaluations
     "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
     "rm": ("loss", *REWARDS, "rewards/accuracies"),
     "grpo": ("reward", "completions/mean_length", "completions/clipped_ratio"),
+    "gkd": ("loss", "jsd", "nll_loss"),
     "seq_cls": ("loss", "accuracy", "mse"),
     "embedding": ("loss", "accuracy"),
     "reranker": ("loss", "accuracy", "mrr"),

@@ -8,17 +8,18 @@ from typing import Any
 
 from ..bridge.families.scored import SCORED, head_of
 from ..tasks.options import (
+    CompletionOptions,
     DpoOptions,
     EmbeddingOptions,
     GenerativeRerankerOptions,
+    GkdOptions,
+    GrpoOptions,
     InferOptions,
     KtoOptions,
     PrecomputeOptions,
-    ReferenceOptions,
     RerankerOptions,
     RmOptions,
     RolloutOptions,
-    SamplingOptions,
     SeqClsOptions,
     SftOptions,
 )
@@ -31,6 +32,7 @@ from .names import VARIABLES, VARIABLES_BEGIN
 
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # losses of DPO that read --label_smoothing
 OF_DIFFERENCES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+WithReference = DpoOptions | KtoOptions | GrpoOptions
 REFERENCES = ("ref_model", "mcore_ref_model", "ref_adapters")  # each another reference than the model as it begins
 # flag -> the flag, and its values, that have it read
 ONLY_WITH = {
@@ -51,11 +53,13 @@ def check_task(
     if options.stage in ("sft", "pt"):
         return
     _documents(options)
-    if isinstance(options, SamplingOptions):
+    if isinstance(options, CompletionOptions):
         check_generation(options, sources)
+    if isinstance(options, GkdOptions):
+        _teacher(options, layout)
     _unread(options, sources)
     yield from _needless(options, sources)
-    if isinstance(options, ReferenceOptions):
+    if isinstance(options, WithReference):
         yield from _reference(options, layout, model)
     if isinstance(options, DpoOptions | KtoOptions) and options.beta <= 0:
         raise UsageError(f"--beta {options.beta}: must be above 0.")
@@ -160,7 +164,7 @@ def _given(name: str, options: SftOptions, sources: Mapping[str, str]) -> bool:
 
 
 def _needless(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
-    if not isinstance(options, DpoOptions | KtoOptions) and _given("loss_scale", options, sources):
+    if not isinstance(options, DpoOptions | KtoOptions | GkdOptions) and _given("loss_scale", options, sources):
         why = "trains on what it generates" if options.stage == "prompts" else "has no loss of tokens"
         yield f"--loss_scale {options.loss_scale} is not needed: {kind_of(options)} {why}."
     begins = VARIABLES_BEGIN.get(options.stage, ())
@@ -195,7 +199,7 @@ def _dpo(options: DpoOptions) -> None:
         )
 
 
-def _reference(options: ReferenceOptions, layout: Layout, model: dict[str, Any] | None) -> Iterator[str]:
+def _reference(options: WithReference, layout: Layout, model: dict[str, Any] | None) -> Iterator[str]:
     asked = [field.name for field in fields(PrecomputeOptions) if getattr(options, field.name, None)]
     written = [f"--{name} {show(getattr(options, name))}" for name in asked]
     models = [text for name, text in zip(asked, written, strict=True) if name in REFERENCES]
@@ -206,7 +210,7 @@ def _reference(options: ReferenceOptions, layout: Layout, model: dict[str, Any] 
             f"{models[0]} and {models[1]}: give one of them. --ref_adapters are put on the model that is trained; put "
             "them into another's weights by `swift export --merge_lora true`."
         )
-    precomputes = isinstance(options, PrecomputeOptions) and options.precompute_ref_log_probs
+    precomputes = getattr(options, "precompute_ref_log_probs", False)  # not of all
     if precomputes and options.streaming:
         raise UsageError(
             "--precompute_ref_log_probs true cannot be with --streaming true: it goes over all data first. Leave one "
@@ -225,7 +229,7 @@ def _reference(options: ReferenceOptions, layout: Layout, model: dict[str, Any] 
         _reference_model(options, layout, models[0])
 
 
-def _reference_adapter(options: ReferenceOptions, model: dict[str, Any] | None) -> Iterator[str]:
+def _reference_adapter(options: WithReference, model: dict[str, Any] | None) -> Iterator[str]:
     """The same checks as of the adapter that a run starts from, their messages with the reference's flag."""
     as_policy = replace(options, adapters=options.ref_adapters, mcore_adapter=None)
     try:
@@ -238,16 +242,41 @@ def _reference_adapter(options: ReferenceOptions, model: dict[str, Any] | None) 
         raise UsageError(str(error).replace("--adapters", "--ref_adapters")) from None
 
 
-def _reference_model(options: ReferenceOptions, layout: Layout, given: str) -> None:
-    """The same checks as of the model that is trained, their messages with the reference's flags. `given`: as typed."""
+def _reference_model(options: WithReference, layout: Layout, given: str) -> None:
     as_policy = replace(options, model=options.ref_model or "", mcore_model=options.mcore_ref_model)
+    _another_model(as_policy, layout, given, "ref")
+
+
+def _teacher(options: GkdOptions, layout: Layout) -> None:
+    models = [
+        f"--{name} {value}" for name in ("teacher_model", "mcore_teacher_model") if (value := getattr(options, name))
+    ]
+    if not models:
+        raise UsageError(
+            "--teacher_model is needed: the folder, or the hub id, of the model that the student learns from."
+        )
+    if len(models) > 1:
+        raise UsageError(f"{models[0]} and {models[1]}: give one of them.")
+    if options.seq_kd and options.mcore_teacher_model:
+        raise UsageError(
+            f"--seq_kd true cannot be with {models[0]}, from which nothing generates. Give --teacher_model."
+        )
+    as_policy = replace(options, model=options.teacher_model or "", mcore_model=options.mcore_teacher_model)
+    _another_model(as_policy, layout, models[0], "teacher")
+
+
+def _another_model(as_policy: Any, layout: Layout, given: str, which: str) -> None:
+    """The same checks as of the model that is trained, their messages with the flags of `which` model. `given`: as
+    typed."""
     try:
         config = known_model(as_policy)
         _head(as_policy, config)
         if config is not None:
             check_divisible(as_policy, layout, config)
     except UsageError as error:
-        text = re.sub(r"--(mcore_)?(model|adapters)\b", lambda found: f"--{found[1] or ''}ref_{found[2]}", str(error))
+        text = re.sub(
+            r"--(mcore_)?(model|adapters)\b", lambda found: f"--{found[1] or ''}{which}_{found[2]}", str(error)
+        )
         raise UsageError(text if text.startswith(given) else f"{given}: {text}") from None
 
 

@@ -10,13 +10,16 @@ from ..tasks.options import (
     EmbeddingOptions,
     ExportOptions,
     GenerativeRerankerOptions,
+    GrpoOptions,
     InferOptions,
     KtoOptions,
     MegatronExportOptions,
+    PrecomputeOptions,
     PtOptions,
     ReferenceOptions,
     RerankerOptions,
     RmOptions,
+    RolloutOptions,
     SeqClsOptions,
     SftOptions,
 )
@@ -74,6 +77,7 @@ def page() -> str:
                 *_tasks(),
                 *_preferences(),
                 *_infer(),
+                *_rollout(),
                 *_export(),
                 *_departures(),
                 *_older(),
@@ -103,10 +107,12 @@ def _tasks() -> Iterator[str]:
 def _preferences() -> Iterator[str]:
     kinds = flags_of(DpoOptions)["rlhf_type"].metavar
     yield f"## megatron rlhf --rlhf_type {kinds}\n\nLeft out: dpo. Each takes the flags of sft, and its own.\n"
-    yield from _beyond("dpo, kto: the reference model", ReferenceOptions)
-    yield from _beyond("dpo", DpoOptions, SftOptions, ReferenceOptions)
-    yield from _beyond("kto", KtoOptions, SftOptions, ReferenceOptions)
+    yield from _beyond("dpo, kto, grpo: the reference model", ReferenceOptions)
+    yield from _beyond("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
+    yield from _beyond("dpo", DpoOptions, SftOptions, PrecomputeOptions)
+    yield from _beyond("kto", KtoOptions, SftOptions, PrecomputeOptions)
     yield from _beyond("rm", RmOptions, SftOptions)
+    yield from _beyond("grpo", GrpoOptions, SftOptions, ReferenceOptions)
 
 
 def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:
@@ -127,6 +133,11 @@ def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:
 def _infer() -> Iterator[str]:
     yield "## swift infer\n"
     yield from _groups(flags_of(InferOptions).values())
+
+
+def _rollout() -> Iterator[str]:
+    yield "## swift rollout\n"
+    yield from _groups(flags_of(RolloutOptions).values())
 
 
 def _export() -> Iterator[str]:

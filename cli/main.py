@@ -49,6 +49,7 @@ PREFERENCES = {
     "kto": Command("KTO: a policy learns from single answers, wanted or not.", "KtoOptions", "preference"),
     "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference"),
     "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "grpo"),
+    "gkd": Command("GKD: a student learns a teacher's distributions, also on what it generates.", "GkdOptions", "gkd"),
 }
 COMMANDS = {
     "megatron": {

@@ -163,16 +163,13 @@ LATER: dict[str, Later] = {
 # Values of flags that ask for what this version does not have.
 LATER_VALUES: dict[tuple[str, str], Later] = {
     ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
-    ("rlhf_type", "gkd"): Later("GKD", "It has dpo, kto, rm and grpo."),
 }
 
 # Flags of the types of `megatron rlhf` that this version does not have.
 LATER_TYPES = {
     "grpo": frozenset({"offload_model", "offload_optimizer", "offload_bridge", "multi_turn_scheduler", "max_turns"}),
-    "gkd": frozenset({
-        "teacher_model", "teacher_model_server", "gkd_logits_topk", "lmbda", "sft_alpha", "seq_kd",
-    }),
-}  # fmt: skip
+    "gkd": frozenset({"teacher_model_server"}),
+}
 
 # Variables of the environment that tell ms-swift what are flags here; and how all such begin, by the stage of the data.
 VARIABLES_BEGIN = {"embedding": ("INFONCE_",), "reranker": ("LISTWISE_RERANKER_", "GENERATIVE_RERANKER_")}

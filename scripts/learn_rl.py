@@ -93,7 +93,19 @@ def server(folder: Path, model: str, engine: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with (folder / "rollout.log").open("w") as log:
-        words = ["rollout", "--model", model, "--infer_backend", engine, "--port", str(port), "--torch_dtype", "float32", "--log_level", "warning"]
+        words = [
+            "rollout",
+            "--model",
+            model,
+            "--infer_backend",
+            engine,
+            "--port",
+            str(port),
+            "--torch_dtype",
+            "float32",
+            "--log_level",
+            "warning",
+        ]
         process = subprocess.Popen([BIN / "swift", *words], cwd=folder, stdout=log, stderr=log)
         try:
             yield port
@@ -129,7 +141,9 @@ def main(folder: Path, names: list[str], engine: str) -> int:
         well = first < BEFORE and last > AFTER and after > AFTER
         good = good and well
         seconds = time.perf_counter() - began
-        table.append(f"{name:<10}{first:>10.3f}{last:>10.3f}{before:>10.3f}{after:>10.3f}{seconds:>10.0f}{'' if well else '  WRONG'}")
+        table.append(
+            f"{name:<10}{first:>10.3f}{last:>10.3f}{before:>10.3f}{after:>10.3f}{seconds:>10.0f}{'' if well else '  WRONG'}"
+        )
     print(f"\n{'':<10}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
     return 0 if good else 1
 

@@ -38,7 +38,7 @@ class Episode:
             prompt.item,
             group,
             tokens=np.array([*prompt.tokens, *completion.tokens], np.int32),
-            trained=np.repeat(np.float32([0, 1]), [before, after]),
+            trained=np.repeat(np.array([0, 1], np.float32), [before, after]),
             sampled=np.concatenate([np.zeros(before, np.float32), np.array(completion.log_probs, np.float32)]),
             finish=completion.finish,
             columns=prompt.columns,
@@ -82,11 +82,11 @@ def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
 
 def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
     """What `to_tensors` was given."""
-    rows = from_bytes(tensors["rows"])
+    rows: list[dict[str, Any]] = from_bytes(tensors["rows"])
     if not rows:
         return []
     ends = np.cumsum(tensors["lengths"].numpy())[:-1]
-    arrays = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
+    arrays: dict[str, Any] = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
     return [Episode(**row, **{name: of_each[i] for name, of_each in arrays.items()}) for i, row in enumerate(rows)]
 
 

@@ -23,9 +23,7 @@ from .train import Forward, through_pipeline
 from .weights import read_weights
 
 
-def build_frozen(
-    run: Run, source: dict[str, Any], given: str | None, *, adapters: Sequence[str] = ()
-) -> tuple[Model, Path]:
+def build_frozen(run: Run, source: dict[str, Any], given: str | None, adapters: list[str]) -> tuple[Model, Path]:
     """A model and its folder, in the run's layout of processes. Every rank calls this; errors reach every rank.
 
     source: the options that name it, `model` and `mcore_model`. given: the flag that does, as it was typed, whose

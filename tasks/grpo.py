@@ -4,9 +4,7 @@ The loop is `Grpo.steps`: prompts, weights to the engines, completions, rewards,
 loss is `Grpo.loss`. Every rank knows all completions; which of them it trains on, templates/episodes.py says.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,15 +21,15 @@ from ..templates.episodes import Plan
 from ..templates.layout import Batch
 from ..templates.prompts import Prompt, Prompts
 from .episodes import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
+from .generation import Generation
 from .judge import Judge
 from .losses.policy import advantages
 from .objective import Objective, forward_flops, nothing
 from .options import GrpoOptions
 from .policy import PolicyLoss
 from .reference import entropies_of, log_probs_of, reference_of
-from .rollout.engine import Request, Sampling
 from .rollout.open import open_rollout
-from .rollout_log import RolloutLog, write_completions
+from .rollout_log import RolloutLog, forget_completions, write_completions
 from .run import Run, episode_plan
 from .start import train
 from .train import Training, log_probs
@@ -74,20 +72,12 @@ class Grpo:
         assert isinstance(options, GrpoOptions)
         self.run, self.options, self.prompts, self.reference = run, options, prompts, reference
         self.plan: Plan = episode_plan(run)
-        self.sampling = Sampling(
-            options.temperature,
-            options.top_p,
-            options.top_k,
-            options.repetition_penalty,
-            options.max_completion_length,
-            tuple(options.stop_words),
-        )
         self.judge = Judge(run, options)
         self.rollout = open_rollout(run, model, options)
+        self.complete = Generation(self.rollout, options, options.seed)
         self.loss = PolicyLoss(options)
         self.remembers = options.steps_per_generation * options.num_iterations > 1 or options.kl_in_reward
         self.waiting: list[list[Episode]] = []  # of each step still to be done with what was generated
-        self.asked = 0  # completions so far, by which their random numbers differ
         self.generations = 0
         self.log = RolloutLog()
 
@@ -95,9 +85,10 @@ class Grpo:
         """This rank's micro batches of one step after the other, without end."""
         while True:
             if not self.waiting:
-                self.give_weights(training)
                 self.generations += 1
-                episodes = self.generate_and_score()
+                with self.rollout.awake():
+                    self.give_weights(training)
+                    episodes = self.generate_and_score()
                 if self.remembers:
                     self.remember(training, episodes)
                 self.compare(episodes)
@@ -109,7 +100,7 @@ class Grpo:
             self.log.gap(self.loss.gaps.take(), self.options.max_logprob_gap)
 
     def give_weights(self, training: Training) -> None:
-        with self.timed("sync"):
+        with self.log.timed("sync"):
             self.rollout.take_weights(training)
 
     def generate_and_score(self) -> list[Episode]:
@@ -133,22 +124,19 @@ class Grpo:
 
     def answered(self, prompts: list[Prompt], completions: int) -> list[list[Episode]]:
         """Of each prompt so many completions, with their rewards."""
-        with self.timed("generate"):
+        with self.log.timed("generate"):
             asked = [prompt for prompt in prompts for _ in range(completions)]
-            seeds = np.random.SeedSequence([self.options.seed, self.asked]).generate_state(len(asked), np.uint64) >> 1
-            self.asked += len(asked)
-            requests = [Request(p.tokens, int(seed)) for p, seed in zip(asked, seeds.tolist(), strict=True)]
-            found = self.rollout.generate(requests, self.sampling)
+            found = self.complete(asked)
         texts = self.run.tokenizer.batch_decode([each.tokens for each in found], skip_special_tokens=True)
         rows = zip(asked, found, texts, strict=True)
         episodes = [Episode.of(p, n // completions, found, text) for n, (p, found, text) in enumerate(rows)]
-        with self.timed("reward"):
+        with self.log.timed("reward"):
             self.judge(episodes)
         return [episodes[start : start + completions] for start in range(0, len(episodes), completions)]
 
     def remember(self, training: Training, episodes: list[Episode]) -> None:
         """The log-probabilities of what was drawn by the model as it is now: steps to come will have changed it."""
-        with self.timed("log_probs"):
+        with self.log.timed("log_probs"):
             batches = self.plan.batches(sequences_of(episodes, drop_cut_off=False))
             found = log_probs_of(training.model, training.chunks, batches, self.options.temperature)
             for episode, values in zip(episodes, self.whole(batches, found), strict=True):
@@ -182,11 +170,11 @@ class Grpo:
     def prepare(self, training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
         """With the reference's log-probabilities."""
         if self.options.top_entropy_quantile < 1:
-            with self.timed("log_probs"):
+            with self.log.timed("log_probs"):
                 self.loss.least_entropy = self.least_entropy(training, batches)
         if self.reference is None or self.options.kl_in_reward:
             return batches
-        with self.timed("log_probs"):
+        with self.log.timed("log_probs"):
             found = self.reference(batches, training)
         return [
             replace(b, known=b.known | {"ref": values}) for b, values in zip(batches, found, strict=False)
@@ -203,15 +191,17 @@ class Grpo:
 
     def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """Means over the prompts to evaluate on, as `eval_<name>`; `most`: of them, in global batches; -1: all."""
-        self.give_weights(training)
-        each, log, asked = self.options.num_generations_eval, RolloutLog(), self.asked
-        self.asked = 0  # the same random numbers at each evaluation
+        each, training_log, asked = self.options.num_generations_eval, self.log, self.complete.asked
+        self.log, self.complete.asked = RolloutLog(), 0  # the same random numbers at each evaluation
         per_batch = max(1, self.options.global_batch_size // each)
-        for prompts in islice(val.once(per_batch), most if most >= 0 else None):
-            tick()
-            log.add([episode for group in self.answered(prompts, each) for episode in group], each)
-        self.asked = asked
-        return {f"eval_{name}": value for name, value in log.means().items()}
+        with self.rollout.awake():
+            self.give_weights(training)
+            for prompts in islice(val.once(per_batch), most if most >= 0 else None):
+                tick()
+                self.log.add([episode for group in self.answered(prompts, each) for episode in group], each)
+        found = self.log.means()
+        self.log, self.complete.asked = training_log, asked
+        return {f"eval_{name}": value for name, value in found.items() if not name.startswith("seconds/")}
 
     def whole(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
         """Numbers of the tokens of all episodes, on every rank, of what each rank has of them."""
@@ -234,7 +224,7 @@ class Grpo:
         """What a run needs besides to go on from here."""
         self.log.gap(self.loss.gaps.take(), self.options.max_logprob_gap)
         numbers = {
-            "asked": self.asked,
+            "asked": self.complete.asked,
             "generations": self.generations,
             "log": self.log.state(),
             "steps": [len(step) for step in self.waiting],
@@ -246,15 +236,11 @@ class Grpo:
         """Go on from what `tensors` gave."""
         tensors = {name.removeprefix("rollout/"): value for name, value in tensors.items()}
         numbers, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
-        self.asked, self.generations = numbers["asked"], numbers["generations"]
+        self.complete.asked, self.generations = numbers["asked"], numbers["generations"]
         self.log.load(numbers["log"])
         self.waiting = [list(islice(episodes, length)) for length in numbers["steps"]]
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.log.seconds(phase, time.perf_counter() - began)
+        if self.run.writes:
+            forget_completions(self.run.folder, self.generations)
 
     def close(self) -> None:
         self.rollout.close()

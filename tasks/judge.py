@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bridge import hub, runtime
 from .episodes import Episode
-from .ranks import first_of_each_node, on_first_rank, patient_group
+from .ranks import first_of_each_node, kept_by_first_rank, on_first_rank, patient_group
 from .rewards.call import Sample
 from .rewards.load import load_rewards, reward_weights
 from .rewards.model import ModelReward
@@ -32,7 +32,7 @@ class Judge:
         if options.reward_model:
             asked = replace(run.options, model=options.reward_model, mcore_model=None)
             folder = first_of_each_node(lambda: hub.source_folder(asked, None))
-        self.rewards = on_first_rank(lambda: _Kept(load_rewards(options, _model(folder)))).value
+        self.rewards = kept_by_first_rank(lambda: load_rewards(options, _model(folder)))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Raises RewardError, on every rank, for a reward that fails."""
@@ -59,16 +59,6 @@ class Judge:
                 )
             )
         return score(self.rewards or [], self.weights, samples, self.timeout)
-
-
-class _Kept:
-    """Stays on the rank that made it: elsewhere it has nothing."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __reduce__(self):
-        return _Kept, (None,)
 
 
 def _model(folder: Path | None) -> ModelReward | None:

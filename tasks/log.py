@@ -271,10 +271,20 @@ def train_line(row: dict[str, Any]) -> str:
         fields.append(f"lr {row['learning_rate']:.3e}")
     known = {"step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "mfu"}
     known |= {"tflops_per_gpu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining"}
-    fields += [f"{key} {value:.4g}" for key, value in row.items() if key not in known]
+    fields += [f"{key} {value:.4g}" for key, value in row.items() if key not in known and _is_shown(key, row)]
+    phases = [f"{key.removeprefix('seconds/')} {value:.3g} s" for key, value in row.items() if key in PHASES]
+    fields += [", ".join(phases)] if phases else []
     fields += [_rates_text(row), f"{row['memory_gib']:.2f} GiB", f"data wait {row['data_wait']:.3f} s"]
     fields.append(f"{duration(row['elapsed'])} (left: {duration(row['remaining'])})")
     return "  ".join(fields)
+
+
+PHASES = tuple(f"seconds/{phase}" for phase in ("sync", "generate", "reward", "log_probs"))
+SHOWN = ("completions/mean_length", "logprob_gap/mean")  # of a run that generates, which has many
+
+
+def _is_shown(key: str, row: dict[str, Any]) -> bool:
+    return key not in PHASES and ("reward" not in row or "/" not in key or key in SHOWN)
 
 
 def _rates_text(rates: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..bridge.parallel import barrier
 from ..bridge.writer import Writer
 from ..templates.batches import Batches
+from ..templates.layout import Batch
 from .args import SECRET
 from .checkpoint import Checkpoints
 from .flops import Flops, peak_flops
@@ -236,8 +237,15 @@ def evaluate(
 
     Calls `tick` for each global batch.
     """
+    return evaluate_on(training, islice(val.once(), most if most >= 0 else None), objective, tick)
+
+
+def evaluate_on(
+    training: Training, steps: Iterable[list[Batch]], objective: Objective, tick: Callable[[], None]
+) -> dict[str, float]:
+    """Likewise over these global batches."""
     totals, whole = {}, 0.0
-    for batches in islice(val.once(), most if most >= 0 else None):
+    for batches in steps:
         tick()
         batches, weight = objective.prepare(training, batches, True), objective.weight(batches[0])
         for name, value in evaluate_step(training, batches, objective.loss, objective.forward).items():

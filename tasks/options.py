@@ -451,7 +451,8 @@ class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
         0.5
     )
     beta: Annotated[
-        float, "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both."
+        float,
+        "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both.",
     ] = 0.5
     temperature: Annotated[float, "Of the completions' sampling, and of both models where they are compared."] = 0.9
     seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False

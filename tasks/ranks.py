@@ -38,6 +38,21 @@ def on_every_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None
     return result[0]
 
 
+def kept_by_first_rank[T](do: Callable[[], T]) -> T | None:
+    """What `do` makes on the first rank, there; elsewhere None. Errors reach every rank."""
+    return on_first_rank(lambda: _Kept(do())).value
+
+
+class _Kept:
+    """Does not travel."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __reduce__(self):
+        return _Kept, (None,)
+
+
 def first_of_each_node[T](do: Callable[[], T]) -> T:
     """`do()` on the first rank of each node, then on the others, who wait for it as long as it takes."""
     return _on_some_first(_first_of_node(), do, then=do)

@@ -21,6 +21,7 @@ from ..bridge.layers.segments import to_device
 from ..templates.batches import Batches
 from ..templates.layout import Batch
 from .flops import Flops
+from .frozen import build_frozen, offloaded, passed
 from .options import PrecomputeOptions, ReferenceOptions
 from .run import Run
 from .train import Training, log_probs
@@ -127,7 +128,7 @@ def _build(run: Run, options: ReferenceOptions) -> tuple[Model, str]:
     source = {"model": options.ref_model or "", "mcore_model": options.mcore_ref_model} if given else run.began_from
     flag = "--ref_model" if options.ref_model else "--mcore_ref_model"
     adapters = options.ref_adapters
-    model, _ = build_frozen(run, source, f"{flag} {given}" if given else None, adapters=adapters)
+    model, _ = build_frozen(run, source, f"{flag} {given}" if given else None, adapters)
     name = given or f"the weights that the run began from, {source['mcore_model'] or source['model']}"
     return model, f"{name} with {options.ref_adapters[0]}" if adapters else name
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .options import CheckpointOptions, LoggingOptions, ProfileOptions, ReferenceOptions, ResumeOptions, SftOptions
+from .options import (
+    CheckpointOptions,
+    LoggingOptions,
+    ProfileOptions,
+    ReferenceOptions,
+    ResumeOptions,
+    SftOptions,
+    TeacherOptions,
+)
 from .run_folder import (
     LAUNCH,
     STATE,
@@ -96,6 +104,8 @@ def tidy_for(options: SftOptions, newest: Path) -> None:
     read = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]  # until the end of the run
     if isinstance(options, ReferenceOptions):
         read += [options.ref_model, options.mcore_ref_model, *options.ref_adapters]
+    if isinstance(options, TeacherOptions):
+        read += [options.teacher_model, options.mcore_teacher_model]
     keep = {Path(folder).expanduser().resolve() for folder in read if folder}
     tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 

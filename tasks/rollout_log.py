@@ -1,7 +1,9 @@
 """What a user sees of what was generated: rewards, lengths, seconds; completions.jsonl."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,32 @@ class RolloutLog:
     def add(self, episodes: Sequence[Episode], group: int) -> None:
         """What was generated at a time: `group` completions of each prompt, one prompt after the other."""
         rewards = np.array([episode.reward for episode in episodes]).reshape(-1, group)
+        self.mean("reward", rewards.ravel())
+        if group > 1:
+            self.mean("reward_std", rewards.std(1, ddof=1))
+            self.mean("frac_reward_zero_std", np.ptp(rewards, axis=1) == 0)
+        for name in episodes[0].rewards:
+            given = [value for episode in episodes if (value := episode.rewards[name]) is not None]
+            self.mean(f"rewards/{name}/mean", given)
+            self.mean(f"rewards/{name}/std", [np.std(given, ddof=1)] if len(given) > 1 else [])
+        self.lengths(episodes)
+
+    def lengths(self, episodes: Sequence[Episode]) -> None:
+        """Of what was generated at a time."""
         lengths = np.array([episode.length for episode in episodes])
         cut_off = np.array([episode.finish == "length" for episode in episodes])
-        self._mean("reward", rewards.ravel())
-        if group > 1:
-            self._mean("reward_std", rewards.std(1, ddof=1))
-            self._mean("frac_reward_zero_std", np.ptp(rewards, axis=1) == 0)
-        for name in episodes[0].rewards:
-            given = [episode.rewards[name] for episode in episodes if episode.rewards[name] is not None]
-            self._mean(f"rewards/{name}/mean", given)
-            self._mean(f"rewards/{name}/std", [np.std(given, ddof=1)] if len(given) > 1 else [])
-        self._mean("completions/mean_length", lengths)
-        self._mean("completions/min_length", [lengths.min()])
-        self._mean("completions/max_length", [lengths.max()])
-        self._mean("completions/clipped_ratio", cut_off)
-        self._mean("completions/mean_terminated_length", lengths[~cut_off])
+        self.mean("completions/mean_length", lengths)
+        self.mean("completions/min_length", [lengths.min()])
+        self.mean("completions/max_length", [lengths.max()])
+        self.mean("completions/clipped_ratio", cut_off)
+        self.mean("completions/mean_terminated_length", lengths[~cut_off])
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """A phase of the loop, whose seconds are to be in the log."""
+        began = time.perf_counter()
+        yield
+        self.seconds(phase, time.perf_counter() - began)
 
     def seconds(self, phase: str, seconds: float) -> None:
         """That a phase of the loop took: summed, and given as a mean over the steps of the line."""
@@ -47,11 +60,11 @@ class RolloutLog:
     def gap(self, found: dict[str, float], most: float | None) -> None:
         """Between the engine's and the trainer's log-probabilities, in a step. Raises ValueError beyond `most`."""
         for name, value in found.items():
-            self._mean(name, [value])
+            self.mean(name, [value])
         if most is not None and found.get("logprob_gap/mean", 0.0) > most:
             raise ValueError(
-                f"the engine's log-probabilities are {found['logprob_gap/mean']:.4g} from the trainer's, in the mean over "
-                f"the tokens of a step (--max_logprob_gap {most}). Is it the same model, in the same --torch_dtype?"
+                f"the engine's log-probabilities are {found['logprob_gap/mean']:.4g} from the trainer's, in the mean "
+                f"over the tokens of a step (--max_logprob_gap {most}). Is it the same model, in the same --torch_dtype?"
             )
 
     def means(self) -> dict[str, float]:
@@ -72,7 +85,8 @@ class RolloutLog:
     def load(self, state: dict[str, Any]) -> None:
         self._sums = state
 
-    def _mean(self, name: str, values: Any) -> None:
+    def mean(self, name: str, values: Any) -> None:
+        """These are among what the mean of this name is over."""
         values = np.asarray(values, np.float64)
         if len(values):
             entry = self._sums.setdefault(name, [0.0, 0.0])
@@ -80,12 +94,15 @@ class RolloutLog:
             entry[1] += len(values)
 
 
-def write_completions(folder: Path, step: int, episodes: Sequence[Episode]) -> None:
-    """--log_completions: a row for each, behind those of earlier steps."""
-    with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+COMPLETIONS = "completions.jsonl"
+
+
+def write_completions(folder: Path, generation: int, episodes: Sequence[Episode]) -> None:
+    """--log_completions: a row for each, behind those of earlier generations."""
+    with (folder / COMPLETIONS).open("a", encoding="utf-8") as file:
         for episode in episodes:
             row = {
-                "step": step,
+                "generation": generation,
                 "messages": episode.columns.get("messages"),
                 "completion": episode.text,
                 "completion_ids": episode.tokens[episode.trained > 0].tolist(),
@@ -96,3 +113,12 @@ def write_completions(folder: Path, step: int, episodes: Sequence[Episode]) -> N
                 "length": episode.length,
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def forget_completions(folder: Path, generation: int) -> None:
+    """Leave out those after a generation: a run goes on from there, and makes them again."""
+    file = folder / COMPLETIONS
+    if file.exists():
+        rows = [line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        kept = [line for line in rows if json.loads(line)["generation"] <= generation]
+        file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

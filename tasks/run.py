@@ -15,7 +15,6 @@ from ..bridge import hub, runtime
 from ..bridge.build import DTYPES
 from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
-from ..templates.batches import Batches
 from ..templates.episodes import Plan
 from ..templates.layout import Batch
 from ..templates.layout import Layout as PackedLayout
@@ -116,19 +115,19 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     )
 
 
-def train_batches(run: Run) -> Batches:
-    """This rank's micro batches of the training data."""
+def train_batches(run: Run) -> Any:
+    """This rank's micro batches of the training data: Batches; of a task that generates Prompts."""
     return _batches(run, run.data.train, shuffle=run.options.train_dataloader_shuffle)
 
 
-def eval_batches(run: Run) -> Batches | None:
-    """This rank's micro batches of the evaluation data, where there is any and it is to be looked at."""
+def eval_batches(run: Run) -> Any:
+    """The same of the evaluation data, where there is any and it is to be looked at; else None."""
     if run.data.val is None or run.options.eval_iters == 0:
         return None
     return _batches(run, run.data.val, shuffle=False)
 
 
-def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Batches:
+def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any:
     return batches_of(
         run.options,
         store,

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,6 @@ from megatron.core import parallel_state
 
 from ..bridge.build import Model, build_model
 from ..bridge.fp8 import reading_in_bf16
-from ..templates.batches import Batches
 from .args import save_args
 from .loop import fit
 from .objective import Objective
@@ -25,7 +25,8 @@ from .tuner import choose_trained
 from .weights import read_weights
 
 # What a run trains for, with notes for the user: made when the model has its weights, and no optimizer yet.
-Make = Callable[[Run, Model, Batches, Batches | None], tuple[Objective, list[str]]]
+# The last two: Batches to train and to evaluate on, of a task that generates Prompts.
+Make = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
 
 
 def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:

@@ -96,7 +96,8 @@ class Plan:
         found = {}
         for batch, of_batch in zip(batches, values, strict=True):
             grouping, boundaries = batch.grouping, batch.cu_seqlens
-            assert grouping is not None and boundaries is not None
+            assert grouping is not None
+            assert boundaries is not None
             whole = np.zeros(int(boundaries[-1]), np.float32)
             own = of_batch[0].float().cpu().numpy()
             whole[slice(None) if batch.cp_index is None else batch.cp_index.numpy()] = own

@@ -1,15 +1,19 @@
 """Which engine generates for a run, and how it is given the run's weights."""
 
 import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from ...bridge.build import Model
-from ..ranks import on_every_rank, on_first_rank
+from ..ranks import kept_by_first_rank, on_every_rank
 from ..run import Run
 from ..train import Training
 from .client import ServerEngine, server_urls
-from .engine import Engine
+from .engine import Completion, Engine, Request, Sampling
+from .link import WeightsLost
 from .options import EngineOptions
 from .rollout import Rollout
 from .transformers_engine import TransformersEngine
@@ -20,21 +24,29 @@ def open_rollout(run: Run, model: Model, options: EngineOptions) -> "ModelRollou
     """The engines that the options ask for. Every rank calls this; errors reach every rank."""
     if kind_of(options) == "server":
         urls = server_urls(options)
-        engine = None
-        if run.writes:
-            engine = ServerEngine(
+        engine = kept_by_first_rank(
+            lambda: ServerEngine(
                 urls,
                 api_key=options.vllm_server_api_key,
                 timeout=options.vllm_server_timeout,
                 wait=options.wait_for_server,
+                sleep_level=options.sleep_level,
             )
-        on_first_rank(lambda: None)
-        return ModelRollout(run, model, engine, None, f"completions: {', '.join(urls)}")
+        )
+        sleeps = options.sleep_level > 0
+        return ModelRollout(run, model, engine, None, f"completions: {', '.join(urls)}", sleeps=sleeps)
     if kind_of(options) == "vllm":
         from .vllm_engine import VllmEngine
 
         engine = on_every_rank(lambda: VllmEngine(run.model_folder, options, dtype=run.dtype))
-        return ModelRollout(run, model, engine, options.vllm_tensor_parallel_size, "completions: vLLM, in this process")
+        return ModelRollout(
+            run,
+            model,
+            engine,
+            options.vllm_tensor_parallel_size,
+            "completions: vLLM, in this process",
+            sleeps=options.sleep_level > 0,
+        )
     engine = on_every_rank(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
     return ModelRollout(run, model, engine, 1, "completions: transformers, a copy of the model in each process")
 
@@ -51,22 +63,40 @@ def kind_of(options: EngineOptions) -> str:
 class ModelRollout(Rollout):
     """Engines that have the weights of a run's model, as these are when it says so."""
 
-    def __init__(self, run: Run, model: Model, engine: Engine | None, group: int | None, note: str):
+    def __init__(
+        self, run: Run, model: Model, engine: Engine | None, group: int | None, note: str, *, sleeps: bool = False
+    ):
         super().__init__(engine, group)
         self.run, self.model, self.note = run, model, note
-        self.syncs = 0
+        self.syncs, self._sleeps = 0, sleeps
+        self._training: Training | None = None
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Engines that sleep while the model trains do not within."""
+        if self._sleeps:
+            self.wake()
+        yield
+        if self._sleeps:
+            self.sleep()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """As Rollout; where a server was lost and has come back, after it has been given the weights again."""
+        while True:
+            try:
+                return super().generate(requests, sampling)
+            except WeightsLost:
+                assert self._training is not None
+                self.take_weights(self._training)
 
     def take_weights(self, training: Training) -> Sync:
         """Every rank calls this. Raises RuntimeError on every rank where an engine has other weights afterwards."""
         run, lora = self.run, self.model.lora
-        self.syncs += 1
-        with training.parameters_gathered(), torch.no_grad():
-            return sync(
-                self.engine,
-                self.model.chunks,
-                run.hf_config,
-                run.model_folder,
-                dtype=run.dtype,
-                merge=bool(lora),
-                seed=self.syncs,
-            )
+        self.syncs, self._training = self.syncs + 1, training
+        send = partial(sync, dtype=run.dtype, merge=bool(lora), seed=self.syncs)
+        while True:
+            try:
+                with training.parameters_gathered(), torch.no_grad():
+                    return send(self.engine, self.model.chunks, run.hf_config, run.model_folder)
+            except WeightsLost:  # a server went, and has come back
+                continue

@@ -24,6 +24,8 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
+from ...bridge.families import family_of
+from ...bridge.hub import read_config
 from .weights import checksum
 
 
@@ -37,7 +39,7 @@ class _Place(NamedTuple):
 class Replica:
     """A model of `folder` that only generates. `load`: with the folder's weights; else every tensor has to come.
 
-    Raises ValueError where transformers does not know the model.
+    Raises ValueError where transformers or the bridge does not know the model.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, load: bool):
@@ -56,14 +58,18 @@ class Replica:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        self._ignored = [re.compile(one) for one in self.model._keys_to_ignore_on_load_unexpected or ()]
+        described = read_config(folder)
+        carried = family_of(described).describe(described).carried  # what generates no text: towers for images, MTP
+        unused = [*(self.model._keys_to_ignore_on_load_unexpected or ()), *([f"^(?:{carried})"] if carried else [])]
+        self._unused = re.compile("|".join(unused) or "(?!)")
         self._places: dict[str, _Place] = {}
         self._parts = self._count_parts()
         at: dict[int, set[str]] = defaultdict(set)
         for name, tensor in self._state.items():
             at[tensor.data_ptr()].add(name)
         self._same = {name: at[tensor.data_ptr()] for name, tensor in self._state.items()}  # several names where tied
-        self.lacking = set() if load else set(self._state)  # what has come neither from the folder nor by `update`
+        # What has come neither from the folder nor by `update`.
+        self.lacking = set() if load else {name for name in self._state if not self._unused.search(name)}
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -120,7 +126,7 @@ class Replica:
         if found[0] not in self._state and name in self._state:
             found = name, None
         if found[0] not in self._state:
-            if any(pattern.search(name) for pattern in self._ignored):
+            if self._unused.search(name):
                 return None
             raise ValueError(f"{name}: transformers' {type(self.model).__name__} has no place for it")
         self._places[name] = _Place(*found)

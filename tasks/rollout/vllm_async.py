@@ -28,6 +28,7 @@ class VllmBackend:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may have the same cores
         from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]

@@ -15,6 +15,7 @@ from xxhash import xxh3_128
 from ...bridge import runtime
 from ...bridge.stream import stream_weights
 from .engine import Engine
+from .link import WeightsLost
 
 HASHED = 64 * 2**20  # bytes that are copied to the host at once
 
@@ -57,7 +58,8 @@ def sync(
 
     To be called by every rank. `compare`: how many tensors, chosen by `seed`, are compared with the engine's own by
     checksums afterwards; `dtype` is the engine's. Where an engine fails on any rank, or its tensors are others than
-    were sent, every rank raises RuntimeError, which names the rank (and the tensor).
+    were sent, every rank raises RuntimeError, which names the rank (and the tensor): WeightsLost of a server that is
+    back and can be asked again.
     """
     started, failure = time.perf_counter(), None
     sample = Sample(stream_weights(chunks, hf_config, source, dtype=dtype, merge=merge), compare, seed, dtype)
@@ -67,15 +69,17 @@ def sync(
             engine.update(sample)
             compared = sample.compare(engine)
     except Exception as error:  # of any kind: the other ranks wait for this one
-        failure = f"{type(error).__name__}: {error}"
+        failure = isinstance(error, WeightsLost), f"{type(error).__name__}: {error}"
     for _ in sample:  # what the engine did not read: every rank takes part to the end
         pass
     runtime.synchronize()
-    failures: list[str | None] = [None] * dist.get_world_size()
+    failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
-    for rank, what in enumerate(failures):
-        if what is not None:
-            raise RuntimeError(f"the rollout engine of rank {rank} did not take the weights: {what}")
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            lost, what = failed
+            kind = WeightsLost if lost else RuntimeError
+            raise kind(f"the rollout engine of rank {rank} did not take the weights: {what}")
     return Sync(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
 
 

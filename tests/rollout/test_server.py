@@ -201,9 +201,7 @@ def test_what_cannot_be_served() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ValueError, match=rf"--host 127.0.0.1 --port {port} cannot be listened on \(Address already"
-        ):
+        with pytest.raises(ValueError, match=rf"--port {port} cannot be listened on \(Address already"):
             bound("127.0.0.1", port)
     with pytest.raises(ValueError, match="--vllm_data_parallel_size 2: with --infer_backend transformers"):
         checked_backend(RolloutOptions(infer_backend="transformers", vllm_data_parallel_size=2))

@@ -1,0 +1,33 @@
+"""Completions of a run's prompts, with random numbers that go on from one time to the next."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..templates.prompts import Prompt
+from .options import CompletionOptions
+from .rollout.engine import Completion, Request, Sampling
+from .rollout.rollout import Rollout
+
+
+class Generation:
+    """Asks engines as the options say. Every rank has one, and asks for the same."""
+
+    def __init__(self, rollout: Rollout, options: CompletionOptions, seed: int):
+        self.rollout, self.seed = rollout, seed
+        self.sampling = Sampling(
+            options.temperature,
+            options.top_p,
+            options.top_k,
+            options.repetition_penalty,
+            options.max_completion_length,
+            tuple(options.stop_words),
+        )
+        self.asked = 0  # completions so far, by which their random numbers differ
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """One of each."""
+        seeds = np.random.SeedSequence([self.seed, self.asked]).generate_state(len(prompts), np.uint64) >> 1
+        self.asked += len(prompts)
+        requests = [Request(p.tokens, int(seed)) for p, seed in zip(prompts, seeds.tolist(), strict=True)]
+        return self.rollout.generate(requests, self.sampling)
