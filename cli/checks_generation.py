@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..tasks.options import CompletionOptions, GkdOptions, GrpoOptions, SamplingOptions
+from ..tasks.rollout.options import VllmOptions
 from .flags import UsageError, show
 
 # flag -> (the flag that has it read, its values that do)
@@ -20,6 +21,10 @@ ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     ),
 }
+OF_SERVERS = (
+    "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "vllm_server_api_key", "vllm_server_timeout",
+    "wait_for_server",
+)  # fmt: skip
 
 
 def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> None:
@@ -28,7 +33,7 @@ def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> 
     if isinstance(options, SamplingOptions):
         _sizes(options)
     _sampling(options)
-    _engine(options)
+    _engine(options, sources)
     if isinstance(options, GkdOptions):
         _distillation(options)
     if isinstance(options, GrpoOptions):
@@ -39,7 +44,7 @@ def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> 
 
 def _sizes(options: Any) -> None:
     batch, generated, each = options.global_batch_size, options.generation_batch_size, options.num_generations
-    for name in ("num_generations_eval", "steps_per_generation", "num_iterations"):
+    for name in ("num_generations_eval", "steps_per_generation", "num_iterations", "max_resample_times"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} {getattr(options, name)}: must be at least 1.")
     if each < 2:
@@ -63,7 +68,8 @@ def _lengths(options: Any) -> None:
     if options.streaming:
         raise UsageError(f"--streaming true cannot be with {kind}: prompts are few and short. Leave it out.")
     if options.packing:
-        needed = (options.max_length or 0) + options.max_completion_length
+        generates = not isinstance(options, GkdOptions) or options.lmbda > 0 or options.seq_kd
+        needed = (options.max_length or 0) + options.max_completion_length * generates
         if not options.packing_length or options.packing_length < needed:
             raise UsageError(
                 f"--packing true with {kind} needs --packing_length, of at least the longest prompt (--max_length) and "
@@ -82,13 +88,18 @@ def _sampling(options: CompletionOptions) -> None:
         raise UsageError(f"--repetition_penalty {options.repetition_penalty}: must be above 0.")
 
 
-def _engine(options: Any) -> None:
-    served = options.vllm_mode == "server"
-    for name in ("vllm_server_host", "vllm_server_base_url", "vllm_server_api_key"):
-        if getattr(options, name) and options.vllm_mode == "colocate":
-            raise UsageError(f"--{name} {show(getattr(options, name))} is for --vllm_mode server. Leave it out.")
+def _engine(options: Any, sources: Mapping[str, str]) -> None:
+    given = [name for name in OF_SERVERS if sources.get(name, "default") not in ("default", "derived")]
+    addressed = bool(options.vllm_server_host or options.vllm_server_base_url) and options.use_vllm is not False
+    served = options.vllm_mode == "server" or (options.vllm_mode is None and addressed)
+    if given and not served:
+        name = given[0]
+        raise UsageError(f"--{name} {show(getattr(options, name))} is for --vllm_mode server. Leave it out.")
     if options.vllm_mode and options.use_vllm is False:
         raise UsageError(f"--vllm_mode {options.vllm_mode} cannot be with --use_vllm false. Leave one out.")
+    check_vllm(options)
+    if options.sleep_level not in (0, 1, 2):
+        raise UsageError(f"--sleep_level {options.sleep_level}: must be 0, 1 or 2.")
     colocated = options.vllm_mode == "colocate" or bool(options.use_vllm and not served)
     if colocated and importlib.util.find_spec("vllm") is None:
         asked = f"--vllm_mode {options.vllm_mode}" if options.vllm_mode else "--use_vllm true"
@@ -96,6 +107,16 @@ def _engine(options: Any) -> None:
             f"{asked}: vLLM is not installed here. `pip install 'megaswift[vllm]'`, or give --use_vllm false, or "
             "--vllm_mode server with the address of a `swift rollout`."
         )
+
+
+def check_vllm(options: VllmOptions) -> None:
+    """Raise UsageError for numbers that are too small or too large."""
+    for name in ("vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1.")
+    share = options.vllm_gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise UsageError(f"--vllm_gpu_memory_utilization {share}: must be above 0 and at most 1.")
 
 
 def _unread(options: GrpoOptions, sources: Mapping[str, str]) -> None:
@@ -113,6 +134,12 @@ def _unread(options: GrpoOptions, sources: Mapping[str, str]) -> None:
 def _policy(options: GrpoOptions) -> None:
     if options.beta < 0:
         raise UsageError(f"--beta {options.beta}: must not be below 0.")
+    for name in ("epsilon", "epsilon_high"):
+        if (value := getattr(options, name)) < 0:
+            raise UsageError(f"--{name} {value}: must not be below 0.")
+    for name in ("tau_pos", "tau_neg"):
+        if (value := getattr(options, name)) <= 0:
+            raise UsageError(f"--{name} {value}: must be above 0.")
     if not options.beta:
         for name in ("ref_model", "mcore_ref_model", "ref_adapters", "offload_ref_model", "kl_in_reward"):
             if value := getattr(options, name):

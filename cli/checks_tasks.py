@@ -26,7 +26,7 @@ from ..tasks.options import (
 from ..tasks.plan import Layout
 from .checks_generation import check_generation
 from .checks_lora import adapter_config, check_base, check_fits, settings_of, source_of
-from .checks_model import check_divisible, known_model
+from .checks_model import EXPERTS, check_divisible, known_model
 from .flags import UsageError, flags_of, show
 from .names import VARIABLES, VARIABLES_BEGIN
 
@@ -272,7 +272,8 @@ def _another_model(as_policy: Any, layout: Layout, given: str, which: str) -> No
         config = known_model(as_policy)
         _head(as_policy, config)
         if config is not None:
-            check_divisible(as_policy, layout, config)
+            dense = not any(_text(config).get(name) for name in EXPERTS)
+            check_divisible(as_policy, replace(layout, expert=1, expert_tensor=1) if dense else layout, config)
     except UsageError as error:
         text = re.sub(
             r"--(mcore_)?(model|adapters)\b", lambda found: f"--{found[1] or ''}{which}_{found[2]}", str(error)

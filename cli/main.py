@@ -18,7 +18,6 @@ import typer
 from typer.core import TyperCommand
 
 from .flags import Flag, UsageError, flags_of, nearest, show
-from .names import LATER_TYPES
 
 
 @dataclass(frozen=True)
@@ -231,11 +230,6 @@ def _flags_of_others(program: str, name: str, chosen: Command) -> dict[str, str]
             for flag, kinds in _kinds_of_flags(command).items():
                 only = f" --{command.by} {'|'.join(kinds)}" if len(kinds) < len(command.kinds) else ""
                 found.setdefault(flag, f"a flag of `{each} {other}{only}`, not of this command")
-    for kind, flags in LATER_TYPES.items():
-        where = f"for --rlhf_type {kind}, which this version does not have"
-        if name != "rlhf":
-            where = f"a flag of `megatron rlhf --rlhf_type {kind}`, not of this command"
-        found = dict.fromkeys(flags, where) | found
     return found
 
 

@@ -157,18 +157,19 @@ LATER: dict[str, Later] = {
              cached_dataset=NEVER, cached_val_dataset=NEVER),
     **_later("mixing of datasets by probability", "Give NAME#rows for each of --dataset.", interleave_prob=NEVER,
              stopping_strategy=NEVER),
+    **_later("offload of what is trained while completions are generated", "Leave it out.", offload_model="false",
+             offload_optimizer="false", offload_bridge="false"),
+    **_later("completions of several turns", "Leave it out.", multi_turn_scheduler=NEVER, max_turns=NEVER,
+             use_gym_env="false", gym_env=NEVER),
+    **_later("generation beside training", "Leave it out.", async_generate="false"),
+    **_later("replay of the router's choices", "Leave it out.", router_replay_mode="disabled"),
+    **_later("a teacher behind a server", "Give --teacher_model.", teacher_model_server=NEVER),
     **_later("a model type as a flag", "The model's config.json says it.", model_type=NEVER),
 }  # fmt: skip
 
 # Values of flags that ask for what this version does not have.
 LATER_VALUES: dict[tuple[str, str], Later] = {
     ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
-}
-
-# Flags of the types of `megatron rlhf` that this version does not have.
-LATER_TYPES = {
-    "grpo": frozenset({"offload_model", "offload_optimizer", "offload_bridge", "multi_turn_scheduler", "max_turns"}),
-    "gkd": frozenset({"teacher_model_server"}),
 }
 
 # Variables of the environment that tell ms-swift what are flags here; and how all such begin, by the stage of the data.

@@ -234,7 +234,7 @@ TASKS = {
 # --- the runs
 
 
-def make_model(folder: Path, vocabulary: list[str]) -> None:
+def make_model(folder: Path, vocabulary: list[str], head_dim: int = 16) -> None:
     """A random Qwen3 whose tokens are words: of these texts, and what a chat template has."""
     words = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))  # pyright: ignore[reportCallIssue]
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,9 +256,9 @@ def make_model(folder: Path, vocabulary: list[str]) -> None:
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        head_dim=16,
+        num_attention_heads=96 // head_dim,
+        num_key_value_heads=96 // head_dim,
+        head_dim=head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         dtype="float32",

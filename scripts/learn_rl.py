@@ -118,7 +118,7 @@ def main(folder: Path, names: list[str], engine: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "cache")}
-    make_model(folder / "model", ["say", "+", *map(str, range(19))])
+    make_model(folder / "model", ["say", "+", *map(str, range(19))], head_dim=32)  # which vLLM on CPUs has
     write_data(folder)
     base = megatron(
         folder,

@@ -56,9 +56,6 @@ class EngineOptions(VllmOptions):
     wait_for_server: Annotated[
         float, "Seconds to wait for a server that was lost while training; 0: the run ends with an error."
     ] = 0.0
-    vllm_enable_lora: Annotated[
-        bool, "With LoRA: give vLLM the adapter alone, in place of weights with the adapter in them."
-    ] = False
     sleep_level: Annotated[
         int, "What vLLM frees while training: 0 nothing; 1 its cache, and its weights go to the host's memory; 2 all."
     ] = 0

@@ -103,19 +103,17 @@ def test_a_config_file_chooses_the_type(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("rlhf --rlhf_type grpo --num_generations 8", "--rlhf_type grpo: this version does not have GRPO. It has dpo,"),
-        ("rlhf --rlhf_type gkd --teacher_model t", "--rlhf_type gkd: this version does not have GKD. It has dpo, kto"),
-        ("rlhf --rlhf_type ppo", "--rlhf_type ppo: choose one of dpo, kto, rm."),
-        ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, kto, rm."),
+        ("rlhf --rlhf_type ppo", "--rlhf_type ppo: choose one of dpo, kto, rm, grpo, gkd."),
+        ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, kto, rm, grpo, gkd."),
         ("rlhf --rlhf_type dpo kto", "--rlhf_type dpo kto: choose one of"),
         ("sft --task_type seq2seq", "--task_type seq2seq: choose one of causal_lm, seq_cls, embedding, reranker, gen"),
-        ("rlhf --num_generations 8", "--num_generations is for --rlhf_type grpo, which this version does not have."),
-        ("rlhf --lmbda 0.5", "--lmbda is for --rlhf_type gkd, which this version does not have. Leave it out."),
+        ("rlhf --num_generations 8", "--num_generations is for --rlhf_type grpo, not for dpo. Leave it out."),
+        ("rlhf --lmbda 0.5", "--lmbda is for --rlhf_type gkd, not for dpo. Leave it out."),
         ("sft --num_generations 8", "--num_generations is a flag of `megatron rlhf --rlhf_type grpo`, not of this"),
         ("rlhf --desirable_weight 2", "--desirable_weight is for --rlhf_type kto, not for dpo. Leave it out."),
         ("rlhf --rlhf_type kto --rpo_alpha 1", "--rpo_alpha is for --rlhf_type dpo, not for kto. Leave it out."),
-        ("rlhf --rlhf_type rm --beta 1", "--beta is for --rlhf_type dpo|kto, not for rm. Leave it out."),
-        ("rlhf --rlhf_type rm --ref_model m", "--ref_model is for --rlhf_type dpo|kto, not for rm."),
+        ("rlhf --rlhf_type rm --beta 1", "--beta is for --rlhf_type dpo|kto|grpo|gkd, not for rm. Leave it out."),
+        ("rlhf --rlhf_type rm --ref_model m", "--ref_model is for --rlhf_type dpo|kto|grpo, not for rm."),
         ("rlhf --task_type seq_cls", "--task_type is a flag of `megatron sft`, not of this command. Leave it out."),
         ("sft --num_labels 2", "--num_labels is for --task_type seq_cls, not for causal_lm. Leave it out."),
         ("sft --loss_type infonce", "--loss_type is for --task_type embedding|reranker|generative_reranker, not for"),
@@ -138,13 +136,6 @@ def test_what_a_type_does_not_take(words: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_type_of_a_config_file_that_is_not_there(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("rlhf_type: grpo\nnum_generations: 8\n")
-    with pytest.raises(UsageError, match=r"--rlhf_type grpo \(from .*run\.yaml\): this version does not have GRPO\."):
-        read_options("megatron", ["rlhf", str(file)])
-
-
 def test_names_of_the_incumbent() -> None:
     words = "--ref_load r --calculate_KL true --sync_ref_model false --train_type lora --max_epochs 1"
     options, _, notes = read_options("megatron", line("kto", words))
@@ -165,10 +156,10 @@ def test_help_of_a_type(kind: str, capsys) -> None:
 
 def test_help_of_no_type(capsys) -> None:
     assert main("megatron", ["rlhf", "--rlhf_type", "x", "--help"]) == 2
-    assert "--rlhf_type x: choose one of dpo, kto, rm." in capsys.readouterr().err
+    assert "--rlhf_type x: choose one of dpo, kto, rm, grpo, gkd." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind != "causal_lm"])
+@pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind not in ("causal_lm", "grpo", "gkd")])
 def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -> None:
     named = f"--{CHOICE[kind]} {kind}"
     assert f"--padding_free false cannot be with {named}" in refusal(kind, dense, "--padding_free false")

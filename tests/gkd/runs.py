@@ -6,7 +6,7 @@ from pathlib import Path
 from tests import tiny
 from tests.preference.runs import COMMON, Place, Trained, assert_close, messages, pairs, write
 
-# A teacher of other sizes than the student, more rows of the output matrix among them; TRL's has as many as the student.
+# Teachers of other sizes than the student; "wide" has more rows of the output matrix too, which TRL does not take.
 TEACHER = {"hidden_size": 40, "num_hidden_layers": 8}
 SAME = "loss", "jsd", "nll_loss", "grad_norm", "learning_rate", "tokens", "on_policy", "completions/mean_length"
 OFF_POLICY = "--lmbda 0"

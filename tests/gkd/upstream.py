@@ -61,6 +61,7 @@ def by_hand(
     from trl.experimental.gkd import GKDTrainer
 
     student, teacher_model = causal(folder / "qwen3"), causal(folder / teacher)
+    student.get_input_embeddings().padding_idx = None  # a student may write that token, and learns from it
     optimizer = torch.optim.AdamW(student.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0)
     log = []
     for step in range(3):

@@ -111,7 +111,12 @@ def folder_of(place: Path, model: str, layout: str, what: str) -> Path:
     return place / f"{model} {layout} {what}"
 
 
-@pytest.mark.parametrize(("model", "layout", "kind"), CASES)
+def several_long(cases: list[tuple]) -> list:
+    """Of cases that name a layout, those in several processes are long: their launches take more than a minute."""
+    return [pytest.param(*case, marks=() if "one process" in case else pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize(("model", "layout", "kind"), several_long(CASES))
 def test_computes_as_transformers_does(model, layout, kind, result_of):
     result = result_of(f"{model}, {layout}, {kind}, ", layout)
     assert result["alike"]
@@ -119,13 +124,13 @@ def test_computes_as_transformers_does(model, layout, kind, result_of):
     assert result["gradients"] < BOUND, result["worst"]
 
 
-@pytest.mark.parametrize(("kind", "fault", "layout"), FAULTS)
+@pytest.mark.parametrize(("kind", "fault", "layout"), several_long(FAULTS))
 def test_faults_are_seen(kind, fault, layout, result_of):
     result = result_of(f"qwen3, {layout}, {kind}, {fault}", layout)
     assert max(result["outputs"], result["gradients"]) > SEEN
 
 
-@pytest.mark.parametrize(("model", "layout"), SAVED)
+@pytest.mark.parametrize(("model", "layout"), several_long(SAVED))
 def test_saved_models_score_alike_elsewhere(model, layout, place, result_of):
     from transformers import AutoModelForSequenceClassification
 
@@ -145,7 +150,7 @@ def test_saved_models_score_alike_elsewhere(model, layout, place, result_of):
         assert distance(result[name], scores_of(theirs)) < BOUND
 
 
-@pytest.mark.parametrize(("model", "layout"), ADAPTED)
+@pytest.mark.parametrize(("model", "layout"), several_long(ADAPTED))
 def test_adapters_beside_heads_are_pefts(model, layout, place, result_of):
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
@@ -165,6 +170,7 @@ def test_adapters_beside_heads_are_pefts(model, layout, place, result_of):
     assert distance(result["scores"], scores_of(merged)) < BOUND
 
 
+@pytest.mark.long
 def test_new_heads_begin_alike_everywhere(place, result_of):
     found = []
     for model, layout in SAVED:

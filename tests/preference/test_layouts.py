@@ -33,7 +33,7 @@ def the_same(place: Place, kind: str, flags: str, processes: int | None, base: s
         pytest.param("dpo", DP, id="dpo DP2", marks=later),
         pytest.param("dpo", f"{DP} {OVERLAPPED}", id="dpo DP2 overlapped", marks=later),
         pytest.param("dpo", f"{PP} {PACKED}", id="dpo PP2 packed", marks=later),
-        pytest.param("kto", f"{CP} {PACKED}", id="kto CP2 packed"),
+        pytest.param("kto", f"{CP} {PACKED}", id="kto CP2 packed", marks=later),
         pytest.param("kto", PP, id="kto PP2", marks=later),
         pytest.param("kto", DP, id="kto DP2", marks=later),
         pytest.param("kto", f"{DP} {OVERLAPPED}", id="kto DP2 overlapped", marks=later),

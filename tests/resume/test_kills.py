@@ -36,7 +36,7 @@ def check(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "model"),
     [
-        ("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3"),
+        pytest.param("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3", marks=pytest.mark.long),
         ("EP2 LoRA async", f"{LAYOUTS['EP2']} {DROPOUT} {LORA} --async_save true", "qwen3_moe"),
     ],
 )

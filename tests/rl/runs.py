@@ -20,10 +20,12 @@ LENGTH = 12  # tokens of a completion at most
 # At which three steps go far enough for ratios to be clipped, and not so far that rounding is seen in what they log.
 RATE = 3e-4
 REWARDS = """
+import json
 import math
 import time
+from pathlib import Path
 
-from megaswift.tasks.rewards import reward
+from megaswift.tasks.rewards import orms, reward
 
 
 @reward("waves")
@@ -32,7 +34,7 @@ def waves(completion_ids, goal, **columns):
 
 
 @reward("short")
-def short(completion_ids, goal, **columns):
+def short(completion_ids, goal, **columns):  # which has nothing to say of one prompt
     return [None if number == 3 else 1 - len(ids) / 12 for ids, number in zip(completion_ids, goal)]
 
 
@@ -42,33 +44,46 @@ def constant(completion_ids, **columns):
 
 
 @reward("odd")
-def odd(completion_ids, goal, **columns):  # some prompts' completions are all alike
-    return [0.25 if number % 2 else math.sin(sum(ids)) for ids, number in zip(completion_ids, goal)]
+def odd(completion_ids, goal, **columns):  # every other prompt's completions are all alike
+    return [0.25 if number % 2 else place / 10 for place, number in enumerate(goal)]
 
 
 @reward("raises")
-def raises(completion_ids, goal, **columns):
+def raises(goal, **columns):
     return [1 / (number - 2) for number in goal]
 
 
 @reward("hangs")
-def hangs(completion_ids, goal, **columns):
-    for number in goal:
-        if number == 2:
-            time.sleep(1000)
+def hangs(goal, **columns):
+    if 2 in goal:
+        time.sleep(1000)
     return [0.0 for _ in goal]
 
 
 @reward("nan")
-def nan(completion_ids, goal, **columns):
+def nan(goal, **columns):
     return [math.nan if number == 2 else 1.0 for number in goal]
+
+
+class Witness:  # writes down what it is asked
+    def __init__(self, args):
+        self.file = Path(args.output_dir) / "witness.jsonl"
+
+    def __call__(self, completions, completion_ids, goal, messages, **columns):
+        values = [len(text) + number / 8 for text, number in zip(completions, goal)]
+        with self.file.open("a") as file:
+            file.write(json.dumps({"goal": goal, "texts": completions, "messages": messages, "values": values}) + "\\n")
+        return values
+
+
+orms["witness"] = Witness
 """
 # What a step needs: three of them on what was generated once, by six prompts' four completions.
 COMMON = (
     f"--lr {RATE} --lr_decay_style constant --weight_decay 0 --adam_beta1 {BETAS[0]} --adam_beta2 {BETAS[1]} "
-    f"--adam_eps {EPSILON} --clip_grad {CLIP} --dataset_shuffle false --train_dataloader_shuffle false --dataset train.jsonl "
-    "--external_plugins rewards.py --use_vllm false --num_generations 4 --global_batch_size 8 --steps_per_generation 3 "
-    f"--max_completion_length {LENGTH} --logging_steps 1 --train_iters 3 --no_save_optim true "
+    f"--adam_eps {EPSILON} --clip_grad {CLIP} --dataset_shuffle false --train_dataloader_shuffle false "
+    "--dataset train.jsonl --external_plugins rewards.py --use_vllm false --num_generations 4 --global_batch_size 8 "
+    f"--steps_per_generation 3 --max_completion_length {LENGTH} --logging_steps 1 --train_iters 3 --no_save_optim true "
     "--no_save_rng true --log_completions true"
 )
 
@@ -112,15 +127,15 @@ class Place:
         for name, family, seed in (("qwen3", "qwen3", 0), ("other", "qwen3", 1), ("qwen3_moe", "qwen3_moe", 0)):
             self.model(name, family, seed)
 
-    def model(self, name: str, family: str = "qwen3", seed: int = 0, *, silent: bool = False) -> Path:
-        """A tiny model that draws its end token at one of ten places; `silent`: at once, always."""
+    def model(self, name: str, family: str = "qwen3", seed: int = 0, *, ends: bool | None = None) -> Path:
+        """A tiny model that draws its end token now and then; `ends`: at once, or never."""
         folder = runs.Place.tokenized(tiny.save(self.folder / name, family, seed))
         weights = load_file(folder / "model.safetensors")
         weights["lm_head.weight"][END] *= 4
-        if silent:  # every hidden state has much of one number, which the end token's logit is made of
+        if ends is not None:  # every hidden state has much of one number, which the end token's logit is made of
             weights["model.embed_tokens.weight"][:, 0] = 40.0
             weights["model.norm.weight"][0] = 1.0
-            weights["lm_head.weight"][END, 0] = 9.0
+            weights["lm_head.weight"][END, 0] = 9.0 if ends else -9.0
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
@@ -145,9 +160,14 @@ class Place:
     def start(self, name: str = "qwen3") -> Tensors:
         return load_file(self.folder / name / "model.safetensors")
 
-    def megatron(self, flags: str, processes: int | None = None, *, code: int = 0) -> str:
-        """What `megatron rlhf --rlhf_type grpo` printed; it ends with `code`."""
-        words = ["-m", "megaswift.cli.main", "megatron", "rlhf", "--rlhf_type", "grpo", *shlex.split(flags)]
+    def megatron(self, flags: str, processes: int | None = None, *, code: int = 0, script: str = "") -> str:
+        """What `megatron rlhf --rlhf_type grpo` printed; it ends with `code`. `script`: what is run in its place."""
+        program = ["-m", "megaswift.cli.main", "megatron"]
+        if script:
+            file = self.folder / f"script-{len(self._runs)}.py"
+            file.write_text(script)
+            program = [str(file)]
+        words = [*program, "rlhf", "--rlhf_type", "grpo", *shlex.split(flags)]
         environment = os.environ | {"HF_HOME": str(self.folder / "cache"), "COLUMNS": "200"}
         done = prepared.run(words, processes=processes, cwd=self.folder, environment=environment)
         printed = done.stdout + done.stderr
@@ -157,18 +177,20 @@ class Place:
     def line(self, flags: str, output: str) -> str:
         """The command line of three steps with these flags, which come last."""
         given = flags.split()
+        common = COMMON.replace("--train_iters 3", "") if "--num_train_epochs" in given else COMMON
         more = "" if "--model" in given else "--model qwen3"
         more += "" if "--micro_batch_size" in given else " --micro_batch_size 2"
         more += "" if "--reward_funcs" in given else " --reward_funcs waves short --reward_weights 1 0.5"
-        return f"{COMMON} {more} {flags} --output_dir {output} --add_version false"
+        return f"{common} {more} {flags} --output_dir {output} --add_version false"
 
-    def run(self, flags: str = "", processes: int | None = None) -> Trained:
+    def run(self, flags: str = "", processes: int | None = None, *, script: str = "") -> Trained:
         """Three steps of eight completions."""
-        if (flags, processes) not in self._runs:
+        key = flags, processes, script
+        if key not in self._runs:
             output = f"run-{len(self._runs)}"
-            printed = self.megatron(self.line(flags, output), processes)
-            self._runs[flags, processes] = Trained(self.folder / output, printed)
-        return self._runs[flags, processes]
+            printed = self.megatron(self.line(flags, output), processes, script=script)
+            self._runs[key] = Trained(self.folder / output, printed)
+        return self._runs[key]
 
 
 LOSS_NAMES = (
