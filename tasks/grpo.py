@@ -34,6 +34,8 @@ from .run import Run, episode_plan
 from .start import train
 from .train import Training, log_probs
 
+ENTROPY_TOLERANCE = 1e-5  # nats
+
 
 def run(options: GrpoOptions, sources: dict[str, str]) -> int:
     """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
@@ -187,7 +189,11 @@ class Grpo:
         own = own if parallel_state.get_tensor_model_parallel_rank() == 0 else []
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, torch.cat([torch.empty(0), *own]).numpy())
-        return float(np.quantile(np.concatenate(everyone), 1 - self.options.top_entropy_quantile))
+        entropies = np.concatenate(everyone)
+        if not len(entropies):  # every completion was cut off, and filtered out
+            return 0.0
+        # The first tokens of a prompt's completions have the same entropy, up to rounding: all of them are in, or none.
+        return float(np.quantile(entropies, 1 - self.options.top_entropy_quantile)) - ENTROPY_TOLERANCE
 
     def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """Means over the prompts to evaluate on, as `eval_<name>`; `most`: of them, in global batches; -1: all."""

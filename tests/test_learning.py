@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "learn.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def learn(folder: Path, *tasks: str) -> None:
+def learn(folder: Path, *tasks: str, script: str = "learn.py") -> None:
     """The script fails where a result is below its bound, or the run has measured another one."""
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--folder", folder, "--only", *tasks], capture_output=True, text=True, check=False
+        [sys.executable, SCRIPTS / script, "--folder", folder, "--only", *tasks],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     print(done.stdout, done.stderr[-3000:])
     assert done.returncode == 0
@@ -24,6 +27,16 @@ def learn(folder: Path, *tasks: str) -> None:
 @pytest.mark.slow
 def test_preferences_classes_and_embeddings_are_learnt(tmp_path: Path) -> None:
     learn(tmp_path, "rm", "seq_cls", "embedding", "dpo")
+
+
+@pytest.mark.slow
+def test_rewards_climb(tmp_path: Path) -> None:
+    learn(tmp_path, "grpo", script="learn_rl.py")
+
+
+@pytest.mark.long
+def test_rewards_climb_with_an_adapter_and_by_a_server(tmp_path: Path) -> None:
+    learn(tmp_path, "lora", "server", script="learn_rl.py")
 
 
 @pytest.mark.long

@@ -138,8 +138,8 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy: nothing waits for the device."""
-    if device.type == "cpu":
+    """An asynchronous copy: nothing waits for the device. A tensor that is there already is itself."""
+    if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 

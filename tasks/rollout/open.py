@@ -39,7 +39,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions) -> "ModelRollou
         from .vllm_engine import VllmEngine
 
         engine = on_every_rank(lambda: VllmEngine(run.model_folder, options, dtype=run.dtype))
-        return ModelRollout(
+        rollout = ModelRollout(
             run,
             model,
             engine,
@@ -47,6 +47,8 @@ def open_rollout(run: Run, model: Model, options: EngineOptions) -> "ModelRollou
             "completions: vLLM, in this process",
             sleeps=options.sleep_level > 0,
         )
+        rollout.sleep()  # the optimizer is yet to be made
+        return rollout
     engine = on_every_rank(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
     return ModelRollout(run, model, engine, 1, "completions: transformers, a copy of the model in each process")
 

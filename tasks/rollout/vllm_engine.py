@@ -115,6 +115,7 @@ class VllmEngine:
             torch.cuda.empty_cache()
 
     def _wake(self, what: str) -> None:
+        torch.cuda.empty_cache()  # what the trainer's allocator keeps for itself is not vLLM's to take
         self.llm.wake_up(tags=[what])
         self._asleep.discard(what)
 

@@ -88,6 +88,7 @@ COMMON = (
 )
 
 BASE = "--ref_model other --log_entropy true"  # what many tests look at
+MOE, MOE_RATE = "--model qwen3_moe --lr 5e-5", 5e-5
 LORA = "--adapters adapter --tuner_type lora --lora_rank 5 --lora_alpha 10 --lora_dropout 0 --merge_lora false"
 
 
@@ -223,7 +224,7 @@ def assert_same_steps(found: Trained, wanted: Trained) -> None:
         assert abs(one["advantage"] - other["advantage"]) < 1e-5
     assert len(found.steps) == len(wanted.steps)
     for one, other in zip(found.steps, wanted.steps, strict=True):
-        assert len(of_training(other)) > 5
+        assert len(of_training(other)) > 3
         runs.assert_close(of_training(one), of_training(other))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.preference.runs import assert_same_weights
-from tests.rl.runs import BASE, LORA, Place, assert_same_steps
+from tests.rl.runs import BASE, LORA, MOE, Place, assert_same_steps
 
 pytestmark = pytest.mark.slow
 later = pytest.mark.long
@@ -53,7 +53,7 @@ def test_packed(place: Place) -> None:
 @later
 @pytest.mark.parametrize("layout", [EP, f"{TP} {EP}", f"{TP} {EP} {PACKED}", PP, CP])
 def test_experts(layout: str, place: Place) -> None:
-    the_same(place, layout, "--model qwen3_moe")
+    the_same(place, layout, MOE)
 
 
 @later

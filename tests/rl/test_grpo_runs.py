@@ -9,7 +9,7 @@ import pytest
 from megaswift.tasks.rollout.weights import checksum
 
 from tests.preference.runs import assert_close
-from tests.rl.runs import BASE, LENGTH, LORA, Place, Trained, assert_same_steps, prompts
+from tests.rl.runs import BASE, LENGTH, LORA, MOE, Place, Trained, assert_same_steps, prompts
 
 pytestmark = pytest.mark.slow
 later = pytest.mark.long
@@ -164,6 +164,8 @@ def test_completions_that_are_all_cut_off(loss_type: str, place: Place) -> None:
     if not (place.folder / "endless").exists():
         place.model("endless", ends=False)
     flags = f"--model endless --overlong_filter true --ref_model other --loss_type {loss_type} --log_entropy true"
+    if loss_type == "dapo":
+        flags += " --top_entropy_quantile 0.3"
     run = place.run(flags)
     assert {(row["finish"], row["length"]) for row in run.completions} == {("length", LENGTH)}
     assert run.steps[0]["completions/clipped_ratio"] == 1
@@ -250,8 +252,8 @@ def test_what_ends_a_run_of_two(place: Place) -> None:
 @later
 @pytest.mark.parametrize(
     ("flags", "processes"),
-    [(BASE, None), (f"{BASE} --tensor_model_parallel_size 2 --sequence_parallel true", 2), ("--model qwen3_moe", None),
-     ("--model qwen3_moe --expert_model_parallel_size 2", 2), (LORA, None)],
+    [(BASE, None), (f"{BASE} --tensor_model_parallel_size 2 --sequence_parallel true", 2), (MOE, None),
+     (f"{MOE} --expert_model_parallel_size 2", 2), (LORA, None)],
 )  # fmt: skip
 def test_engine_and_trainer_agree(flags: str, processes: int | None, place: Place) -> None:
     """On the log-probabilities of what the engine has drawn."""
@@ -269,7 +271,7 @@ def test_engine_and_trainer_agree(flags: str, processes: int | None, place: Plac
         ("--tensor_model_parallel_size 2 --sequence_parallel true", 2),
         ("--pipeline_model_parallel_size 2", 2),
         ("--use_distributed_optimizer true --overlap_grad_reduce true --overlap_param_gather true", 2),
-        ("--model qwen3_moe --expert_model_parallel_size 2", 2),
+        (f"{MOE} --expert_model_parallel_size 2", 2),
         (LORA.replace("merge_lora false", "merge_lora true"), None),
     ],
 )

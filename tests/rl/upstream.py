@@ -43,6 +43,7 @@ class Reference:
         policy: Any,
         ref: Any,
         *,
+        rate: float = RATE,
         temperature: float = 0.9,
         batch: int = 8,
         iterations: int = 1,
@@ -55,7 +56,7 @@ class Reference:
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.run, self.policy, self.ref, self.temperature = run, policy.eval(), ref.eval(), temperature
-        self.batch, self.iterations, self.without_cut_off = batch, iterations, without_cut_off
+        self.rate, self.batch, self.iterations, self.without_cut_off = rate, batch, iterations, without_cut_off
         self.kl_in_reward, self.advantages_of = kl_in_reward, advantages or advantages_of
         self.settings = SETTINGS | settings | {"args": ARGUMENTS | settings.get("args", {})}
 
@@ -63,7 +64,7 @@ class Reference:
         """The log of the run's steps; the policy is trained by them."""
         torch.set_num_threads(1)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(parameters, lr=self.rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
         log = []
         for generation in sorted({row["generation"] for row in self.run.completions}):
             rows = [row for row in self.run.completions if row["generation"] == generation]
@@ -71,8 +72,7 @@ class Reference:
                 old, ref = self.score(self.policy, rows).log_probs, self.score(self.ref, rows).log_probs
             beta = self.settings["beta"]
             less = beta * (old - ref).sum(1) if self.kl_in_reward else torch.zeros(len(rows))
-            rewards = [row["rewards"]["waves"] + 0.5 * (row["rewards"]["short"] or 0) for row in rows]
-            advantages = self.advantages_of(torch.tensor(rewards) - less)
+            advantages = self.advantages_of(rewards_of(rows) - less)
             logged = torch.tensor([row["advantage"] for row in rows])
             torch.testing.assert_close(logged, advantages, rtol=1e-5, atol=1e-5)
             places = torch.arange(len(rows)).split(self.batch)
@@ -124,6 +124,11 @@ class Reference:
         return chosen, -(log_probs.exp() * log_probs).sum(-1).detach()
 
 
+def rewards_of(rows: list[dict]) -> Tensor:
+    """As COMMON weighs them."""
+    return torch.tensor([row["rewards"]["waves"] + 0.5 * (row["rewards"]["short"] or 0) for row in rows])
+
+
 def advantages_of(rewards: Tensor, group: int = 4) -> Tensor:
     """https://arxiv.org/abs/2402.03300: of each group's rewards, which come one after the other."""
     groups = rewards.double().view(-1, group)
@@ -143,7 +148,7 @@ def models(folder: Path, ref: Path | None = None) -> tuple[Any, Any]:
 def rollout_means(run: Trained, group: int = 4) -> dict[str, float]:
     """What a log line says of the completions of the generation before it, from these: the first generation's."""
     rows = [row for row in run.completions if row["generation"] == 1]
-    rewards = torch.tensor([row["reward"] for row in rows]).double().view(-1, group)
+    rewards = rewards_of(rows).double().view(-1, group)
     lengths = torch.tensor([float(len(row["completion_ids"])) for row in rows])
     cut_off = torch.tensor([row["finish"] == "length" for row in rows])
     means = {

@@ -191,7 +191,7 @@ def test_pretraining_text(make_tokenizer, post_processor):
     text = "Flat is better than nested. " * 5
     whole = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     for row in ({"text": text}, {"messages": [{"role": "assistant", "content": text}]}):
-        [(_, [(ids, runs)], _)], _ = Encoder(tokenizer, TemplateOptions(), "pt", {}).encode([(0, "", row)])
+        [(_, [(ids, runs)], *_)], _ = Encoder(tokenizer, TemplateOptions(), "pt", {}).encode([(0, "", row)])
         assert (ids.tolist(), runs) == (whole, [(len(whole), 1.0)])
     split = TemplateOptions(max_length=16, truncation_strategy="split")
     documents, _ = Encoder(tokenizer, split, "pt", {}).encode([(0, "", {"text": text})])
@@ -206,7 +206,7 @@ def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
     monkeypatch.setattr("megaswift.templates.encode.GROUP", 150)
     groups, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
     found, expected = (
-        [(number, ids.tolist(), runs) for number, [(ids, runs)], _ in samples] for samples in (groups, whole)
+        [(number, ids.tolist(), runs) for number, [(ids, runs)], *_ in samples] for samples in (groups, whole)
     )
     assert found == expected
 
