@@ -6,10 +6,13 @@ from pathlib import Path
 
 from ..tasks.options import (
     CausalLmOptions,
+    CompletionOptions,
     DpoOptions,
     EmbeddingOptions,
+    EngineOptions,
     ExportOptions,
     GenerativeRerankerOptions,
+    GkdOptions,
     GrpoOptions,
     InferOptions,
     KtoOptions,
@@ -112,7 +115,10 @@ def _preferences() -> Iterator[str]:
     yield from _beyond("dpo", DpoOptions, SftOptions, PrecomputeOptions)
     yield from _beyond("kto", KtoOptions, SftOptions, PrecomputeOptions)
     yield from _beyond("rm", RmOptions, SftOptions)
-    yield from _beyond("grpo", GrpoOptions, SftOptions, ReferenceOptions)
+    yield from _beyond("grpo, gkd: completions", CompletionOptions, SftOptions)
+    yield from _beyond("grpo, gkd: engines", EngineOptions, SftOptions)
+    yield from _beyond("grpo", GrpoOptions, SftOptions, ReferenceOptions, CompletionOptions, EngineOptions)
+    yield from _beyond("gkd", GkdOptions, SftOptions, CompletionOptions, EngineOptions)
 
 
 def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:

@@ -90,9 +90,10 @@ class Gkd:
             own = np.random.default_rng([self.options.seed, self.done]).random() < self.options.lmbda
             self.done += 1
             if own and self.student:
-                with self.log.timed("sync"):
-                    self.student.take_weights(training)
-                documents = self.written("student", prompts)
+                with self.student.awake():
+                    with self.log.timed("sync"):
+                        self.student.take_weights(training)
+                    documents = self.written("student", prompts)
             elif self.options.seq_kd:
                 self.writers["teacher"].rollout.wake()
                 documents = self.written("teacher", prompts)

@@ -95,7 +95,9 @@ class Grpo:
                     self.remember(training, episodes)
                 self.compare(episodes)
                 self.waiting = self.in_steps(episodes)
-            batches = self.plan.batches(sequences_of(self.waiting.pop(0), drop_cut_off=self.options.overlong_filter))
+            episodes = self.waiting.pop(0)
+            self.prompts.waiting = sum(map(len, self.waiting))
+            batches = self.plan.batches(sequences_of(episodes, drop_cut_off=self.options.overlong_filter))
             self.loss.micro_batches = len(batches) * self.plan.ranks
             self.log.step()
             yield batches

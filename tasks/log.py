@@ -279,7 +279,7 @@ def train_line(row: dict[str, Any]) -> str:
     return "  ".join(fields)
 
 
-PHASES = tuple(f"seconds/{phase}" for phase in ("sync", "generate", "reward", "log_probs"))
+PHASES = tuple(f"seconds/{phase}" for phase in ("sync", "generate", "reward", "log_probs", "teacher"))
 SHOWN = ("completions/mean_length", "logprob_gap/mean")  # of a run that generates, which has many
 
 

@@ -22,14 +22,15 @@ class Prompt(NamedTuple):
 class Prompts:
     """The prompts of a run, the same on every rank.
 
-    `samples_each`: how many samples training makes of each, by which a run's steps are counted.
+    `samples_each`: how many samples training makes of each, by which a run's steps are counted. `waiting`: of those,
+    the ones of prompts that were taken which training has yet to come to; who trains says so.
     """
 
     loss_tokens_are_local = False
     padding_share = None
 
     def __init__(self, store: TokenStore, *, samples_each: int, shuffle: bool, seed: int):
-        self.store, self.samples_each, self.given = store, samples_each, 0
+        self.store, self.samples_each, self.given, self.waiting = store, samples_each, 0, 0
         self.epochs = Epochs(store, Layout(stage="prompts"), shuffle, seed)
 
     @property
@@ -50,11 +51,14 @@ class Prompts:
 
     def position(self) -> dict[str, Any]:
         """After those given so far, as JSON."""
-        return self.epochs.position(self.given)
+        return self.epochs.position(self.given) | {"waiting": self.waiting}
 
     @property
     def epoch(self) -> int:
-        return self.position()["epoch"]
+        """That training is in: it ends when all its prompts have been trained on."""
+        position = self.epochs.position(self.given)
+        taken = position["epoch"] * len(self.store) + sum(stretch.done for stretch in position["stretches"])
+        return (taken - -(-self.waiting // self.samples_each)) // len(self.store)
 
     def cursors(self) -> dict[str, np.ndarray]:
         return {}
@@ -63,11 +67,12 @@ class Prompts:
         """Go on from a position. Raises ValueError, saying what differs, where the data is another."""
         if "epoch" not in position:
             raise ValueError("the checkpoint's training data was streamed: --streaming must be what it was")
+        self.waiting = position.get("waiting", 0)
         return self.epochs.resume(position)
 
     def samples_until(self, epochs: float) -> int:
-        """Samples from the position on until so many epochs are over."""
-        return self.epochs.until(epochs, self.given) * self.samples_each
+        """Samples from the position on, and of those that wait, until so many epochs are over."""
+        return self.epochs.until(epochs, self.given) * self.samples_each + self.waiting
 
     def _prompt(self, number: int) -> Prompt:
         (ids, _), *answered = self.store.row(number)

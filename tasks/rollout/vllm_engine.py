@@ -77,6 +77,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if not requests:
             return []
+        self.wake()
         self._set_temperature(sampling.temperature)
         outputs = self.llm.generate(
             [{"prompt_token_ids": request.tokens} for request in requests],

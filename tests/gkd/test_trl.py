@@ -34,7 +34,8 @@ def test_trl(beta: float, place: Distilled) -> None:
     agree(ours, upstream.trained(place.folder, place.train, beta=beta), place)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_data_s_answers(size: int, place: Distilled) -> None:
     """With the answers' own loss, at a temperature, by a teacher whose output matrix has more rows."""
     ours = place.run(f"{OFF_POLICY} --beta 0.3 --temperature 0.7 --sft_alpha 0.4 --micro_batch_size {size}")
@@ -74,6 +75,7 @@ def completions(place: Distilled, folder: str, *, temperature: float) -> upstrea
     return samples
 
 
+@pytest.mark.long
 def test_the_student_s_own_completions(place: Distilled) -> None:
     """The weights of each step are those that generate for the next; the answers' own loss has no part in it."""
     ours = place.run("--lmbda 1 --max_completion_length 8 --temperature 1.2 --top_p 1")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -310,5 +311,24 @@ def test_steps_of_an_epoch(flags: str, steps: int, checkpoints: list[int], place
     """Prompts x --num_generations / --global_batch_size; a checkpoint at the end of each epoch."""
     run = place.run(f"{flags} --save_strategy epoch")
     assert [row["step"] for row in run.steps] == list(range(1, steps + 1))
+    # Also where completions for several steps are generated at a time: an epoch ends with the last of its steps.
     saved = sorted(int(path.name.split("-")[1]) for path in run.folder.glob("checkpoint-*"))
     assert saved == checkpoints
+
+
+@later
+@pytest.mark.parametrize("flags", ["", f"{ONE} --num_iterations 2"])
+def test_a_run_that_goes_on_has_as_many_steps(flags: str, place: Place) -> None:
+    """From within what was generated at a time, of which some steps were still to be done."""
+    epochs, more = (4, 4) if not flags else (2, 2)
+    given = f"--num_train_epochs {{}} --save_steps {more} {flags} --no_save_optim false --no_save_rng false"
+    whole, name = place.run(given.format(epochs)), f"goes-on-{bool(flags)}"
+    assert len(whole.steps) == 12
+    shutil.copytree(whole.folder, place.folder / name)
+    for checkpoint in (place.folder / name).glob("checkpoint-*"):
+        if checkpoint.name != f"checkpoint-{more}":
+            shutil.rmtree(checkpoint)
+    line = place.line(given.format(epochs), name)
+    place.megatron(f"{line} --resume_from_checkpoint {name}/checkpoint-{more}")
+    steps = [row["step"] for row in Trained(place.folder / name, "").steps]
+    assert max(steps) == 12

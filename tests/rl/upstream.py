@@ -165,3 +165,10 @@ def rollout_means(run: Trained, group: int = 4) -> dict[str, float]:
         given = torch.tensor([row["rewards"][name] for row in rows if row["rewards"][name] is not None])
         means |= {f"rewards/{name}/mean": given.mean(), f"rewards/{name}/std": given.std()}
     return {name: value.item() for name, value in means.items()}
+
+
+def as_filed(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the names, and in the parts, that files have."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, dict(state)).items()}
