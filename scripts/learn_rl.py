@@ -2,10 +2,10 @@
 
     python scripts/learn_rl.py [--only grpo server lora ...] [--folder megatron_output/learn-rl]
 
-First `megatron sft` teaches a random Qwen3 to answer sums, a fifth of them rightly. GRPO goes on from there: completions
-by transformers, or by vLLM where it is installed (`--engine`), in the process or behind `swift rollout`. Fails where the
-rewards of the first steps are not below 0.3, those of the last not above 0.8, or the checkpoint's own answers, by
-transformers, are not as good.
+First `megatron sft` teaches a random Qwen3 to answer sums, a fifth of them rightly. GRPO goes on, with completions
+by transformers, or (`--engine vllm`, where it is installed) by vLLM, in the process or behind `swift rollout`. Fails
+where the rewards of the first steps are not below 0.3, those of the last not above 0.8, or the checkpoint's own
+answers, by transformers, are not as good.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BEFORE, AFTER = 0.3, 0.8
 BIN = Path(sys.executable).parent
 GRPO = (
-    "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 8 --global_batch_size 256 --micro_batch_size 128 "
-    "--max_completion_length 3 --temperature 1 --beta 0 --lr 3e-3 --lr_decay_style constant --train_iters 90"
+    "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 8 "
+    "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
+    "--beta 0 --lr 3e-3 --lr_decay_style constant --train_iters 90"
 )
 # Not `accuracy`: "1 + 2" is as good as 3 to it, and so the model learns to repeat the question.
 EXACT = """
@@ -90,7 +91,7 @@ def right(folder: Path) -> float:
     found = []
     for question, total in sums():
         prompt = tokens_of(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
-        answer = tokenizer.encode(str(total), add_special_tokens=False) + [tokenizer.eos_token_id]
+        answer = [*tokenizer.encode(str(total), add_special_tokens=False), tokenizer.eos_token_id]
         log_probs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         found.append(log_probs.gather(1, torch.tensor(answer)[:, None]).sum().exp())
     return float(torch.stack(found).mean())
@@ -151,9 +152,8 @@ def main(folder: Path, names: list[str], engine: str) -> int:
         well = first < BEFORE and last > AFTER and after > AFTER
         good = good and well
         seconds = time.perf_counter() - began
-        table.append(
-            f"{name:<10}{first:>10.3f}{last:>10.3f}{before:>10.3f}{after:>10.3f}{seconds:>10.0f}{'' if well else '  WRONG'}"
-        )
+        numbers = "".join(f"{number:>10.3f}" for number in (first, last, before, after))
+        table.append(f"{name:<10}{numbers}{seconds:>10.0f}{'' if well else '  WRONG'}")
     print(f"\n{'':<10}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
     return 0 if good else 1
 

@@ -64,7 +64,8 @@ class RolloutLog:
         if most is not None and found.get("logprob_gap/mean", 0.0) > most:
             raise ValueError(
                 f"the engine's log-probabilities are {found['logprob_gap/mean']:.4g} from the trainer's, in the mean "
-                f"over the tokens of a step (--max_logprob_gap {most}). Is it the same model, in the same --torch_dtype?"
+                f"over the tokens of a step (--max_logprob_gap {most}). Is the engine the same model, in the same "
+                "--torch_dtype?"
             )
 
     def means(self) -> dict[str, float]:

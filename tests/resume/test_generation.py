@@ -1,4 +1,4 @@
-"""Runs that generate go on bit for bit: completions that wait for their steps, random numbers, the place among prompts."""
+"""Runs that generate go on bit for bit: completions that wait for steps, random numbers, the place among prompts."""
 
 import pytest
 

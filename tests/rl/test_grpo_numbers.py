@@ -33,7 +33,7 @@ def agree(run: Trained, reference: Reference) -> None:
 
 def reference(place: Place, run: Trained, model: str = "qwen3", ref: str | None = None, **settings: Any) -> Reference:
     folder = place.folder / model
-    return Reference(folder, run, *upstream.models(folder, ref and place.folder / ref), **settings)
+    return Reference(folder, run, *upstream.models(folder, place.folder / ref if ref else None), **settings)
 
 
 def clipped(run: Trained) -> float:

@@ -113,7 +113,7 @@ class Reference:
         found = [
             torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True) for values in zip(*scored, strict=True)
         ]
-        return Scored(*found, mask)
+        return Scored(found[0], found[1], mask)
 
     def _completion(self, model: Any, row: dict) -> tuple[Tensor, Tensor]:
         prompt = self.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)

@@ -361,7 +361,8 @@ first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array
 batch = record_batch([Encoded(7, [first], []), Encoded(9, [first, second], [0.25])])
 assert batch.to_pydict() == {
     "input_ids": [[1, 2, 3], [1, 2, 3, 4]], "run_lengths": [[1, 2], [1, 2, 1]],
-    "run_weights": [[0.0, 0.5], [0.0, 0.5, 1.0]], "document_lengths": [[3], [3, 1]], "label": [[], [0.25]], "columns": [[], []],
+    "run_weights": [[0.0, 0.5], [0.0, 0.5, 1.0]], "document_lengths": [[3], [3, 1]], "label": [[], [0.25]],
+    "columns": [[], []],
     "length": [3, 4], "weight": [1.0, 1.0], "trained": [2, 2], "row": [7, 9],
 }
 assert _flat(batch.column("run_weights"))[1].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]
