@@ -15,8 +15,8 @@ from .options import GrpoOptions
 
 
 class PolicyLoss:
-    """`Objective.loss` of GRPO. A batch has in `known` [1, local length] log-probabilities: `sampled`, the engine's, and
-    where they are needed those of the policy that generated (`old`) and of the reference (`ref`)."""
+    """`Objective.loss` of GRPO. A batch has in `known` log-probabilities [1, local length]: `sampled`, the engine's,
+    and where they are needed those of the policy that generated (`old`) and of the reference (`ref`)."""
 
     def __init__(self, options: GrpoOptions):
         assert options.epsilon_high is not None

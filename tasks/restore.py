@@ -38,7 +38,13 @@ def place_data(run: Run, train: Batches) -> list[str]:
 def steps_left(run: Run, train: Batches) -> int:
     """The number of the run's last step."""
     options = run.options
-    if run.resumed is None or options.train_iters is not None or options.num_train_epochs is None:
+    goes_by_samples = not getattr(options, "dynamic_sample", False)  # which takes other prompts in the place of some
+    if (
+        run.resumed is None
+        or options.train_iters is not None
+        or options.num_train_epochs is None
+        or not goes_by_samples
+    ):
         return steps_of(options, train.samples)
     samples = train.samples_until(options.num_train_epochs)
     if samples is None:  # a stream

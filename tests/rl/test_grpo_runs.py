@@ -213,7 +213,7 @@ def test_completions_of_the_end_alone(flags: str, place: Place) -> None:
         ),
         pytest.param(
             "--max_logprob_gap 1e-12",
-            "(--max_logprob_gap 1e-12). Is it the same model, in the same --torch_dtype?",
+            "(--max_logprob_gap 1e-12). Is the engine the same model, in the same --torch_dtype?",
             id="gap",
             marks=later,
         ),
