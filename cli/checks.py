@@ -12,6 +12,7 @@ from ..tasks.options import InferOptions, LoggingOptions, RolloutOptions, SftOpt
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.run_folder import default_output_dir
 from ..templates.options import PrepareOptions
+from .checks_generation import check_vllm
 from .checks_lora import check_adapters, check_base, check_tuner, take_base
 from .checks_model import check_divisible, known_model, read_model_config
 from .checks_resume import check_resume
@@ -78,13 +79,9 @@ def check_infer(options: InferOptions) -> list[str]:
 def check_rollout(options: RolloutOptions) -> list[str]:
     """Raise UsageError for what cannot be; notes for the user."""
     check_speaks(options, read_model_config(options))
-    for name in ("vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1.")
-    if not 0 < options.vllm_gpu_memory_utilization <= 1:
-        raise UsageError(
-            f"--vllm_gpu_memory_utilization {options.vllm_gpu_memory_utilization}: must be above 0 and at most 1."
-        )
+    check_vllm(options)
+    if options.vllm_data_parallel_size < 1:
+        raise UsageError(f"--vllm_data_parallel_size {options.vllm_data_parallel_size}: must be at least 1.")
     return []
 
 

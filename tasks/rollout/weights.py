@@ -104,7 +104,8 @@ class Sample:
         place = len(self._kept) if len(self._kept) < self._size else self._random.randrange(self._seen)
         if place >= self._size:
             return
-        one = name, {checksum(tensor), checksum(tensor.to(self._dtype))}
+        kept = (tensor,) if tensor.dtype == self._dtype else (tensor, tensor.to(self._dtype))
+        one = name, {checksum(each) for each in kept}
         self._kept[place : place + 1] = [one]
 
     def compare(self, engine: Engine) -> int:
