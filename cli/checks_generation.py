@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..tasks.options import CompletionOptions, GkdOptions, GrpoOptions, SamplingOptions
-from ..tasks.rollout.options import VllmOptions
+from ..tasks.rollout.options import VllmOptions, server_urls
 from .flags import UsageError, show
 
 # flag -> (the flag that has it read, its values that do)
@@ -97,6 +97,11 @@ def _engine(options: Any, sources: Mapping[str, str]) -> None:
         raise UsageError(f"--{name} {show(getattr(options, name))} is for --vllm_mode server. Leave it out.")
     if options.vllm_mode and options.use_vllm is False:
         raise UsageError(f"--vllm_mode {options.vllm_mode} cannot be with --use_vllm false. Leave one out.")
+    if served:
+        try:
+            server_urls(options)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     check_vllm(options)
     if options.sleep_level not in (0, 1, 2):
         raise UsageError(f"--sleep_level {options.sleep_level}: must be 0, 1 or 2.")

@@ -272,6 +272,10 @@ def test_policies(words: str, message: str, dense: Path) -> None:
         ("--vllm_server_port 9000", "--vllm_server_port 9000 is for --vllm_mode server. Leave it out."),
         ("--wait_for_server 10", "--wait_for_server 10.0 is for --vllm_mode server. Leave it out."),
         ("--sleep_level 3", "--sleep_level 3: must be 0, 1 or 2."),
+        (
+            "--vllm_server_host a b --vllm_server_port 1 2 3",
+            "--vllm_server_host has 2 hosts and --vllm_server_port 3 ports: give a port for each host, or one of",
+        ),
         ("--vllm_tensor_parallel_size 0", "--vllm_tensor_parallel_size 0: must be at least 1."),
         ("--vllm_gpu_memory_utilization 1.5", "--vllm_gpu_memory_utilization 1.5: must be above 0 and at most 1."),
     ],
