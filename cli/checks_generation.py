@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..tasks.options import CompletionOptions, GkdOptions, GrpoOptions, SamplingOptions
-from ..tasks.rollout.options import VllmOptions, server_urls
+from ..tasks.rollout.addresses import server_urls
+from ..tasks.rollout.options import VllmOptions
 from .flags import UsageError, show
 
 # flag -> (the flag that has it read, its values that do)

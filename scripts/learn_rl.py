@@ -136,17 +136,15 @@ def distilled(folder: Path, engine: str) -> bool:
         write_data(folder, name, both)
     teacher = train(folder, "teacher", "model", f"sft {PAIRS} --train_iters 600 --save_steps 600 --lr 3e-3")
     began = time.perf_counter()
-    line = f"rlhf --rlhf_type gkd --teacher_model {teacher} --lmbda 0.5 --beta 0.5 --temperature 1 {PAIRS}"
-    line += f" --max_completion_length 3 --train_iters 900 --save_steps 900 --lr 3e-3 --use_vllm {str(engine == 'vllm').lower()}"
+    line = f"rlhf --rlhf_type gkd --teacher_model {teacher} --lmbda 0.5 --beta 0.5 --temperature 1 {PAIRS} --lr 3e-3"
+    line += f" --max_completion_length 3 --train_iters 900 --save_steps 900 --use_vllm {str(engine == 'vllm').lower()}"
     student, seconds = train(folder, "student", "model", line), time.perf_counter() - began
     rows = [json.loads(line)["messages"] for line in (folder / "student-val.jsonl").read_text().splitlines()]
     before, theirs, ours = (
         -float(answer_log_probs(each, rows).mean()) for each in (folder / "model", teacher, student)
     )
     well = ours < 1.05 * theirs
-    print(
-        f"\ngkd: loss of held-out answers {ours:.4f}, the teacher's {theirs:.4f}, before {before:.4f}; {seconds:.0f} s"
-    )
+    print(f"\ngkd       held-out loss {ours:.4f}, the teacher's {theirs:.4f}, before {before:.4f}, {seconds:.0f} s")
     print("" if well else "WRONG")
     return well
 

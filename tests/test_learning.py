@@ -40,5 +40,10 @@ def test_rewards_climb_with_an_adapter_and_by_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_student_comes_to_its_teachers_loss(tmp_path: Path) -> None:
+    learn(tmp_path, "gkd", script="learn_rl.py")
+
+
+@pytest.mark.long
 def test_single_answers_and_rankings_are_learnt(tmp_path: Path) -> None:
     learn(tmp_path, "kto", "reranker")

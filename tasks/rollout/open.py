@@ -11,10 +11,11 @@ from ...bridge.build import Model
 from ..ranks import kept_by_first_rank, on_every_rank
 from ..run import Run
 from ..train import Training
+from .addresses import server_urls
 from .client import ServerEngine
 from .engine import Completion, Engine, Request, Sampling
 from .link import WeightsLost
-from .options import EngineOptions, server_urls
+from .options import EngineOptions
 from .rollout import Rollout
 from .transformers_engine import TransformersEngine
 from .weights import Sync, sync

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import torch
+from megaswift.tasks.rollout.addresses import server_urls
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
 from megaswift.tasks.rollout.link import ServerLost, WeightsLost
-from megaswift.tasks.rollout.options import EngineOptions, RolloutOptions, server_urls
+from megaswift.tasks.rollout.options import EngineOptions, RolloutOptions
 from megaswift.tasks.rollout.serve import bound, checked_backend
 from torch import Tensor
 
