@@ -1,6 +1,5 @@
 """The engines of a run as one: every rank asks, and every rank is given all that was generated."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +18,10 @@ class Rollout:
         self.engine = engine
         self._number, self._engines = (rank // group, world // group) if group else (0, 1)
         self._answers = rank % group == 0 if group else rank == 0
-        self.seconds = 0.0  # of the last generation
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """A completion of each request, in their order. Every rank asks for the same."""
-        began, group = time.perf_counter(), patient_group()
+        group = patient_group()
         own = list(requests[self._number :: self._engines])
         asked = self.engine is not None
         found = on_every_rank(lambda: self.engine.generate(own, sampling) if asked else [], group)  # type: ignore[union-attr]
@@ -32,7 +30,6 @@ class Rollout:
         completions: list[Completion] = [None] * len(requests)  # type: ignore[list-item]
         for number, of_engine in filter(None, answers):
             completions[number :: self._engines] = of_engine
-        self.seconds = time.perf_counter() - began
         return completions
 
     def sleep(self) -> None:

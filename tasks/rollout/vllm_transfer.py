@@ -104,7 +104,8 @@ class Weights(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        raise NotImplementedError("client.py sends them")
+        """vLLM's interface asks for it; our trainers need no vLLM."""
+        raise RuntimeError("weights for this engine are sent by ServerEngine.update (megaswift.tasks.rollout.client)")
 
 
 class WorkerExtension:
