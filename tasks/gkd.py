@@ -92,7 +92,7 @@ class Gkd:
             if own and self.student:
                 with self.student.awake():
                     with self.log.timed("sync"):
-                        self.student.take_weights(training)
+                        self.log.synced(self.student.take_weights(training))
                     documents = self.written("student", prompts)
             elif self.options.seq_kd:
                 self.writers["teacher"].rollout.wake()

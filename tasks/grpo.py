@@ -105,7 +105,7 @@ class Grpo:
 
     def give_weights(self, training: Training) -> None:
         with self.log.timed("sync"):
-            self.rollout.take_weights(training)
+            self.log.synced(self.rollout.take_weights(training))
 
     def generate_and_score(self) -> list[Episode]:
         """Episodes for the steps of a generation: of each prompt as many as are compared with each other.
@@ -209,7 +209,7 @@ class Grpo:
                 self.log.add([episode for group in self.answered(prompts, each) for episode in group], each)
         found = self.log.means()
         self.log, self.complete.asked = training_log, asked
-        return {f"eval_{name}": value for name, value in found.items() if not name.startswith("seconds/")}
+        return {f"eval_{name}": value for name, value in found.items() if "second" not in name}
 
     def whole(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
         """Numbers of the tokens of all episodes, on every rank, of what each rank has of them."""

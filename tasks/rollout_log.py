@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .episodes import Episode
+from .rollout.weights import Sync
 
 
 class RolloutLog:
@@ -56,6 +57,11 @@ class RolloutLog:
     def step(self) -> None:
         """A step has begun."""
         self._sums.setdefault("steps", [0.0, 1.0])[0] += 1
+
+    def synced(self, found: Sync) -> None:
+        """Weights have gone to this rank's engine, if it has one."""
+        if found.bytes:
+            self.mean("sync_gb_per_second", [found.gigabytes_per_second])
 
     def gap(self, found: dict[str, float], most: float | None) -> None:
         """Between the engine's and the trainer's log-probabilities, in a step. Raises ValueError beyond `most`."""

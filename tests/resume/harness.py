@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 # What may differ in the log of two runs of the same steps.
 TIMES = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "remaining"}
-TIMES |= {"seconds_per_step", "save_wait"}
+TIMES |= {"seconds_per_step", "save_wait", "sync_gb_per_second"}
 Harm = Callable[[prepared.Running, Path], None]
 
 
