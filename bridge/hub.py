@@ -220,6 +220,20 @@ def vocab_size_of(config: dict[str, Any]) -> int | None:
     return (config.get("text_config") or config).get("vocab_size")
 
 
+def positions_of(model: dict[str, Any]) -> int | None:
+    """How many positions a model is made for, as its config.json says; None where that does not say it.
+
+    With a rope that is stretched (YaRN and the like), what it is stretched to.
+    """
+    model = model.get("text_config") or model
+    most = model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling")
+    if not isinstance(most, int) or not isinstance(rope, dict):
+        return most if isinstance(most, int) else None
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or most
+    return max(most, int(original * factor)) if isinstance(factor, int | float) else most
+
+
 def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
     """The raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
 

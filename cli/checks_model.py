@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bridge.families import family_of
-from ..bridge.hub import ADAPTER_CONFIG, INDEX, MCORE_FILES, mcore_folder, no_weights, read_config
+from ..bridge.hub import ADAPTER_CONFIG, INDEX, MCORE_FILES, mcore_folder, no_weights, positions_of, read_config
 from ..bridge.options import BuildOptions, ModelOptions
 from ..tasks.plan import Layout
 from .flags import UsageError
@@ -88,20 +88,6 @@ def experts_of(model: dict[str, Any]) -> int:
     """How many experts a layer has that has any; 0: the model is dense."""
     model = model.get("text_config") or model
     return next((model[key] for key in EXPERTS if model.get(key)), 0)
-
-
-def positions_of(model: dict[str, Any]) -> int | None:
-    """How many positions a model is made for, as its config.json says; None where that does not say it.
-
-    With a rope that is stretched (YaRN and the like), what it is stretched to.
-    """
-    model = model.get("text_config") or model
-    most = model.get("max_position_embeddings")
-    rope = model.get("rope_parameters") or model.get("rope_scaling")
-    if not isinstance(most, int) or not isinstance(rope, dict):
-        return most if isinstance(most, int) else None
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or most
-    return max(most, int(original * factor)) if isinstance(factor, int | float) else most
 
 
 def beyond_positions(flags: str, length: int, model: dict[str, Any] | None) -> Iterator[str]:

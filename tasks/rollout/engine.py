@@ -1,6 +1,6 @@
 """What every rollout engine does: tokens in, tokens and their log-probabilities out, and new weights in between."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -98,8 +98,18 @@ class Top(NamedTuple):
     tokens: np.ndarray  # int32 [places, top]
 
 
+class Cancelled(Exception):
+    """Nobody waits for the completions any more."""
+
+
 class Reader(Engine, Protocol):
-    """An engine that can be asked what it makes of given tokens too."""
+    """An engine that can be asked what it makes of given tokens too, and whose completions can be given up."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
+    ) -> list[Completion]:
+        """As a `Writer` does. `is_cancelled` is asked before each token; where it says so Cancelled is raised."""
+        ...
 
     def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
         """At each of `places` (0: behind the first of the tokens) the `top` likeliest next ones, of those below

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .engine import Completion, Reader, Request, Sampling, Top
@@ -34,12 +36,29 @@ class InProcess:
         self._thread = ThreadPoolExecutor(1, "engine")
         self._arrived: queue.Queue[_Arrived | Exception | None] = queue.Queue()
         self._update: asyncio.Future | None = None
+        self._failed = False
 
     def _do(self, call: Callable, *arguments: Any) -> asyncio.Future:
-        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._watched, call, *arguments)
+
+    def _watched(self, call: Callable, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except torch.AcceleratorError:  # after a device-side assert no kernel runs in this process any more
+            self._failed = True
+            raise
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return await self._do(self.engine.generate, requests, sampling)
+        """Where it is cancelled, it ends once the thread has stopped between two tokens."""
+        cancelled = threading.Event()
+        work = self._do(self.engine.generate, requests, sampling, cancelled.is_set)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait({work})
+            work.exception()  # is no news: `Cancelled`, or what nobody waits for
+            raise
 
     async def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
         return await self._do(self.engine.top_log_probs, tokens, places, top, vocab_size)
@@ -94,7 +113,7 @@ class InProcess:
         await self._do(self.engine.wake)
 
     def failed(self) -> bool:
-        return False
+        return self._failed
 
     def close(self) -> None:
         self._arrived.put(BrokenOff())

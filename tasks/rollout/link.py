@@ -129,7 +129,7 @@ class Link:
         """Free the server for other runs, in seconds."""
         with contextlib.suppress(httpx.HTTPError, TimeoutError):  # it may be gone
             async with asyncio.timeout(RELEASE):
-                await self._http.post("/release")
+                await self._http.post("/release", json={})
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -12,6 +12,7 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 
 from .backend import Backend
+from .bodies import Fields, Limits, json_body
 from .engine import Top
 
 
@@ -19,17 +20,10 @@ class Serving(Protocol):
     """What of server.Server is needed."""
 
     backend: Backend
+    limits: Limits
 
     async def at_work(self, http: Http, work: Coroutine[Any, Any, Any], check: Callable[[], None]) -> Any: ...
     def check_its_own(self) -> None: ...
-
-
-class Refused(Exception):
-    """What the client is told: status, `kind` and text."""
-
-    def __init__(self, status: int, kind: str, text: str):
-        super().__init__(text)
-        self.status, self.kind = status, kind
 
 
 async def vocabulary(server: Serving, http: Http) -> Response:
@@ -37,18 +31,13 @@ async def vocabulary(server: Serving, http: Http) -> Response:
 
 
 async def top_log_probs(server: Serving, http: Http) -> Response:
-    body = await http.json()
-    try:
-        asked: dict[str, Any] = {
-            "tokens": [int(token) for token in body["tokens"]],
-            "places": [int(place) for place in body["places"]],
-            "top": int(body["top"]),
-            "vocab_size": int(body["vocab_size"]),
-        }
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"POST /top_log_probs: {error}. It wants {{tokens, places, top, vocab_size}}") from error
-    if not all(0 <= place < len(asked["tokens"]) - 1 for place in asked["places"]):
-        raise ValueError(f"places of {len(asked['tokens'])} tokens are from 0 on, and before the last")
+    fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size"))
+    asked: dict[str, Any] = {
+        "tokens": server.limits.tokens(fields, room=0),
+        "top": fields.integer("top", 1, server.limits.vocab_size),
+        "vocab_size": fields.integer("vocab_size", 1),
+    }
+    asked["places"] = fields.integers("places", 0, len(asked["tokens"]) - 2)
     found = await server.at_work(http, server.backend.top_log_probs(**asked), server.check_its_own)
     return Response(packed(found), media_type="application/octet-stream")
 

@@ -4,9 +4,10 @@ swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --p
 """
 
 import importlib.util
+import logging
 import socket
 
-from ...bridge.hub import model_folder, read_config, vocab_size_of
+from ...bridge.hub import model_folder, positions_of, read_config, vocab_size_of
 from ...bridge.safetensors_io import check_headers
 from .options import RolloutOptions, ServerOptions
 
@@ -32,6 +33,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     import uvicorn
 
     from ..run import dtype_of
+    from .connections import connection_settings
     from .server import Server
 
     described = read_config(folder)
@@ -45,8 +47,18 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         from .transformers_engine import TransformersEngine
 
         backend = InProcess(TransformersEngine(folder, dtype=dtype), kind)
+    server = Server(
+        backend,
+        options.model,
+        options.api_key,
+        vocab_size=vocab_size_of(described),
+        positions=options.vllm_max_model_len or positions_of(described),
+        hosts=hosts_of(options.host),
+    )
+    _show_log(options.log_level)
     config = uvicorn.Config(
-        Server(backend, options.model, options.api_key, vocab_size=vocab_size_of(described)).app,
+        server.app,
+        **connection_settings(),
         log_level=options.log_level,
         access_log=options.log_level == "debug",
         timeout_keep_alive=75,  # longer than clients keep idle connections
@@ -88,6 +100,24 @@ def checked_backend(options: RolloutOptions) -> str:
                 "whenever it is asked. Leave it out."
             )
     return kind
+
+
+def hosts_of(host: str) -> list[str] | None:
+    """Names by which clients on this machine call a server that listens at `host`; None where others reach it, who may
+    call it by any name."""
+    if host not in LOCAL and not host.startswith("127."):
+        return None
+    return sorted({"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host.lower()})
+
+
+def _show_log(level: str) -> None:
+    """Print what the server's own logger says, such as which run has claimed it."""
+    log = logging.getLogger("megaswift.rollout")
+    log.setLevel(level.upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
 
 
 def bound(host: str, port: int) -> socket.socket:

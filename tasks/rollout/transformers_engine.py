@@ -1,7 +1,7 @@
 """Generation by transformers, in this process: batches padded on the left, each completion with random numbers of its
 own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from ...bridge import runtime
 from ...bridge.hub import load_tokenizer
 from .ending import end_tokens
-from .engine import Completion, Request, Sampling, Top
+from .engine import Cancelled, Completion, Request, Sampling, Top
 from .replica import Replica
 from .transformers_experts import ExpertsSeen
 
@@ -38,15 +38,20 @@ class TransformersEngine:
         self.ends = end_tokens(folder, self.tokenizer)
         self.replica.model.generation_config = GenerationConfig()  # nothing of its own beside Sampling
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See Engine. Raises RuntimeError where weights have not come yet."""
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
+    ) -> list[Completion]:
+        """See Reader. Raises RuntimeError where weights have not come yet."""
         if lacking := self.replica.lacking:
             raise RuntimeError(f"{len(lacking)} weights of the engine have not come yet, {min(lacking)} among them")
         order = sorted(range(len(requests)), key=lambda at: len(requests[at].tokens))  # little padding
         found: dict[int, Completion] = {}
         for first in range(0, len(order), self.rows):
+            if is_cancelled and is_cancelled():
+                raise Cancelled
             batch = order[first : first + self.rows]
-            found.update(zip(batch, self._batch([requests[at] for at in batch], sampling), strict=True))
+            completions = self._batch([requests[at] for at in batch], sampling, is_cancelled)
+            found.update(zip(batch, completions, strict=True))
         return [found[at] for at in range(len(requests))]
 
     @torch.no_grad()
@@ -86,7 +91,9 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _batch(self, requests: list[Request], sampling: Sampling) -> list[Completion]:
+    def _batch(
+        self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
+    ) -> list[Completion]:
         longest = max(len(request.tokens) for request in requests)
         tokens = torch.zeros(len(requests), longest, dtype=torch.int64)  # padding is masked: any token does
         mask = torch.zeros_like(tokens)
@@ -95,7 +102,7 @@ class TransformersEngine:
             mask[row, longest - len(request.tokens) :] = 1
         draw = _Draw(requests, sampling, longest, mask.to(self.device))
         ends = self.ends if sampling.ends is None else set(sampling.ends)
-        stop = _Stop(draw.limits, longest, ends, sampling.stop, self.tokenizer)
+        stop = _Stop(draw.limits, longest, ends, sampling.stop, self.tokenizer, is_cancelled)
         settings = GenerationConfig(
             max_new_tokens=max(draw.limits), do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
         )
@@ -166,17 +173,27 @@ class _Draw(LogitsProcessor):
 
 
 class _Stop(StoppingCriteria):
-    """Ends a row at an end token, at a stop text, or at its limit."""
+    """Ends a row at an end token, at a stop text, or at its limit; raises Cancelled where nobody waits any more."""
 
-    def __init__(self, limits: list[int], longest: int, ends: set[int], texts: tuple[str, ...], tokenizer: Any):
+    def __init__(
+        self,
+        limits: list[int],
+        longest: int,
+        ends: set[int],
+        texts: tuple[str, ...],
+        tokenizer: Any,
+        is_cancelled: Callable[[], bool] | None,
+    ):
         self.lengths = [0] * len(limits)  # of the completions that have ended
         self.stopped = [False] * len(limits)  # by a token or a text
         self._limits, self._longest, self._ends, self._texts = limits, longest, ends, texts
-        self._tokenizer = tokenizer
+        self._tokenizer, self._is_cancelled = tokenizer, is_cancelled
         # A token is a byte of text or more, but for special ones: enough to hold a text that the last token completes.
         self._window = max((len(text.encode()) for text in texts), default=0) + 8
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self._is_cancelled and self._is_cancelled():
+            raise Cancelled
         rows = input_ids[:, self._longest :][:, -max(1, self._window) :].tolist()
         new = input_ids.shape[1] - self._longest
         for row, tail in enumerate(rows):

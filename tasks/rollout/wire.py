@@ -1,17 +1,21 @@
 """Weights on their way to a server: tensors side by side in buckets, in memory that processes of one host can share.
 
 A bucket is flat bytes and a table of what lies where. Its bytes are in anonymous memory (memfd): other processes of the
-same user open it through /proc, it needs no room in /dev/shm, and it is gone when the last process that has it is.
+same user open it through /proc, it needs no room in /dev/shm, and it is gone when the last process that has it is. It
+has a name and a seal that no file on a disk can have: whoever names memory to a server names nothing else.
 Over HTTP the table goes first: eight bytes of its length, the table in JSON, the bytes.
 """
 
+import fcntl
 import hmac
 import json
 import math
 import mmap
 import os
 from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,9 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes; what any dtype is content with
 BUCKET_BYTES = 512 * 2**20
+PROBE_BYTES = 16  # of a secret by which a client proves that memory is its own
+MEMORY = "megaswift-weights"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # reading beyond memory that shrank would kill
 
 
 class Entry(NamedTuple):
@@ -51,13 +58,15 @@ class Memory:
     """Shared memory of so many bytes: `flat` is a uint8 tensor of it. Raises OSError where there is not enough."""
 
     def __init__(self, count: int):
-        fd = os.memfd_create("weights")
+        fd = os.memfd_create(MEMORY, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, count)
             self._map = mmap.mmap(fd, count)
-        except OSError:
+        except (OSError, ValueError):
             os.close(fd)
             raise
+        with suppress(OSError):  # without seals nobody attaches it: its bytes go by HTTP
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         self._fd: int | None = fd
         self.place = Place(os.getpid(), fd, count)
         self.flat = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -75,26 +84,55 @@ class Memory:
 
 
 def attach(place: Place) -> Tensor:
-    """The memory of another process as a uint8 tensor, for as long as the tensor lives.
+    """The memory of another process as a uint8 tensor, for as long as the tensor lives; writing to it changes a copy.
 
-    Raises OSError where it cannot be opened: another host, another container, another user.
+    Raises OSError where it cannot be opened (another host, another container, another user), or is not a `Memory`.
     """
-    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR)
+    fd = _open(place)
     try:
-        return torch.frombuffer(mmap.mmap(fd, place.bytes), dtype=torch.uint8)
+        read = mmap.PROT_READ | mmap.PROT_WRITE  # to the copy: torch takes no memory that is read-only
+        return torch.frombuffer(mmap.mmap(fd, place.bytes, flags=mmap.MAP_PRIVATE, prot=read), dtype=torch.uint8)
     finally:
         os.close(fd)  # the map keeps it
 
 
-def is_local(pid: int, fd: int, bytes: int, secret: str) -> bool:
-    """Whether a client's memory can be read here: it is the client's if its secret is in it."""
-    if bytes != len(secret) // 2:
-        return False
+def _open(place: Place) -> int:
+    """A descriptor of memory that is a `Memory` of at least so many bytes. Raises OSError for anything else: opening a
+    device, or a pipe, could do something."""
+    if not all(type(number) is int and number >= least for number, least in zip(place, (1, 0, 1), strict=True)):
+        raise OSError(f"{tuple(place)} names no memory")
+    handle = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_PATH | os.O_CLOEXEC)
     try:
-        found = attach(Place(pid, fd, bytes)).numpy().tobytes()
+        if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{MEMORY} (deleted)":
+            raise OSError(f"file {place.fd} of process {place.pid} is not shared memory of weights")
+        fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(fd).st_size < place.bytes:
+            raise OSError(f"file {place.fd} of process {place.pid} is not shared memory of {place.bytes} bytes")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_local(pid: int, fd: int, secret: str) -> bool:
+    """Whether a client's memory can be read here: it is the client's if its secret, PROBE_BYTES in hex, is in it."""
+    try:
+        content = attach(Place(pid, fd, PROBE_BYTES)).numpy().tobytes()
     except (OSError, ValueError):
         return False
-    return hmac.compare_digest(found.hex(), secret)
+    return hmac.compare_digest(content.hex(), secret)
+
+
+def start_of_process(pid: int) -> str | None:
+    """When a process of this host started, in the kernel's ticks; None where it has ended."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else numbers[18]
 
 
 async def received(count: int, chunks: AsyncIterable[bytes]) -> Memory:
@@ -161,12 +199,21 @@ def read_table(data: Tensor) -> tuple[list[Entry], int]:
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     if not 0 < length <= len(data) - 8:
         raise ValueError(f"a bucket of {len(data)} bytes says that its table has {length}")
-    return [as_entry(item) for item in json.loads(data[8 : 8 + length].numpy().tobytes())], 8 + length
+    items = json.loads(data[8 : 8 + length].numpy().tobytes())
+    return [as_entry(item, len(data) - 8 - length) for item in items], 8 + length
 
 
-def as_entry(item: Sequence[Any]) -> Entry:
-    """An entry from JSON. Raises ValueError for what is none."""
-    name, dtype, shape, offset = item
-    if not isinstance(getattr(torch, dtype, None), torch.dtype) or offset % ALIGNMENT:
-        raise ValueError(f"{name}: {dtype} at byte {offset} is not a tensor of a bucket")
-    return Entry(name, dtype, tuple(shape), offset)
+def as_entry(item: Any, within: int | None = None) -> Entry:
+    """An entry from JSON. Raises ValueError for what is none, or not `within` so many bytes."""
+    try:
+        name, dtype, shape, offset = item
+        entry, is_dtype = Entry(name, dtype, tuple(shape), offset), isinstance(getattr(torch, dtype, None), torch.dtype)
+        numbers = all(type(number) is int and number >= 0 for number in (*entry.shape, offset))
+        right = isinstance(name, str) and is_dtype and numbers and offset % ALIGNMENT == 0
+        right = right and (within is None or offset + entry.bytes <= within)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        of = "" if within is None else f" of {within} bytes"
+        raise ValueError(f"{repr(item)[:200]} is not a tensor in a bucket{of}")
+    return entry

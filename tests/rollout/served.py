@@ -4,13 +4,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 import uvicorn
-from megaswift.tasks.rollout.engine import Completion, Request, Sampling, Top
+from megaswift.tasks.rollout.engine import Cancelled, Completion, Request, Sampling, Top
 from megaswift.tasks.rollout.in_process import InProcess
 from megaswift.tasks.rollout.server import Server
 from torch import Tensor
@@ -19,19 +20,27 @@ from torch import Tensor
 class KnownEngine:
     """Says the prompt backwards, each token with a log-probability that shows the seed and the weights.
 
-    A prompt that begins with 99 takes a minute, one that begins with 98 is an error, one with 97 fails.
+    A prompt that begins with 99 takes a minute, if it is not cancelled; one with 98 is an error, one with 97 fails.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.awake = True
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return [self.answer(request, sampling) for request in requests]
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
+    ) -> list[Completion]:
+        return [self.answer(request, sampling, is_cancelled) for request in requests]
 
-    def answer(self, request: Request, sampling: Sampling) -> Completion:
+    def answer(
+        self, request: Request, sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
+    ) -> Completion:
         if request.tokens[0] == 99:
-            time.sleep(60)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                if is_cancelled and is_cancelled():
+                    raise Cancelled
+                time.sleep(0.02)
         if request.tokens[0] == 98:
             raise ValueError("the prompt has 98 tokens, and the model takes 97")
         if request.tokens[0] == 97:
@@ -83,11 +92,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(port: int | None = None, backend: type[InProcess] = InProcess, **settings):
+def serving(port: int | None = None, backend: type[InProcess] = InProcess, http: Any = "auto", **settings):
     """(address, engine, server) of one in a thread."""
     engine, port = KnownEngine(), port or free_port()
     server = Server(backend(engine, "known"), "known", **settings)
-    running = uvicorn.Server(uvicorn.Config(server.app, port=port, log_level="warning", timeout_graceful_shutdown=1))
+    running = uvicorn.Server(
+        uvicorn.Config(server.app, port=port, http=http, log_level="warning", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     while not running.started:

@@ -181,7 +181,10 @@ def test_another_runs_weights_are_not_drawn_from() -> None:
 
 def test_uploads_that_break_leave_nothing_behind() -> None:
     def files() -> int:
-        return sum("memfd:weights" in os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd"))
+        return sum(
+            "memfd:megaswift-weights" in os.path.realpath(f"/proc/self/fd/{file}")
+            for file in os.listdir("/proc/self/fd")
+        )
 
     with serving() as (url, _, _), connected(url) as client:
         client._asked([client._links[0].call("/weights/begin")])
