@@ -40,12 +40,13 @@ from .hub import LATEST, mcore_folder, read_adapter_config
 from .lora.attach import Lora
 from .lora.files import write_adapter_config
 from .lora.settings import LoraSettings
+from .names import some
 from .proof import peak_memory, prove_loading, sources, write_proof
 from .rows import EMBEDDING, OUTPUT, Architecture, Family, table
 from .safetensors_io import names_of
 from .save import carry
 from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
-from .tensors import ADAPTER, architecture_of, held, some
+from .tensors import ADAPTER, architecture_of, held
 
 MAX_CARRIED = 5 * 2**30  # bytes of a file of carried.py
 APART = "Do the folder and its config.json belong together?"

@@ -11,6 +11,7 @@ from .options import ModelOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
+MANY_LAYERS = 1000  # no published model has so many: then the weights are looked at before layers are built
 LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
 MCORE_FILES = LATEST, ".metadata", "metadata.json"  # one of them is in the folder of a megatron-core checkpoint
 
@@ -20,7 +21,6 @@ _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "
 _IGNORED += ["original/*", "figures/*"]
 _COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
-_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
 
 
 def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
@@ -211,8 +211,27 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
     if fault := _fault(config):
-        raise ValueError(f"{path} {fault}: copy it again from the original checkpoint")
+        raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
+    layers = (config.get("text_config") or config).get("num_hidden_layers") or 0
+    if layers > MANY_LAYERS and has_weights(Path(folder)) and layers > (tensors := _count_tensors(Path(folder))):
+        raise ValueError(
+            f"{path} has num_hidden_layers {layers}, and the folder's weights are {tensors} tensors. Download it again"
+        )
     return config
+
+
+def _count_tensors(folder: Path) -> int:
+    """Return the number of tensors by the index, or by the headers of safetensors files; 0 if they cannot be read."""
+    try:
+        if (folder / INDEX).is_file():
+            return len(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        count = 0
+        for file in folder.glob("*.safetensors"):
+            with file.open("rb") as stream:
+                count += len(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+        return count
+    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        return 0
 
 
 def vocab_size_of(config: dict[str, Any]) -> int | None:
@@ -281,25 +300,8 @@ def _fault(config: Any) -> str | None:
         return "is no JSON object"
     text = config.get("text_config")
     if not isinstance(text, dict | None):
-        return f"has text_config {text!r}, and it must be an object"
+        return f"has text_config {text!r}, which must be an object"
     for name, value in ((name, part.get(name)) for part in (config, text or {}) for name in _COUNTS):
         if value is not None and (not isinstance(value, int) or value <= 0):
-            return f"has {name} {value!r}, and it must be a whole number above 0"
+            return f"has {name} {value!r}, which must be a whole number above 0"
     return None
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a checkpoint's folder. Raises FileNotFoundError or ValueError with a cure."""
-    if not any(
-        file for pattern in _TOKENIZERS for file in folder.glob(pattern)
-    ):  # transformers would make an empty one
-        raise FileNotFoundError(f"{folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of any kind: broken JSON, a class that this transformers does not know
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{folder}: its tokenizer cannot be read ({reason}): copy its files again from the original checkpoint"
-        ) from error

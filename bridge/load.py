@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .carried import carried_names
 from .families import family_of
 from .families.scored import SCORE, head_of
 from .heads import begin_head
-from .hub import INDEX, read_config
-from .proof import accounted
+from .hub import read_config
+from .names import check_names, shape_misfit, some
 from .quantized import Weights, open_weights
 from .rows import OUTPUT, Architecture, Entry, Key, Span, table, window
-from .safetensors_io import BLOCK, unlisted
-from .tensors import architecture_of, expected, held, some, split_of
+from .safetensors_io import BLOCK
+from .tensors import architecture_of, expected, held, split_of
 
 READERS = 4
 
@@ -36,7 +35,7 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     source = open_weights(folder, hf_config)
     entries = table(family, hf_config, architecture, source.tensors)
     begins = architecture.head is not None and SCORE.hf not in source.tensors and head_of(read_config(folder)) is None
-    _check_names(source, {OUTPUT} if begins else set(), entries, architecture, family.name)
+    check_names(source, {OUTPUT} if begins else set(), entries, architecture, family.name)
     tensors = held(chunks)
     _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
     if begins and OUTPUT in tensors:
@@ -106,30 +105,7 @@ def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         stored = source.tensors[name]
         if stored.shape != shape:
-            raise ValueError(
-                f"{stored.file}: {name} has shape {list(stored.shape)}, and by config.json it has {list(shape)}. "
-                "Do weights and config.json belong together?"
-            )
-
-
-def _check_names(
-    source: Weights, made: Container[Key], entries: dict[Key, Entry], architecture: Architecture, family: str
-) -> None:
-    """`made`: what is not read."""
-    wanted = {name for key, entry in entries.items() if key not in made for name in entry.hf}
-    if missing := wanted - source.tensors.keys():
-        cure = "Do weights and config.json belong together?"
-        if others := unlisted(source.folder):
-            cure = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
-        raise ValueError(
-            f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {cure}"
-        )
-    extra = source.tensors.keys() - wanted
-    if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):
-        raise ValueError(
-            f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. "
-            "Do weights and config.json belong together?"
-        )
+            raise ValueError(shape_misfit(stored.file, name, stored.shape, shape))
 
 
 def _check_model(found: Iterable[Key], wanted: set[Key], family: str) -> None:

@@ -91,6 +91,8 @@ class SafetensorsFolder:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
         headers = {}
         for shard in shards:
+            if shard.startswith(("/", "\\")) or ".." in shard.replace("\\", "/").split("/"):
+                raise ValueError(f"{index} names {shard}, which is outside the folder. Download the model again")
             if not (self.folder / shard).is_file():
                 raise ValueError(f"{self.folder / shard} is missing: {INDEX} names it. Download the model again")
             headers[shard] = read_header(self.folder / shard)

@@ -1,7 +1,7 @@
 """What this rank holds: the tensors of its model chunks under the table's keys, and its place in each split."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -116,10 +116,3 @@ def split_group(*, expert: bool) -> ProcessGroup:
     """The ranks that hold the shards of one tensor."""
     of = parallel_state.get_expert_tensor_parallel_group if expert else parallel_state.get_tensor_model_parallel_group
     return cast(ProcessGroup, of())
-
-
-def some(names: Iterable[str]) -> str:
-    """How many tensors, and the first few by name: for error messages."""
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
-    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"

@@ -20,7 +20,7 @@ from .checks_generation import check_key, check_vllm
 from .checks_lora import check_adapters, check_base, check_tuner, take_base
 from .checks_model import (
     READ,
-    READ_BY_TRANSFORMERS,
+    SAFETENSORS,
     beyond_positions,
     check_divisible,
     experts_of,
@@ -76,7 +76,7 @@ def check_infer(options: InferOptions) -> list[str]:
     _check_there("--val_dataset", options.val_dataset)
     notes, model = list(take_base(options, options)), None
     if options.model or not options.adapters:  # of a hub's adapter the task finds the model
-        model = read_model_config(options, weights=READ_BY_TRANSFORMERS)
+        model = read_model_config(options, weights=SAFETENSORS)
         check_speaks(options, model)
         notes += check_base(options, options, model)
     for name, least in (("temperature", 0), ("max_new_tokens", 1), ("max_batch_size", 1), ("vllm_max_model_len", 1)):
@@ -93,7 +93,7 @@ def check_infer(options: InferOptions) -> list[str]:
 
 def check_rollout(options: RolloutOptions) -> list[str]:
     """Raise UsageError for what cannot be; notes for the user."""
-    model = read_model_config(options, weights=READ_BY_TRANSFORMERS)
+    model = read_model_config(options, weights=SAFETENSORS)
     check_speaks(options, model)
     check_vllm(options)
     check_room(options)

@@ -10,7 +10,7 @@ from ..tasks.option_groups import CompletionOptions, SamplingOptions
 from ..tasks.options import GkdOptions, GrpoOptions
 from ..tasks.rollout.addresses import server_urls
 from ..tasks.rollout.options import EngineOptions, ServerOptions
-from .checks_model import READ_BY_TRANSFORMERS, experts_of, read_model_config
+from .checks_model import SAFETENSORS, experts_of, read_model_config
 from .flags import UsageError, show
 
 # flag -> (the flag that has it read, its values that do)
@@ -320,7 +320,7 @@ def _rewards(options: GrpoOptions) -> None:
         raise UsageError(str(error)) from None
     if options.reward_model:
         try:
-            read_model_config(replace(options, model=options.reward_model), weights=READ_BY_TRANSFORMERS)
+            read_model_config(replace(options, model=options.reward_model), weights=SAFETENSORS)
         except UsageError as error:
             raise UsageError(re.sub(r"--model\b", "--reward_model", str(error))) from None
 

@@ -15,7 +15,7 @@ READ = (
     INDEX,
     *MCORE_FILES,
 )  # what shows that a folder has weights; a checkpoint may be in either format
-READ_BY_TRANSFORMERS = "*.safetensors", INDEX, "*.bin"
+SAFETENSORS = "*.safetensors", INDEX
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # in config.json of some family
 
 

@@ -33,6 +33,7 @@ from ..bridge.lora.merge import settle
 from ..bridge.lora.settings import LoraSettings
 from ..bridge.options import BuildOptions
 from ..bridge.parallel import barrier, initialize
+from ..bridge.pretrained import load_tokenizer
 from ..bridge.proof import prove_loading
 from ..bridge.safetensors_io import names_of
 from ..bridge.save import save_weights
@@ -69,7 +70,7 @@ class Source:
         peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
         labels = labels_of(adapter) if adapter and peft else None
         if labels is not None:  # the adapter is of a model with a head
-            hf_config = with_head(hf_config, labels, pad_token_id=hub.load_tokenizer(folder).pad_token_id)
+            hf_config = with_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
 
     @property
@@ -93,7 +94,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     _say(f"{processes}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
     on_every_rank(lambda: _check_weights(source))
     if options.test_convert_precision:  # what it needs last is looked for first
-        on_first_rank(lambda: hub.load_tokenizer(source.folder) and None)
+        on_first_rank(lambda: load_tokenizer(source.folder) and None)
     if options.to_hf:  # everything that the checkpoint has
         layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source.folder)) or None
     with _whole_or_absent(destination) as temporary:

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..bridge.hub import adapter_folder, load_tokenizer, model_folder, read_adapter_config, with_base
+from ..bridge.hub import adapter_folder, has_weights, model_folder, no_weights, read_adapter_config, with_base
+from ..bridge.pretrained import load_model, load_tokenizer
 from ..templates.formats import Conversation, UnusableRow, renamed, to_conversation, usable
 from ..templates.sources import sources
 from .adapted import adapted, merged
@@ -60,6 +61,8 @@ def checked_folder(options: InferOptions) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {folder}: there is no config.json in it. Give the folder of a checkpoint-N.")
     _check_whole("--model", folder)
+    if not has_weights(folder):
+        raise ValueError(f"--model {folder} {no_weights(folder)}. Use a folder that has them.")
     return folder
 
 
@@ -225,15 +228,11 @@ class TransformersEngine(Engine):
     def __init__(self, folder: Path, adapter: Adapter | None, options: InferOptions):
         super().__init__(folder)
         import torch
-        from transformers import AutoModelForCausalLM, set_seed
-        from transformers.utils import logging
+        from transformers import set_seed
 
         set_seed(options.seed)
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=options.torch_dtype or "auto", device_map="auto" if torch.cuda.is_available() else None
-        ).eval()
+        device_map = "auto" if torch.cuda.is_available() else None
+        self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
         if adapter:
             self.model = adapted(self.model, adapter.folder, folder)
             if options.merge_lora:

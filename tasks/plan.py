@@ -119,7 +119,8 @@ class DataPlan:
 
 def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
     """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
-    from ..bridge.hub import load_tokenizer, source_folder
+    from ..bridge.hub import source_folder
+    from ..bridge.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
     prepared = tokens_of(options, tokenizer)

@@ -19,9 +19,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..bridge import hub, runtime
+from ..bridge import runtime
 from ..bridge.build import Model
 from ..bridge.families import family_of
+from ..bridge.pretrained import load_model, load_tokenizer
 from ..bridge.rows import table
 from ..bridge.tensors import held
 from ..templates.layout import Layout
@@ -128,7 +129,7 @@ def as_json(comparisons: list[Comparison]) -> list[dict[str, Any]]:
 
 def _documents(folder: Path) -> list[list[int]]:
     """The texts' token ids."""
-    tokenizer = hub.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return [tokenizer(text)["input_ids"][:LONGEST] for text in TEXTS]
 
 
@@ -212,8 +213,6 @@ def _run_theirs(
     dtype: torch.dtype,
 ) -> list[_Run]:
     """transformers' model on the texts, one by one, with weights of `dtype`: once computing in each of `dtypes`."""
-    from transformers import AutoModelForCausalLM
-
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if quantization := hf_config.get("quantization_config"):
         from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
@@ -221,10 +220,9 @@ def _run_theirs(
         config = Mxfp4Config if quantization.get("quant_method") == "mxfp4" else FineGrainedFP8Config
         options["quantization_config"] = config(dequantize=True)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    except Exception as error:  # of any kind: transformers, and code that a checkpoint brings, raise what they like
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PrecisionError(f"--test_convert_precision: transformers cannot open the checkpoint ({reason})") from error
+        model: Any = load_model(folder, **options).eval()
+    except ValueError as error:
+        raise PrecisionError(f"--test_convert_precision: {error}") from error
     if adapter:
         model = merged(adapted(model, adapter, folder))
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize

@@ -15,6 +15,7 @@ from ..bridge import hub, runtime
 from ..bridge.build import DTYPES
 from ..bridge.options import ModelOptions
 from ..bridge.parallel import initialize
+from ..bridge.pretrained import load_tokenizer
 from ..templates.episodes import Plan
 from ..templates.layout import Batch
 from ..templates.layout import Layout as PackedLayout
@@ -93,7 +94,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         adapter_folder = Path(options.mcore_adapter).expanduser()
     config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
     dtype = dtype_of(options, config)
-    tokenizer = hub.load_tokenizer(model_folder)
+    tokenizer = load_tokenizer(model_folder)
 
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     found = replace(options, load_from_cache_file=True)

@@ -10,8 +10,8 @@ from ..bridge.lora.attach import attach
 from ..bridge.lora.files import load_adapter, settings_of
 from ..bridge.lora.settings import LoraSettings
 from ..bridge.lora.switch import Switch
+from ..bridge.names import some
 from ..bridge.safetensors_io import names_of
-from ..bridge.tensors import some
 from ..bridge.trainable import count_parameters, freeze, freeze_output
 from .folders import WEIGHTS, damage, listed
 from .option_groups import ReferenceOptions

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from ..bridge import hub
+from ..bridge.pretrained import load_tokenizer
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, given: str) -> None:
     """Raise ValueError where a token means something else to the model in `folder`, which the flag `given` names."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
-    theirs, ours = hub.load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
+    theirs, ours = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
     if theirs == ours:
         return
     other = next(word for word in theirs.keys() | ours.keys() if theirs.get(word) != ours.get(word))

@@ -50,7 +50,7 @@ DEFAULTS = {
 
 
 def describe(config: dict[str, Any]) -> Architecture:
-    config = text_config(config)
+    config = text_config(config, tied_inside=True)
     settings = with_defaults(config, DEFAULTS) | {"rope_interleaved": True}
     bias = bool(config.get("attention_bias"))
     moe, layers = moe_layers(settings), range(settings["num_hidden_layers"])

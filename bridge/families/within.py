@@ -7,12 +7,19 @@ from typing import Any
 from ..rows import Row
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a config.json, or all of it where that is of a text model alone."""
+def text_config(config: dict[str, Any], *, tied_inside: bool = False) -> dict[str, Any]:
+    """Return the text model's part of a config.json, or all of it if the checkpoint is a text model alone.
+
+    transformers ties the output layer by the outer `tie_word_embeddings` and does not look at the inner one.
+    tied_inside: the family's language model is a whole causal model inside, which goes by the inner one instead.
+    """
     if "text_config" not in config:
         return config
-    outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-    return outer | config["text_config"]
+    text = dict(config["text_config"])
+    if not tied_inside:
+        text.pop("tie_word_embeddings", None)
+    outer = ("quantization_config",) if tied_inside else ("quantization_config", "tie_word_embeddings")
+    return {key: config[key] for key in outer if key in config} | text
 
 
 def inner(row: Row) -> Row:

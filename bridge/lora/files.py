@@ -20,11 +20,12 @@ from ..families import family_of
 from ..families.scored import SCORE
 from ..hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..load import read_tensors
+from ..names import some
 from ..parallel import barrier
 from ..rows import OUTPUT, Architecture, Entry, Key
 from ..safetensors_io import Form, SafetensorsFolder, sync, write_shard
 from ..save import write_tensors, write_together
-from ..tensors import architecture_of, held, some
+from ..tensors import architecture_of, held
 from ..writer import Folder, Report, Writer
 from .attach import Lora
 from .experts import Unfused

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...bridge.pretrained import load_model, load_tokenizer
+
 TOKENS = 16384  # of a batch, padding included
 
 
@@ -15,25 +17,15 @@ class ModelReward:
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype | None = None):
         """`dtype`: of its weights; none: as they are saved. Raises ValueError where the folder has no reward model."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-        from transformers.utils import logging
-
         flag = f"--reward_model {folder}"
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"{flag}: there is no config.json in it. Give a checkpoint; an adapter is to be merged first"
             )
-        logging.disable_progress_bar()
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype or "auto", output_loading_info=True
-        )
-        if lacking := sorted(report["missing_keys"]):
-            raise ValueError(
-                f"{flag} lacks {', '.join(lacking[:3])}, so it is no reward model. Train one by --rlhf_type rm"
-            )
+        model = load_model(folder, "SequenceClassification", flag="--reward_model", dtype=dtype or "auto")
         if model.config.num_labels != 1:
             raise ValueError(f"{flag} has {model.config.num_labels} labels, and a reward model has one")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = load_tokenizer(folder)
         if not self._tokenizer.chat_template:
             raise ValueError(f"{flag}: its tokenizer has no chat template. Add a chat_template.jinja to the folder")
         self._flag, self._device, self._model = flag, device, model.to(device).eval()

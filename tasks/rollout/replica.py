@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -26,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from ...bridge.families import family_of
 from ...bridge.hub import read_config
+from ...bridge.pretrained import empty_model, load_config, load_model
 from .weights import checksum
 
 
@@ -44,13 +44,13 @@ class Replica:
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, load: bool):
         if load:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)  # pyright: ignore[reportArgumentType]
+            self.model: Any = load_model(folder, dtype=dtype).to(device)
         else:
-            config = AutoConfig.from_pretrained(folder)
+            config = load_config(folder)
             if hasattr(config, "quantization_config"):  # weights come as they are trained
                 delattr(config, "quantization_config")
             with torch.device(device), no_init_weights():
-                self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                self.model = empty_model(config, dtype=dtype)
             self.model.tie_weights()
         self.model.eval().requires_grad_(False)
         self._state: dict[str, Tensor] = self.model.state_dict()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ...bridge import runtime
-from ...bridge.hub import load_tokenizer
+from ...bridge.pretrained import load_tokenizer
 from .ending import end_tokens
 from .engine import Cancelled, Completion, Request, Sampling, Top
 from .replica import Replica

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...bridge.hub import load_tokenizer
+from ...bridge.pretrained import load_tokenizer
 from .adapters import SERVERS_RANK, room_for
 from .ending import end_tokens
 from .engine import Completion, Request, Sampling, Top

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.families import family_of
-from ...bridge.hub import load_tokenizer, read_config
+from ...bridge.hub import read_config
 from ...bridge.lora.rows import PREFIX as ADAPTED  # begins the names of an adapter's tensors
+from ...bridge.pretrained import load_tokenizer
 from ..memory import unmapped
 from .adapters import room_for
 from .ending import end_tokens

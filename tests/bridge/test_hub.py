@@ -6,8 +6,9 @@ import types
 from fnmatch import fnmatch
 
 import pytest
-from megaswift.bridge.hub import adapter_folder, load_tokenizer, model_folder, read_config, with_base
+from megaswift.bridge.hub import adapter_folder, model_folder, read_config, with_base
 from megaswift.bridge.options import ModelOptions
+from megaswift.bridge.pretrained import load_tokenizer
 from megaswift.tasks.options import ExportOptions
 
 
@@ -95,12 +96,12 @@ def test_config_that_is_missing_or_broken(tmp_path):
         read_config(tmp_path)
     for text, fault in (
         ("[]", "is no JSON object"),
-        ('{"text_config": [1]}', r"has text_config \[1\], and it must be an object"),
-        ('{"vocab_size": "x"}', "has vocab_size 'x', and it must be a whole number above 0"),
-        ('{"text_config": {"num_attention_heads": 0}}', "has num_attention_heads 0, and it must be a whole number"),
+        ('{"text_config": [1]}', r"has text_config \[1\], which must be an object"),
+        ('{"vocab_size": "x"}', "has vocab_size 'x', which must be a whole number above 0"),
+        ('{"text_config": {"num_attention_heads": 0}}', "has num_attention_heads 0, which must be a whole number"),
     ):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=rf"config\.json {fault}.*: copy it again"):
+        with pytest.raises(ValueError, match=rf"config\.json {fault}.*\. Fix it, or use the file of the original"):
             read_config(tmp_path)
 
 

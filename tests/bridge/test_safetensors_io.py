@@ -114,6 +114,24 @@ def test_index_and_shards_that_differ(folder):
         SafetensorsFolder(folder)
 
 
+@pytest.mark.parametrize("name", ["../other/x.safetensors", "/other/x.safetensors", "a/../../x.safetensors", "..\\x"])
+def test_an_index_that_leaves_its_folder(name, folder):
+    """Else a downloaded index would have another model's weights published with this one."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["a"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index.json names .*x.*, which is outside the folder. Download"):
+        SafetensorsFolder(folder)
+
+
+def test_an_index_may_name_a_folder_inside(folder):
+    (folder / "part").mkdir()
+    shard = "model-00002-of-00002.safetensors"
+    (folder / shard).rename(folder / "part" / shard)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(shard, f"part/{shard}"))
+    assert SafetensorsFolder(folder).tensors.keys() == TENSORS.keys()
+
+
 def test_weights_of_another_format(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(

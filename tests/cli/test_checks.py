@@ -245,6 +245,21 @@ def test_texts_beyond_the_positions(config: dict, tmp_path: Path) -> None:
     assert check_infer(InferOptions(model=str(model), max_new_tokens=32)) == []
 
 
+def test_infer_reads_no_pickles(dense: Path) -> None:
+    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"^--model .*dense: has no weights: .* Its \.bin files are not read: convert"):
+        check_infer(InferOptions(model=str(dense)))
+
+
+@pytest.mark.parametrize("layers", [10_000_000, 2000])
+def test_more_layers_than_tensors(dense: Path, layers: int) -> None:
+    """Building them would take minutes before anything could say that they are not there."""
+    write_model(dense, DENSE | {"num_hidden_layers": layers})
+    message = rf"config\.json has num_hidden_layers {layers}, and the folder's weights are 0 tensors\. Download"
+    with pytest.raises(UsageError, match=message):
+        check(dense, "")
+
+
 @pytest.mark.parametrize(
     ("words", "more", "note"),
     [
