@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..bridge.options import ParallelOptions
-from ..tasks.resume import STARTED
+from ..tasks import console
+from ..tasks.resume import OUTPUT, STARTED
+from ..templates.plural import plural
 from .flags import UsageError, show
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
@@ -51,7 +53,7 @@ class Processes:
         nodes = _number("NNODES", 1, least=1)
         node_rank = _number("NODE_RANK", 0)
         if node_rank >= nodes:
-            raise UsageError(f"NODE_RANK={node_rank}: there are NNODES={nodes} nodes, the first is 0.")
+            raise UsageError(f"NODE_RANK={node_rank}: NNODES={nodes}, and the first node is 0.")
         if nodes > 1 and "MASTER_ADDR" not in os.environ:
             raise UsageError(f"NNODES={nodes} needs MASTER_ADDR: the address of the node with NODE_RANK=0.")
         port = _number("MASTER_PORT", 29500 if nodes > 1 else 0)
@@ -137,9 +139,12 @@ def environment(options: ParallelOptions, processes: Processes, gpus: int) -> di
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) -> None:
+def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *, output: Path | None = None) -> None:
     """Return in a process of the run: this one where it is the only one, else those that torchrun starts instead.
-    Raises UsageError where MASTER_PORT cannot be had."""
+
+    output: the folder of the run's folders, in which torchrun finds console.log.
+    Raises UsageError where MASTER_PORT cannot be had.
+    """
     os.environ.update(settings)
     if under_torchrun():
         return
@@ -151,8 +156,9 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str]) ->
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
     command = torchrun_command(processes, argv)
-    print(shown_command(command, settings), file=sys.stderr, flush=True)
-    os.environ[STARTED] = secrets.token_hex(8)
+    print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
+    console.record(shown_command(command, settings))
+    os.environ |= {STARTED: secrets.token_hex(8), **console.handed_over()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
 

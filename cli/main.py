@@ -3,6 +3,7 @@
 Knows neither torch nor transformers: `megatron --help` answers at once. Imports what a command needs where it is run.
 """
 
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -17,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from ..tasks import console
 from .flags import Flag, UsageError, flags_of, nearest, show
 
 
@@ -84,6 +86,15 @@ def main(program: str, argv: list[str]) -> int:
         from .launch import end_with_torchrun
 
         end_with_torchrun()
+    console.prepare_streams()
+    try:
+        return _guarded(program, argv)
+    finally:
+        console.stop_copy()
+
+
+def _guarded(program: str, argv: list[str]) -> int:
+    """Do what a command line asks for, and print what goes wrong."""
     try:
         return _main(program, argv)
     except UsageError as error:
@@ -93,10 +104,11 @@ def main(program: str, argv: list[str]) -> int:
         return 130
     except Exception as error:
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
-            _say_once("error: another process of the run has ended: what it says, or torchrun of it, is the reason")
+            _say_once("error: another process of the run has ended. Its error, or torchrun's, says why.")
             return 1
         if not _for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
-            raise
+            sys.excepthook(type(error), error, error.__traceback__)  # here, so that console.log has it
+            return 1
         _say_once(f"error: {error}")
         return 1
 
@@ -155,9 +167,11 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from ..tasks.plan import Layout
-    from .checks import check_training
-    from .launch import Processes, environment, start, visible_gpus, wake_gpu
+    from .checks import check_training, folder_of
+    from .launch import Processes, environment, shown_command, start, visible_gpus, wake_gpu
 
+    if not options.dry_run:
+        console.start_copy(shown_command(argv, {}))
     gpus = visible_gpus()
     processes = Processes.of_environment(gpus)
     layout = Layout.of(options, processes.world)
@@ -171,7 +185,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
 
         print(report(argv, options, sources, layout, processes, settings))
         return 0
-    start(processes, argv, settings)
+    start(processes, argv, settings, output=folder_of(options))
     wake_gpu(gpus)
     return _run(command, options, sources)
 
@@ -304,15 +318,16 @@ def _tell(notes: list[str]) -> None:
 
     if not os.environ.get(STARTED) and os.environ.get("RANK", "0") == "0":
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(console.labelled(f"note: {note}", sys.stderr), file=sys.stderr)
 
 
 def _end(code: int, *, at_once: bool = False) -> NoReturn:
     """Exit. Processes that have process groups do so `at_once`: all that counts is on the disk, and tidying up could
     wait for long, for other processes where this one has failed, else for its own threads and data loaders."""
     if at_once:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # who read it has gone
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -322,7 +337,7 @@ def _say_once(message: str) -> None:
     ends the others before they print it too."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
-    print(message, file=sys.stderr, flush=True)
+    print(console.labelled(message, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _for_users(error: Exception) -> bool:

@@ -7,6 +7,7 @@
   stopped, or whose command line is wrong, is not restarted.
 """
 
+import contextlib
 import logging
 import signal
 import sys
@@ -21,6 +22,8 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
+from ..tasks import console
+from ..tasks.resume import launched_folder
 from ..tasks.stop import AGAIN, EXIT_STOPPED
 from ..tasks.watchdog import EXIT_HANGS
 
@@ -42,7 +45,7 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        print(f"note: all processes are started again (restarts left: {self._remaining_restarts})", file=sys.stderr)
+        _say(f"note: all processes are started again (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -82,11 +85,19 @@ def _exit_code(error: ChildFailedError) -> int:
     ended = signal.Signals(-failure.exitcode)
     if ended != Agent.signalled:
         memory = ": is the machine short of memory?" if ended == signal.SIGKILL else ""
-        print(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}", file=sys.stderr)
+        _say(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}")
     return 128 + ended
 
 
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(console.labelled(text, sys.stderr), file=sys.stderr, flush=True)
+    if folder := launched_folder():
+        console.append(console.log_file(folder), text)
+
+
 if __name__ == "__main__":
+    console.prepare_streams()
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]

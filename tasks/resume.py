@@ -1,5 +1,6 @@
 """Going on with a run: which checkpoint from, whether it is whole and has all that exactness needs, and its state."""
 
+import contextlib
 import json
 import os
 import socket
@@ -40,6 +41,7 @@ SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
 }  # fmt: skip
 LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # how the names of such metrics end
 STARTED = "MEGASWIFT_STARTED"  # of one launch of ours; set for its processes, that of the launcher has told the notes
+OUTPUT = "MEGASWIFT_OUTPUT"  # of the same launch: the folder of its run's folder
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,16 @@ def _started(folder: Path) -> float | None:
         return float(began) if launch == _launch() else None
     except (OSError, ValueError):
         return None
+
+
+def launched_folder() -> Path | None:
+    """The folder of the run that this process has launched; None while it has none."""
+    launch, output = os.environ.get(STARTED), os.environ.get(OUTPUT)
+    for folder in reversed(run_folders(Path(output))) if launch and output else ():
+        with contextlib.suppress(OSError):
+            if (folder / LAUNCH).read_text().split("\n")[0] == launch:
+                return folder
+    return None
 
 
 def _own_folder(output: Path) -> Path | None:

@@ -22,6 +22,7 @@ from ..templates.layout import Layout as PackedLayout
 from ..templates.prepare import Prepared
 from ..templates.store import TokenStore, cache_root
 from ..templates.streaming import TokenStream
+from . import console
 from .args import save_args
 from .labels import headed
 from .options import SftOptions
@@ -103,8 +104,9 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     )
     hf_config = on_every_rank(lambda: headed(options, config, data, tokenizer.pad_token_id))
     folder, resumed = on_first_rank(lambda: open_folder(options), patient_group())  # which may read checkpoints whole
-    on_first_rank(lambda: save_args(folder / "args.json", options, sources))
+    on_first_rank(lambda: _first_files(folder, options, sources))
     check_shared(folder)
+    console.open_log(folder)
     weights_folder = model_folder
     if resumed and options.tuner_type == "lora":
         adapter_folder = resumed.checkpoint
@@ -113,6 +115,11 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     return Run(
         options, model_folder, weights_folder, adapter_folder, hf_config, folder, dtype, tokenizer, data, resumed
     )
+
+
+def _first_files(folder: Path, options: SftOptions, sources: dict[str, str]) -> None:
+    console.open_log(folder)  # that of the first rank begins it
+    save_args(folder / "args.json", options, sources)
 
 
 def train_batches(run: Run) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from . import console
+
 EXIT_HANGS = 70  # EX_SOFTWARE
 STDERR = 2  # written to by its number: who hangs may hold the lock of sys.stderr
 
@@ -172,7 +174,9 @@ class Watchdog:
 
     def _say(self, where: str) -> None:
         text = f"error: no progress for {self.seconds:g} s (--ddp_timeout): {where}. Stacks: {self.folder}/"
-        os.write(STDERR, f"\n{text}\n".encode())
+        with suppress(OSError):
+            os.write(STDERR, f"\n{text}\n".encode())
+        _within(self._interval, lambda: console.record(text))  # the disk may be what hangs
 
 
 def described(statuses: dict[int, Status], silent: list[int]) -> str:

@@ -1,0 +1,209 @@
+"""Terminal output: safe streams, colours, and the copy in the run folder, console.log.
+
+    prepare_streams()            # in each process, before anything is printed
+    start_copy("megatron sft")   # in each process of a run: from here on all output is remembered
+    open_log(run_folder)         # and from here on written to console.log, after what came before
+    stop_copy()
+
+The copy is made by the streams of Python: of a library in C++ (NCCL), what it prints by itself is not in it.
+Knows no torch.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+LOG = "console.log"
+EARLY_TEXT = "MEGASWIFT_CONSOLE"  # environment: what the launcher showed before its processes began
+EARLY_LIMIT = 100_000  # characters: an environment variable holds 131,071 bytes, and a terminal has scrolled by then
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLORS = {"error": "1;31", "warning": "33", "note": "33"}
+GREEN = "32"
+
+
+def prepare_streams() -> None:
+    """Have no character be an error, and no library draw progress bars where nobody sees them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")  # transformers follows the hub's
+    elif not columns(sys.stderr):
+        os.environ.setdefault("TQDM_NCOLS", "80")  # tqdm draws blank lines otherwise
+
+
+def columns(stream: TextIO) -> int:
+    """Return the width of a terminal; 0 where it is not known."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def labelled(text: str, stream: TextIO) -> str:
+    """Return `error: ...`, `warning: ...` or `note: ...` with a coloured label where the stream shows colours."""
+    label, colon, _ = text.partition(":")
+    return painted(label + colon, COLORS[label], stream) + text[len(label) + 1 :] if label in COLORS else text
+
+
+def painted(text: str, color: str, stream: TextIO) -> str:
+    """Return the text in a colour (https://no-color.org) where the stream is a terminal."""
+    shows = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\x1b[{color}m{text}\x1b[0m" if shows else text
+
+
+def file_size(count: int) -> str:
+    """Return a number of bytes for people: 8.1 GB, 12.5 MB, 3.0 kB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+@contextlib.contextmanager
+def timed(text: str) -> Iterator[None]:
+    """Print what is being done, and at the end of the line the seconds that it took."""
+    print(f"{text} ...", end="", flush=True)
+    began, ending = time.perf_counter(), ""
+    try:
+        yield
+        ending = f" {time.perf_counter() - began:.1f} s"
+    finally:
+        print(ending, flush=True)
+
+
+class _Log:
+    """Text for console.log: remembered until the folder is known. No error of its file ends the run."""
+
+    def __init__(self, early: str):
+        self._early, self._descriptor = early, None
+
+    @property
+    def early(self) -> str:
+        return self._early[-EARLY_LIMIT:]
+
+    def open(self, file: Path) -> None:
+        if self._descriptor is None:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self.write(self.early)
+                self._early = ""
+
+    def write(self, lines: str) -> None:
+        if self._descriptor is None:
+            self._early = (self._early + lines)[-2 * EARLY_LIMIT :]
+            return
+        with contextlib.suppress(OSError):  # the disk is full
+            os.write(self._descriptor, lines.encode(errors="replace"))  # O_APPEND: ranks do not overwrite each other
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+class _Copied:
+    """A stream of which the log gets each line. A terminal or a pipe that has gone is no error."""
+
+    def __init__(self, stream: TextIO, log: _Log):
+        self.stream, self._log, self._line = stream, log, ""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
+        lines, newline, rest = (self._line + text).rpartition("\n")
+        self._line = rest[rest.rfind("\r") + 1 :]  # a progress bar draws itself again and again
+        if newline:
+            self._log.write(as_seen(lines) + "\n")
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def finish(self) -> None:
+        """Copy a last line that has no end."""
+        if self._line:
+            self._log.write(as_seen(self._line) + "\n")
+            self._line = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_log: _Log | None = None
+
+
+def as_seen(lines: str) -> str:
+    """Return what a terminal shows in the end: no colours, and of a line that was drawn again the last state."""
+    kept = (line.rstrip("\r") for line in ESCAPES.sub("", lines).split("\n"))
+    return "\n".join(line[line.rfind("\r") + 1 :].rstrip() for line in kept)
+
+
+def start_copy(command: str) -> None:
+    """Remember what this process prints from now on, after what its launcher has shown or the run's command."""
+    global _log
+    if _log is None:
+        heading = f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{command}\n"
+        early = os.environ.pop(EARLY_TEXT, heading)
+        _log = _Log(early if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+        sys.stdout, sys.stderr = _Copied(sys.stdout, _log), _Copied(sys.stderr, _log)  # type: ignore[assignment]
+
+
+def record(text: str) -> None:
+    """Add a line to the log, which the terminal does not show."""
+    if _log is not None:
+        _log.write(f"{text}\n")
+
+
+def handed_over() -> dict[str, str]:
+    """Return the environment variable by which another program that takes this process's place goes on."""
+    return {EARLY_TEXT: _log.early} if _log is not None and _log.early else {}
+
+
+def open_log(folder: Path) -> None:
+    """Write all of it to the run's console.log, behind that of earlier runs. A node other than the first has its own
+    file: on NFS two machines that append overwrite each other."""
+    if _log is not None:
+        _log.open(log_file(folder))
+
+
+def log_file(folder: Path) -> Path:
+    """Return this node's console.log in a run's folder."""
+    node = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or "0"
+    return folder / (LOG if node == "0" else f"console-node{node}.log")
+
+
+def append(file: Path, text: str) -> None:
+    """Add a line to the log of a run that this process has launched."""
+    log = _Log("")
+    if file.exists():
+        log.open(file)
+        log.write(f"{text}\n")
+        log.close()
+
+
+def stop_copy() -> None:
+    """Give the streams back."""
+    global _log
+    if _log is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Copied):
+            stream.finish()
+            stream.flush()
+    sys.stdout, sys.stderr = (getattr(stream, "stream", stream) for stream in (sys.stdout, sys.stderr))
+    _log.close()
+    _log = None
