@@ -36,11 +36,11 @@ class Kernels:
         return options.cp_comm_type if options.cp_comm_type in ("all_gather", "a2a") else "p2p"
 
     def __str__(self) -> str:
-        layers = "Transformer Engine" if self.transformer_engine else "ours"
+        layers = "Transformer Engine" if self.transformer_engine else "built-in"
         attention = {
-            "transformer_engine": "Transformer Engine's (cuDNN or flash-attn)",
-            "varlen": "ours over documents, or torch's flash attention",
-            "sdpa": "torch's scaled_dot_product_attention, document by document",
+            "transformer_engine": "Transformer Engine (cuDNN or flash-attn)",
+            "varlen": "built-in kernel for packed documents, or PyTorch's flash attention",
+            "sdpa": "PyTorch's scaled_dot_product_attention, one document at a time",
         }[self.attention]
         text = f"layers: {layers}; attention: {attention}"
         if self.fp8:

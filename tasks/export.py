@@ -90,8 +90,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     destination = export_folder(options)
     on_first_rank(lambda: _check_free(destination, source, options))
     world = dist.get_world_size()
-    processes = str(Layout.of(layout, world)) if world > 1 else "one process"
-    _say(f"{processes}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
+    _say(f"{Layout.of(layout, world)}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
     on_every_rank(lambda: _check_weights(source))
     if options.test_convert_precision:  # what it needs last is looked for first
         on_first_rank(lambda: load_tokenizer(source.folder) and None)

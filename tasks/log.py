@@ -1,6 +1,7 @@
 """What a run tells its user: a line and a row of numbers every few steps, curves, and a progress bar on a terminal.
 
-`RunLog` writes in the run's folder `logging.jsonl` (one JSON object a line), `runs/` (TensorBoard) and `images/*.png`.
+`RunLog` writes in the run's folder `logging.jsonl` (one JSON object a line), `runs/` (TensorBoard) and `images/*.png`
+(curves.py). A line on the terminal has the few numbers that matter.
 The keys of logging.jsonl are a promise to its readers:
 
     step, max_steps   optimizer steps done, and of the whole run
@@ -33,6 +34,8 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
+from ..templates.plural import plural
+from .console import GREEN, columns, file_size, labelled, painted
 from .folders import explained
 from .option_groups import LoggingOptions
 
@@ -157,6 +160,7 @@ class RunLog:
         self.folder = folder
         self.max_steps = max_steps
         self.logging_steps = options.logging_steps
+        self._on_gpu = chip_peak_flops is not None or _has_gpu()
         self._six_n = six_n
         self._rows: list[dict[str, Any]] = []
         start = start or Start()
@@ -173,7 +177,8 @@ class RunLog:
             self._rows = _rows_until(start.step, folder / "logging.jsonl")
         self._file = (folder / "logging.jsonl").open("a", buffering=1)  # a line reaches the file as soon as it is whole
         show = sys.stderr.isatty() if bar is None else bar
-        self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=True, disable=not show)
+        resizes = bool(columns(sys.stderr))
+        self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not show)
 
     def due(self, step: int) -> bool:
         """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
@@ -196,13 +201,13 @@ class RunLog:
             return
         rates = self.meter.window()
         row = {"step": step, "max_steps": self.max_steps, **metrics, "tokens": self.meter.tokens, **rates}
-        from .memory import memory_gib  # torch, without which the command line knows what this file's first lines say
+        from .memory import memory_gib  # here, because it imports torch and cli/ imports this file
 
         row |= {"memory_gib": memory_gib(), "elapsed": self.elapsed()}
         row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
         row |= metrics
         self._write(row, "train")
-        self.note(train_line(row))
+        self.note(train_line(row, on_gpu=self._on_gpu))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log an evaluation's metrics, `eval_loss` among them."""
@@ -210,16 +215,28 @@ class RunLog:
             return
         row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self.elapsed()}
         self._write(row, "eval")
-        numbers = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        self.note(f"step {step}/{self.max_steps}  {numbers}  {duration(row['elapsed'])}")
+        fields = [
+            f"step {step}/{self.max_steps}",
+            *([f"eval_loss {loss:.4f}"] if (loss := metrics.get("eval_loss")) else []),
+        ]
+        fields += task_fields({key: value for key, value in metrics.items() if key != "eval_loss"})
+        self.note("  ".join([*fields, duration(row["elapsed"])]))
 
     def saved(self, step: int, paths: dict[str, Path], waited: float, *, being_written: bool) -> None:
         """Log that a checkpoint was saved, or began to be: training waited for it so many seconds."""
         if self.folder is None:
             return
         self._write({"step": step, "max_steps": self.max_steps, "save_wait": waited, "elapsed": self.elapsed()}, "save")
-        where = "; ".join(f"{what.replace('_', ' ')}: {path}" for what, path in paths.items())
-        self.note(f"{'writing ' * being_written}{where} (training waited {waited:.2f} s)")
+        if being_written:
+            self.note(f"Writing {paths['checkpoint'].name} while training goes on (training waited {waited:.1f} s)")
+        else:
+            self.written(paths, waited)
+
+    def written(self, paths: dict[str, Path], seconds: float) -> None:
+        """Print that a checkpoint is on the disk."""
+        for path in paths.values() if self.folder else ():
+            size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+            self.note(f"{painted(f'Saved {path.name}', GREEN, self._out)} ({size}, {seconds:.1f} s): {path}")
 
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""
@@ -234,8 +251,13 @@ class RunLog:
         """Draw the curves so far (at checkpoints; `close` does it too), and return the pictures."""
         if self.folder is None:
             return []
-        with explained(self.folder / "images"):
-            return draw(self._rows, self.folder / "images")
+        try:
+            from .curves import draw  # numpy and matplotlib
+
+            return draw(self._rows, self.folder / "images", f"{self.folder.parent.name}/{self.folder.name}")
+        except Exception as error:  # matplotlib's too: a picture is not worth a run
+            self.note(labelled(f"warning: curves could not be drawn: {error!r}", self._out))
+            return []
 
     def close(self, summary: dict[str, Any]) -> None:
         """Write the summary as the last row, draw the curves, and say how fast the run was."""
@@ -250,14 +272,15 @@ class RunLog:
         for sink in self._sinks:
             sink.close()
         self.note(
-            f"{self.meter.tokens:,} tokens in {duration(self.elapsed())}; after the first step {self._speed(rates)}"
+            f"{plural(self.meter.tokens, 'token')} in {duration(self.elapsed())}; after the first step "
+            f"{self._speed(rates)}"
         )
         if pictures:
-            self.note(f"curves: {pictures[0].parent}")
+            self.note(f"Curves: {pictures[0]}, and one picture for each metric beside it")
 
     def _speed(self, rates: dict[str, float | None]) -> str:
-        text = _rates_text(rates)
-        if self._six_n:
+        text = _rates_text(rates, on_gpu=self._on_gpu)
+        if self._six_n and self._on_gpu:
             tflops = (rates["tokens_per_second_per_gpu"] or 0.0) * self._six_n / 1e12
             peak = self.meter.chip_peak_flops
             text += f" (by 6ND {tflops:.4g} TFLOP/s/GPU" + (f", MFU {tflops * 1e12 / peak:.1%})" if peak else ")")
@@ -276,8 +299,8 @@ class RunLog:
             sink.write(row["step"], {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()})
 
 
-def train_line(row: dict[str, Any]) -> str:
-    """A row of logging.jsonl as one line for people; metrics that have no words of their own come as `name value`."""
+def train_line(row: dict[str, Any], *, on_gpu: bool) -> str:
+    """Return a row of logging.jsonl as one line for people: the numbers that matter; the file has all of them."""
     fields = [f"step {row['step']}/{row['max_steps']}"]
     if "loss" in row:
         fields.append(f"loss {row['loss']:.4f}")
@@ -285,27 +308,43 @@ def train_line(row: dict[str, Any]) -> str:
         fields.append(f"grad norm {row['grad_norm']:.3f}")
     if "learning_rate" in row:
         fields.append(f"lr {row['learning_rate']:.3e}")
-    known = {"step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "mfu"}
-    known |= {"tflops_per_gpu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining"}
-    fields += [f"{key} {value:.4g}" for key, value in row.items() if key not in known and _is_shown(key, row)]
-    phases = [f"{key.removeprefix('seconds/')} {value:.3g} s" for key, value in row.items() if key in PHASES]
-    fields += [", ".join(phases)] if phases else []
-    fields += [_rates_text(row), f"{row['memory_gib']:.2f} GiB", f"data wait {row['data_wait']:.3f} s"]
-    fields.append(f"{duration(row['elapsed'])} (left: {duration(row['remaining'])})")
+    fields += task_fields({key: value for key, value in row.items() if key not in COMMON})
+    fields += [_rates_text(row, on_gpu=on_gpu), f"{row['memory_gib']:.2f} GiB"]
+    if on_gpu or row["data_wait"] > LONG_WAIT * row["seconds_per_step"]:
+        fields.append(f"data wait {row['data_wait']:.3f} s")
+    fields.append(f"left {duration(row['remaining'])}")
     return "  ".join(fields)
 
 
-PHASES = tuple(f"seconds/{phase}" for phase in ("sync", "generate", "reward", "log_probs", "teacher"))
-SHOWN = ("completions/mean_length", "logprob_gap/mean")  # of a run that generates, which has many
+COMMON = {
+    "step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "tflops_per_gpu",
+    "mfu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining",
+}  # fmt: skip
+LONG_WAIT = 0.05  # share of a step
+SHORT_NAMES = {"rewards/margins": "margin", "rewards/accuracies": "accuracy", "completions/mean_length": "length"}
+OF_GENERATION = ("reward", "kl", "completions/mean_length")
 
 
-def _is_shown(key: str, row: dict[str, Any]) -> bool:
-    return key not in PHASES and ("reward" not in row or "/" not in key or key in SHOWN)
+def task_fields(metrics: dict[str, float]) -> list[str]:
+    """Return the few metrics of a task that a line for people has, as `name value`."""
+    plain = {key.removeprefix("eval_"): (key, value) for key, value in metrics.items()}
+    generates = any(name.startswith("completions/") for name in plain)
+    shown = OF_GENERATION if generates else [name for name in plain if "/" not in name or name in SHORT_NAMES]
+    fields = []
+    for name in shown:
+        if name in plain:
+            key, value = plain[name]
+            prefix = "eval_" if key.startswith("eval_") else ""
+            fields.append(f"{prefix}{SHORT_NAMES.get(name, name)} {value:.4g}")
+    return fields
 
 
-def _rates_text(rates: dict[str, Any]) -> str:
+def _rates_text(rates: dict[str, Any], *, on_gpu: bool) -> str:
+    text = f"{rates['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+    if not on_gpu:  # a CPU's TFLOP/s say nothing to a person
+        return text
     mfu = "" if rates["mfu"] is None else f"  MFU {rates['mfu']:.1%}"
-    return f"{rates['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU  {rates['tflops_per_gpu']:.4g} TFLOP/s/GPU{mfu}"
+    return f"{text}  {rates['tflops_per_gpu']:.4g} TFLOP/s/GPU{mfu}"
 
 
 def duration(seconds: float) -> str:
@@ -313,32 +352,6 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}h {minute}m {second}s" if hour else f"{minute}m {second}s" if minute else f"{second}s"
-
-
-def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """One picture a metric in `folder`, the losses first: loss.png has the training and the evaluation losses."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    skip = {"step", "max_steps", "elapsed", "remaining", "tokens"}
-    names = dict.fromkeys(key for row in rows for key, value in row.items() if key not in skip and value is not None)
-    folder.mkdir(exist_ok=True)
-    pictures = []
-    for name in ["loss", *(name for name in names if name not in ("loss", "eval_loss"))]:
-        curves = [(name, "-")] if name != "loss" else [("loss", "-"), ("eval_loss", "o-")]
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot(xlabel="step", ylabel=name)
-        for key, style in curves:
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, label=key)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        path = folder / f"{name.replace('/', '_')}.png"
-        figure.savefig(path, dpi=110)
-        pictures.append(path)
-    return pictures
 
 
 def require_reporters(options: LoggingOptions) -> None:
@@ -349,6 +362,12 @@ def require_reporters(options: LoggingOptions) -> None:
                 f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or leave "
                 "the flag out: logging.jsonl and TensorBoard's files are written without it."
             )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _json(row: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
+from ..templates.plural import plural
 from .option_groups import BatchOptions, CompletionOptions, SamplingOptions
 from .options import ExportOptions, GkdOptions, SftOptions
 
@@ -54,7 +55,8 @@ class Layout:
         return self.world // (self.expert * self.expert_tensor * self.pipeline)
 
     def __str__(self) -> str:
-        text = f"{self.world} processes = TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
+        split = f"TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
+        text = f"{plural(self.world, 'process')} = {split}"
         if self.expert == self.expert_tensor == 1:
             return text
         experts = f"EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"

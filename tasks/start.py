@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from ..bridge.build import Model, build_model
 from ..bridge.fp8 import reading_in_bf16
+from ..templates.plural import plural
 from .args import save_args
 from .loop import fit
 from .memory import explained
@@ -40,6 +41,9 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     opened = open_run(options, sources)
     train, val = train_batches(opened), eval_batches(opened)
     notes = place_data(opened, train)
+    steps = steps_left(opened, train)
+    if opened.writes:
+        print(*_about_data(opened, train, steps), sep="\n", flush=True)
     adapters = options.tuner_type == "lora"
     model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
     with reading_in_bf16(model.chunks):
@@ -50,23 +54,30 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     torch.cuda.empty_cache()
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
-    steps = steps_left(opened, train)
     schedule = build_schedule(optimizer, options, options.weight_decay, steps)
     training = Training(model, chunks, optimizer, schedule, options.clip_grad)
     notes += about + restore(opened, training)
     on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
-        print(opened.data.report)
-        print(f"{Layout.of(options, dist.get_world_size())}; {steps} steps of {options.global_batch_size} samples")
-        if train.samples is not None and train.samples < options.global_batch_size:
-            print(
-                f"{train.samples} samples are fewer than --global_batch_size: a step sees some of them more than once"
-            )
-        if train.padding_share is not None:
-            print(f"padding: {train.padding_share:.2%} of the tokens of an epoch, as this layout lays them out")
         print(*trained, *notes, sep="\n")
-        print(f"{model.kernels}; weights: {opened.dtype}; run: {opened.folder}", flush=True)
+        print(f"{model.kernels}; weights: {str(opened.dtype).removeprefix('torch.')}")
+        print(f"Run folder: {opened.folder}", flush=True)
     stopped = fit(opened, training, objective, train, val, steps)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return EXIT_STOPPED if stopped else 0
+
+
+def _about_data(run: Run, train: Any, steps: int) -> list[str]:
+    """Return what a user should know before the model is loaded, as lines."""
+    batch = run.options.global_batch_size
+    layout = Layout.of(run.options, dist.get_world_size())
+    lines = [run.data.report, f"{layout}; {plural(steps, 'step')} of {plural(batch, 'sample')}"]
+    if train.samples is not None and train.samples < batch:
+        lines.append(
+            f"--global_batch_size {batch}: the data has {plural(train.samples, 'sample')}, so a step sees some of them "
+            "more than once"
+        )
+    if train.padding_share is not None:
+        lines.append(f"Padding: {train.padding_share:.2%} of an epoch's tokens in this layout")
+    return lines

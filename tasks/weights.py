@@ -1,20 +1,38 @@
 """Weights into a model, from either format."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ..bridge.build import Model
 from ..bridge.distributed import load_distributed
 from ..bridge.heads import head_of, with_head
 from ..bridge.hub import has_weights, in_mcore_format, no_weights, read_config
 from ..bridge.load import load_weights
+from .console import file_size, timed
+from .folders import WEIGHTS
 
 
 def read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
     """The weights of a folder: Hugging Face's, or a megatron-core checkpoint of `hf_config`.
 
-    A head that the folder does not have begins at random, by `seed`. Raises ValueError where it has no weights.
+    The first rank prints how long it takes. A head that the folder does not have begins at random, by `seed`. Raises
+    ValueError where it has no weights.
     """
+    tells = dist.is_initialized() and dist.get_rank() == 0
+    with timed(f"Loading {weights_size(folder)} of weights from {folder}") if tells else nullcontext():
+        _read_weights(model, hf_config, folder, seed=seed)
+
+
+def weights_size(folder: Path) -> str:
+    """Return how large the files of weights in a folder are, for people."""
+    files = folder.glob("*" if has_weights(folder) else "**/*")  # a checkpoint's optimizer is in a folder of it
+    return file_size(sum(file.stat().st_size for file in files if file.name.endswith(WEIGHTS)))
+
+
+def _read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
     if not has_weights(folder):
         if not in_mcore_format(folder):
             raise ValueError(f"{folder} {no_weights(folder)}")

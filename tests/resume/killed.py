@@ -190,9 +190,9 @@ def main() -> None:
             os.environ.pop(name, None)
     import megaswift.tasks.loop  # noqa: F401
     import numpy
-    from megaswift.tasks import log, train
+    from megaswift.tasks import curves, train
 
-    log.draw = lambda rows, folder: []  # takes longer than the training
+    curves.draw = lambda rows, folder, title: []  # takes longer than the training
     step, watched = train.train_step, watch.step(train.train_step)
     for module in list(sys.modules.values()):
         if vars(module).get("train_step") is step:

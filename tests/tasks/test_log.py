@@ -6,7 +6,7 @@ import time
 
 import pytest
 from megaswift.tasks import log as run_log
-from megaswift.tasks.log import Meter, RunLog, Waiting, duration
+from megaswift.tasks.log import Meter, RunLog, Waiting, duration, task_fields, train_line
 from megaswift.tasks.option_groups import LoggingOptions
 
 PROMISED = ["step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu"]
@@ -113,9 +113,76 @@ def test_unknown_chip_has_no_mfu_and_no_number_is_not_json(tmp_path):
     log.train(1, METRICS | {"loss": float("nan")})
     log.close({})
     assert (rows(tmp_path)[0]["loss"], rows(tmp_path)[0]["mfu"]) == (None, None)
-    assert "TFLOP/s/GPU" in out.getvalue()
-    assert "MFU" not in out.getvalue()
+    assert "tokens/s/GPU" in out.getvalue()
     assert not (tmp_path / "runs").exists()
+
+
+ROW = METRICS | {
+    "step": 7, "max_steps": 100, "tokens": 9000, "tokens_per_second_per_gpu": 1234.5, "tflops_per_gpu": 0.0002,
+    "mfu": None, "memory_gib": 0.92, "data_wait": 0.01, "seconds_per_step": 1.0, "elapsed": 70.0, "remaining": 930.0,
+}  # fmt: skip
+ON_CPU = "step 7/100  loss 1.5000  grad norm 0.250  lr 1.000e-04{}  1,234 tokens/s/GPU  0.92 GiB{}  left 15m 30s"
+
+
+def test_a_line_on_a_cpu_is_short():
+    assert train_line(ROW, on_gpu=False) == ON_CPU.format("", "")
+    waits = ROW | {"data_wait": 0.06}  # more than a twentieth of the step
+    assert train_line(waits, on_gpu=False) == ON_CPU.format("", "  data wait 0.060 s")
+
+
+def test_a_line_on_a_gpu_has_what_is_promised():
+    line = train_line(ROW | {"tflops_per_gpu": 412.0, "mfu": 0.416}, on_gpu=True)
+    assert line.endswith("1,234 tokens/s/GPU  412 TFLOP/s/GPU  MFU 41.6%  0.92 GiB  data wait 0.010 s  left 15m 30s")
+    assert "  412 TFLOP/s/GPU  0.92 GiB  " in train_line(ROW | {"tflops_per_gpu": 412.0}, on_gpu=True)
+
+
+def test_a_line_of_grpo_is_not_wrapped():
+    more = {"reward": 0.75, "reward_std": 0.4, "frac_reward_zero_std": 0.1, "rewards/accuracy/mean": 0.7, "kl": 0.0012,
+            "completions/mean_length": 213.25, "completions/clipped_ratio": 0.1, "clip_ratio/low_mean": 0.0,
+            "entropy": 2.0, "seconds/generate": 12.0, "seconds/sync": 1.0, "sync_gb": 8.0, "logprob_gap/mean": 1e-3,
+            "memory/training_gib": 60.0}  # fmt: skip
+    line = train_line(ROW | more, on_gpu=False)
+    assert line == ON_CPU.format("  reward 0.75  kl 0.0012  length 213.2", "")
+
+
+def test_a_line_of_dpo_names_margin_and_accuracy():
+    more = {"rewards/chosen": 1.0, "rewards/rejected": 0.5, "rewards/margins": 0.5, "rewards/accuracies": 1.0}
+    assert train_line(ROW | more | {"nll_loss": 2.0}, on_gpu=False) == ON_CPU.format(
+        "  margin 0.5  accuracy 1  nll_loss 2", ""
+    )
+    assert task_fields({f"eval_{name}": value for name, value in more.items()}) == [
+        "eval_margin 0.5",
+        "eval_accuracy 1",
+    ]
+
+
+def test_a_checkpoint_that_is_saved_is_seen(tmp_path, monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for out, said in ((io.StringIO(), "Saved checkpoint-2"), (Screen(), "\x1b[32mSaved checkpoint-2\x1b[0m")):
+        log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1, out=out, bar=False)
+        folder = tmp_path / "checkpoint-2"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(b"0" * 1_200_000)
+        log.saved(2, {"checkpoint": folder}, 0.84, being_written=False)
+        assert out.getvalue() == f"{said} (1.2 MB, 0.8 s): {folder}\n"
+    log.saved(2, {"checkpoint": folder}, 0.84, being_written=True)
+    assert "Writing checkpoint-2 while training goes on (training waited 0.8 s)" in out.getvalue()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path):
+    (tmp_path / "images").write_text("a file where the folder should be")
+    out = io.StringIO()
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1, out=out, bar=False)
+    log.step(1, 1.0, 0.0)
+    log.train(1, METRICS)
+    log.close({"last_checkpoint": None})
+    assert out.getvalue().count("warning: curves could not be drawn: FileExistsError") == 1
+    assert rows(tmp_path)[-1]["last_checkpoint"] is None
 
 
 def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys):

@@ -188,7 +188,7 @@ def test_sgd_in_half_precision_says_what_it_skips(place):
         f"sft --model qwen3 --dataset train.jsonl#3 --val_dataset val.jsonl --eval_iters 0 {COMMON} --train_iters 2 "
         "--optimizer sgd --torch_dtype float16 --lr 1e9 --clip_grad 0 --output_dir half",
     )
-    assert "3 samples are fewer than --global_batch_size" in printed
+    assert "--global_batch_size 4: the data has 3 samples, so a step sees some of them more than once" in printed
     assert "step 2: no update, fp16's gradients overflow" in printed
     assert "eval_loss" not in printed
 

@@ -1,0 +1,132 @@
+"""Curves of a run: images/overview.png with those that matter for its task, and a picture for each metric."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Rows = Sequence[dict[str, Any]]  # of logging.jsonl
+OVERVIEW = "overview.png"
+AT_MOST = 6  # plots in the overview
+POSITIONS = ("step", "max_steps", "elapsed", "remaining", "tokens")
+UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "sync_", "seconds/", "memory/")  # beginnings of names
+COLORS = ("#2563eb", "#dc2626")
+SMOOTHED_FROM = 20  # points
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves that share an axis, and a metric whose value is drawn as a band around the first of them."""
+
+    title: str
+    metrics: tuple[str, ...]
+    spread: str = ""
+
+
+PLOTS = (  # by importance
+    Plot("reward (band: standard deviation)", ("reward", "eval_reward"), spread="reward_std"),
+    Plot("loss", ("loss", "eval_loss")),
+    Plot("reward margin, chosen - rejected", ("rewards/margins", "eval_rewards/margins")),
+    Plot("implicit rewards", ("rewards/chosen", "rewards/rejected")),
+    Plot("accuracy of the rewards", ("rewards/accuracies", "eval_rewards/accuracies")),
+    Plot("accuracy", ("accuracy", "eval_accuracy")),
+    Plot("mean squared error", ("mse", "eval_mse")),
+    Plot("completion length, tokens", ("completions/mean_length",)),
+    Plot("KL divergence", ("kl",)),
+    Plot("entropy", ("entropy",)),
+    Plot("gradient norm", ("grad_norm",)),
+    Plot("learning rate", ("learning_rate",)),
+    Plot("tokens/s/GPU", ("tokens_per_second_per_gpu",)),
+)
+
+
+def draw(rows: Rows, folder: Path, title: str) -> list[Path]:
+    """Draw the overview and one picture for each metric into `folder`, and return their paths, the overview first.
+
+    title: the run's name. loss.png has the training and the evaluation losses.
+    """
+    metrics = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
+    names = [name for name in metrics if name not in POSITIONS and not name.startswith(UNDRAWN)]
+    folder.mkdir(exist_ok=True)
+    plots = [plot for plot in PLOTS if set(plot.metrics) & metrics.keys()][:AT_MOST]
+    pictures = [_picture(plots, rows, folder / OVERVIEW, title)] if plots else []
+    for name in names:
+        if name.startswith("eval_") and name.removeprefix("eval_") in names:
+            continue  # drawn beside the training's
+        plot = Plot(name, tuple(each for each in (name, f"eval_{name}") if each in names))
+        pictures.append(_picture([plot], rows, folder / f"{name.replace('/', '_')}.png", title))
+    return pictures
+
+
+def _picture(plots: Sequence[Plot], rows: Rows, path: Path, title: str) -> Path:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 1 if len(plots) == 1 else 2 if len(plots) in (2, 4) else 3
+    lines = -(-len(plots) // columns)
+    figure = Figure(figsize=(7, 4) if len(plots) == 1 else (4.6 * columns, 3.2 * lines + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11, color="#444444")
+    for number, plot in enumerate(plots):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        _plot(axes, plot, rows)
+        if number >= len(plots) - columns:
+            axes.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _plot(axes: Any, plot: Plot, rows: Rows) -> None:
+    axes.set_title(plot.title, fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 6), useOffset=False)
+    curves = {name: points for name in plot.metrics if len((points := _points(rows, name))[0])}
+    for (name, (steps, values)), color in zip(curves.items(), COLORS, strict=False):
+        dot = "o" if name.startswith("eval_") or len(steps) == 1 else ""
+        if _is_noisy(values):
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, smoothed(values), color=color, linewidth=1.8, label=f"{name}, smoothed")
+        else:
+            axes.plot(steps, values, color=color, linewidth=1.8, marker=dot, markersize=4, label=name)
+    if plot.spread and plot.metrics[0] in curves:
+        steps, low, high = _band(rows, plot.metrics[0], plot.spread)
+        axes.fill_between(steps, low, high, color=COLORS[0], alpha=0.12, linewidth=0)
+    if len(curves) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    if steps_shown := {int(step) for steps, _ in curves.values() for step in steps}:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(x=0.02 if len(steps_shown) > 1 else 0.1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))
+
+
+def _points(rows: Rows, *names: str) -> tuple[np.ndarray, ...]:
+    """The steps that have these metrics, and the values of each."""
+    chosen: Iterable = [row for row in rows if all(_is_number(row.get(name)) for name in names)]
+    return tuple(np.array([row[name] for row in chosen], dtype=float) for name in ("step", *names))
+
+
+def _band(rows: Rows, middle: str, spread: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    steps, values, spreads = _points(rows, middle, spread)
+    if _is_noisy(values):
+        values, spreads = smoothed(values), smoothed(spreads)
+    return steps, values - spreads, values + spreads
+
+
+def _is_noisy(values: np.ndarray) -> bool:
+    """Whether a curve goes up and down much more than it gets on."""
+    return len(values) >= SMOOTHED_FROM and bool(np.abs(np.diff(values)).sum() > 3 * np.ptp(values))
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Return the centred mean over a tenth of the points, near both ends over those that there are."""
+    half = max(2, len(values) // 20)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    end = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[end] - sums[first]) / (end - first)
