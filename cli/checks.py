@@ -15,6 +15,7 @@ from ..tasks.resume import asked_for
 from ..tasks.run_folder import default_output_dir
 from ..templates.names import check_there, split_count
 from ..templates.options import PrepareOptions
+from ..templates.plural import plural
 from .checks_alone import check_room
 from .checks_generation import check_key, check_vllm
 from .checks_lora import check_adapters, check_base, check_tuner, take_base
@@ -192,12 +193,12 @@ def _schedule(options: SftOptions) -> None:
     warmup, last_part = options.lr_warmup_iters or 0, options.lr_wsd_decay_iters or 0
     if steps and warmup >= steps:
         raise UsageError(
-            f"--lr_warmup_iters {warmup}: not less than the {steps} steps of the schedule. Make it smaller."
+            f"--lr_warmup_iters {warmup}: not less than the {plural(steps, 'step')} of the schedule. Set a smaller one."
         )
     if steps and warmup + last_part > steps:
         and_warmup = f" and --lr_warmup_iters {warmup}" if warmup else ""
         raise UsageError(
-            f"--lr_wsd_decay_iters {last_part}{and_warmup}: more than the {steps} steps of the schedule. "
+            f"--lr_wsd_decay_iters {last_part}{and_warmup}: more than the {plural(steps, 'step')} of the schedule. "
             "Make it smaller."
         )
 
@@ -321,7 +322,8 @@ def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
             else f"--virtual_pipeline_model_parallel_size {options.virtual_pipeline_model_parallel_size}"
         )
         raise UsageError(
-            f"{named}: a step has {micro_batches} micro batches on each data-parallel process, and they go through "
+            f"{named}: a step has {plural(micro_batches, 'micro batch')} on each data-parallel process, and they "
+            "go through "
             f"{stages} pipeline stages in groups of {group}. Give a --global_batch_size for which they are a multiple "
             f"of {max(group, stages)}."
         )
@@ -400,7 +402,11 @@ def _profile(options: SftOptions, layout: Layout) -> None:
     if not 1 <= start <= end:
         raise UsageError(f"--profile_step_start {start}, --profile_step_end {end}: give 1 or more, and then no less.")
     if options.train_iters and start > options.train_iters:
-        raise UsageError(f"--profile_step_start {start}: the run has {options.train_iters} steps. Give an earlier one.")
+        raise UsageError(
+            f"--profile_step_start {start}: the run has {plural(options.train_iters, 'step')}. Set an earlier one."
+        )
     for rank in options.profile_ranks:
         if not 0 <= rank < layout.world:
-            raise UsageError(f"--profile_ranks {rank}: there are {layout.world} processes, the first is 0.")
+            raise UsageError(
+                f"--profile_ranks {rank}: the run has {plural(layout.world, 'process')}, and the first is 0."
+            )

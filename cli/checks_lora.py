@@ -173,7 +173,7 @@ def take_base(options: ModelOptions, adapter: AdapterOptions) -> Iterator[str]:
         options.model = base_of(Path(source.partition(" ")[2]).expanduser(), config)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(f"{error}.") from None
-    yield f"--model is {options.model}: {source} is of it."
+    yield f"--model {options.model}: the base model that {source} names."
 
 
 def check_base(options: ModelOptions, adapter: AdapterOptions, model: dict[str, Any] | None) -> Iterator[str]:

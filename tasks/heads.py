@@ -21,6 +21,7 @@ from ..bridge.build import Model
 from ..bridge.layers.segments import to_device
 from ..templates.batches import Batches
 from ..templates.layout import Batch, Grouping
+from ..templates.plural import plural
 from .losses.classification import (
     accuracy,
     class_numbers,
@@ -213,7 +214,7 @@ def _token(run: Run, flag: str) -> int:
     word = getattr(run.options, flag)
     tokens = run.tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(tokens) != 1:
-        raise ValueError(f"--{flag} {word} is {len(tokens)} tokens of this tokenizer: give a word that is one")
+        raise ValueError(f"--{flag} {word} is {plural(len(tokens), 'token')} of this tokenizer. Set a word that is one")
     return tokens[0]
 
 

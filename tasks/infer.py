@@ -27,6 +27,7 @@ from tqdm import tqdm
 from ..bridge.hub import adapter_folder, has_weights, model_folder, no_weights, read_adapter_config, with_base
 from ..bridge.pretrained import load_model, load_tokenizer
 from ..templates.formats import Conversation, UnusableRow, renamed, to_conversation, usable
+from ..templates.plural import plural
 from ..templates.sources import sources
 from .adapted import adapted, merged
 from .folders import damage
@@ -154,7 +155,7 @@ def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOp
             file.flush()
             bar.update(len(batch))
     seconds = time.perf_counter() - start
-    print(f"{len(prompts)} answers in {seconds:.1f} s ({len(prompts) / seconds:,.1f} a second): {path}")
+    print(f"{plural(len(prompts), 'answer')} in {seconds:.1f} s ({len(prompts) / seconds:,.1f}/s): {path}")
     if labelled := sum(prompt.label is not None for prompt in prompts):
         print(f"equal to the dataset's answer: {right} of {labelled} ({right / labelled:.1%})")
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..bridge import runtime
 from ..bridge.build import Model
 from ..bridge.options import ParallelOptions
+from ..templates.plural import plural
 from .adamw import AdamW
 from .option_groups import OptimizerOptions, ScheduleOptions
 
@@ -152,7 +153,8 @@ def build_schedule(
     if warmup_steps >= decay_steps:
         if options.lr_warmup_fraction is None:
             raise ValueError(
-                f"--lr_warmup_iters {warmup_steps} must be less than the {decay_steps} steps of the run: lower it"
+                f"--lr_warmup_iters {warmup_steps} must be less than the {plural(decay_steps, 'step')} of the run: "
+                "lower it"
             )
         warmup_steps = decay_steps - 1  # a fraction of a very short run
     last_part = options.lr_wsd_decay_iters or max(1, decay_steps // 10)

@@ -77,7 +77,7 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    cure = "Mend the file, or leave it out"
+    cure = "Fix the file, or remove the flag"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "swift":
         cure = (
             "Write `from megaswift.tasks.rewards import ORM, AsyncORM, orms`, or `from megaswift.tasks.turns import "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..bridge import runtime
+from ..templates.plural import plural
 from .option_groups import ProfileOptions
 
 ROWS = 30  # of the table
@@ -38,7 +39,8 @@ class Profile:
         """`first`: the step that the run, where it is resumed, begins with."""
         if options.profile and options.profile_step_start > max_steps:
             raise ValueError(
-                f"--profile_step_start {options.profile_step_start}: the run has {max_steps} steps. Give an earlier one"
+                f"--profile_step_start {options.profile_step_start}: the run has {plural(max_steps, 'step')}. Set an "
+                "earlier one"
             )
         mine = options.profile and dist.get_rank() in options.profile_ranks
         end = min(options.profile_step_end, max_steps)
@@ -92,7 +94,7 @@ def table_of_kernels(kernels: list[Any], steps: int) -> str:
         end = max(end, stop)
     whole = end - spans[0][0]
     head = (
-        f"{steps} steps of {whole / steps / 1e3:,.1f} ms; of each {(whole - busy) / steps / 1e3:,.1f} ms "
+        f"{plural(steps, 'step')} of {whole / steps / 1e3:,.1f} ms; of each {(whole - busy) / steps / 1e3:,.1f} ms "
         f"({1 - busy / whole:.1%}) no kernel is at work, from the first one to the last\n"
     )
     return head + _table(rows, steps)

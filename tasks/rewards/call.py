@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...templates.plural import plural
 from ..plugins import Daemons, file_of
 
 OWN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos")
@@ -107,7 +108,8 @@ class Reward:
 
     def _wrong(self, what: str, samples: Sequence[Sample]) -> RewardError:
         return RewardError(
-            f"--reward_funcs {self.name} {what} for {len(samples)} completions (the first is of {samples[0]}). Have it "
+            f"--reward_funcs {self.name} {what} for {plural(len(samples), 'completion')} (the first is of "
+            f"{samples[0]}). Have it "
             "return a list with a number, or None, for each"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...templates.plural import plural
 from ..plugins import place_of
 from .call import Reward, RewardError, Sample
 
@@ -84,7 +85,7 @@ def _raised(call: Call, seconds: float) -> RewardError:
     where = str(call.samples[probe.at]) if probe.error else f"{_all(call)}, and for none of them alone"
     return RewardError(
         f"--reward_funcs {call.reward.name} raised {type(call.error).__name__}: {call.error} ({call.place()}) for "
-        f"{where}. Mend it, or have it return None for what it cannot judge"
+        f"{where}. Fix it, or return None for completions that it cannot score"
     )
 
 
@@ -97,9 +98,9 @@ def _late(call: Call, seconds: float) -> RewardError:
     where = f"hangs for {call.samples[probe.at]}" if hangs else f"is slow, for {_all(call)}"
     return RewardError(
         f"--reward_funcs {call.reward.name} has not answered within {seconds:g} s (it is at {place}). It {where}. "
-        "Mend it, or give it longer by --reward_timeout"
+        "Fix it, or raise --reward_timeout"
     )
 
 
 def _all(call: Call) -> str:
-    return f"{len(call.samples)} completions together (the first is of {call.samples[0]})"
+    return f"{plural(len(call.samples), 'completion')} together (the first is of {call.samples[0]})"

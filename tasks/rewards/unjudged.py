@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...templates.plural import plural
 from ...templates.prepare import Prepared
 from ...templates.store import TokenStore
 from .call import Reward, RewardError, Sample
@@ -32,11 +33,13 @@ def check_columns(rewards: Sequence[Reward], data: Prepared, *, evaluates: bool)
         names, lacking = " ".join(reward.name for reward in rewards), int((~judged).sum())
         if lacking == len(judged):
             raise ValueError(
-                f"--reward_funcs {names} cannot judge any of the {lacking} rows to {use} on, which lack {wanted}. Add "
+                f"--reward_funcs {names} cannot judge any of the {plural(lacking, 'row')} to {use} on, which lack "
+                f"{wanted}. Add "
                 f"the column{' to --val_dataset, or leave that out' if use == 'evaluate' else ''}"
             )
         notes.append(
-            f"--reward_funcs {names} cannot judge {lacking} of the {len(judged)} rows to {use} on, which lack {wanted} "
+            f"--reward_funcs {names} cannot judge {lacking} of the {plural(len(judged), 'row')} to {use} on, "
+            f"which lack {wanted} "
             f"(the first is {store.place(int(judged.argmin()))}): their completions have no advantage and do not count."
         )
     return notes
@@ -66,7 +69,7 @@ class Unjudged:
         if not self._judges and self._rows >= ROWS:
             raise RewardError(
                 f"--reward_funcs {self._names}: nothing of what was generated so far can be judged. The first: "
-                f"{self._first}. Mend the rows, or add a reward that can judge them"
+                f"{self._first}. Fix the rows, or add a reward that can score them"
             )
         if self._told:
             return None

@@ -165,7 +165,7 @@ class ServerEngine:
             say(
                 "Weights cannot go to the rollout servers from GPU to GPU, which is fastest, as a port is not reached "
                 f"({'; '.join(closed)}): they go through {'shared memory' if otherwise == 'shared' else 'HTTP'}, which "
-                "takes several times as long. To mend that let this machine reach all ports of the servers'."
+                "takes several times as long. To fix it, let this machine reach all ports of the servers' machines."
             )
             self._transport = otherwise
             return otherwise

@@ -27,7 +27,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     at = f"http://{options.host}:{sock.getsockname()[1]}"
     if options.api_key is None and options.host not in LOCAL:
         print(
-            f"--host {options.host} lets other machines in, and there is no --api_key: whoever reaches it may use it."
+            f"warning: --host {options.host}: other machines can reach the server, and no --api_key is set. "
+            "Set --api_key to keep others out."
         )
 
     import uvicorn

@@ -109,7 +109,7 @@ class Scheduler:
         except BaseException as error:  # SystemExit too: it would end this thread alone
             raise TurnError(
                 f"--multi_turn_scheduler {self.name} raised {type(error).__name__}: {error} "
-                f"({place_of(error.__traceback__, self._file)}) for {asked}. Mend it"
+                f"({place_of(error.__traceback__, self._file)}) for {asked}. Fix it"
             ) from error
         finally:
             if awaited is not None:
@@ -131,7 +131,7 @@ class Scheduler:
             json.dumps([found, asked.turn.info])
         except (UnusableRow, TypeError, ValueError) as error:
             raise TurnError(
-                f"--multi_turn_scheduler {self.name} returned {repr(result)[:200]} for {asked}: {error}. Mend it"
+                f"--multi_turn_scheduler {self.name} returned {repr(result)[:200]} for {asked}: {error}. Fix it"
             ) from None
         return found
 
@@ -141,8 +141,7 @@ class Scheduler:
         frame = task.get_stack(limit=1)[0] if task is not None and task.get_stack(limit=1) else None
         return TurnError(
             f"--multi_turn_scheduler {self.name} has not answered within {self._timeout:g} s (it is at "
-            f"{place_of(frame or _frame(self._thread), self._file)}) for {asked}. Mend it, or give it longer by "
-            "--turn_timeout"
+            f"{place_of(frame or _frame(self._thread), self._file)}) for {asked}. Fix it, or raise --turn_timeout"
         )
 
 

@@ -259,7 +259,7 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: a whole number of at least 1"),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: a port is from 1 to 65535."),
-        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: there are NNODES=2 nodes"),
+        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: NNODES=2, and the first node is 0."),
     ],
 )
 def test_an_environment_that_is_wrong(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_the_run_starts_from_an_adapter(adapter: Path, dense: Path) -> None:
     assert options.model == str(dense)
     assert (options.lora_rank, options.lora_alpha, options.lora_dropout) == (4, 16, 0.1)
     assert options.target_modules == ["q_proj", "v_proj"]
-    assert notes == [f"--model is {dense}: --adapters {adapter} is of it."]
+    assert notes == [f"--model {dense}: the base model that --adapters {adapter} names."]
 
     same = "--lora_rank 4 --lora_alpha 16 --target_modules q_proj v_proj --lora_dropout 0.2 --lora_dtype float32"
     options, _, notes = check(f"{LORA} --adapters {adapter} {same}", dense)
@@ -379,7 +379,7 @@ def test_export_of_adapters(adapter: Path, dense: Path, tmp_path: Path, ran: lis
 def test_infer_with_adapters(adapter: Path, dense: Path, ran: list, capsys) -> None:
     assert main("swift", ["infer", "--adapters", str(adapter)]) == 0
     assert ran[-1].model == str(dense)
-    assert f"note: --model is {dense}: --adapters {adapter} is of it.\n" in capsys.readouterr().err
+    assert f"note: --model {dense}: the base model that --adapters {adapter} names.\n" in capsys.readouterr().err
     assert main("swift", ["infer", "--adapters", "owner/name"]) == 0  # the task finds its model
     assert ran[-1].model == ""
     assert main("swift", ["infer", "--model", str(dense), "--merge_lora", "true"]) == 2

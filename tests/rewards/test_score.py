@@ -144,7 +144,7 @@ def test_one_that_raises_is_named_with_its_row(is_async):
         only(later if is_async else function, "good", "fine", "bad" + "x" * 300, "good")
     wanted = (
         rf"--reward_funcs f raised ZeroDivisionError: division by zero \(test_score.py, line \d+\) for row 12 of "
-        rf"rows.jsonl, completion 'bad{'x' * 197}'. Mend it, or have it return None for what it cannot judge"
+        rf"rows.jsonl, completion 'bad{'x' * 197}'. Fix it, or return None for completions that it cannot score"
     )
     assert re.fullmatch(wanted, str(error.value))
     assert isinstance(error.value.__cause__, ZeroDivisionError)
@@ -183,7 +183,7 @@ def test_one_that_hangs_is_named_with_its_row(kind):
     with pytest.raises(
         RewardError,
         match=r"--reward_funcs f has not answered within 0.5 s \(it is at test_score.py, line \d+\). It hangs for row "
-        r"11 of rows.jsonl, completion 'bad'. Mend it, or give it longer by --reward_timeout",
+        r"11 of rows.jsonl, completion 'bad'. Fix it, or raise --reward_timeout",
     ):
         only(function, "good", "bad", "good", timeout=0.5)
     assert time.monotonic() - start < 10

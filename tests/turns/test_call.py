@@ -121,7 +121,7 @@ def test_one_that_raises():
     def ends(turn):
         raise SystemExit(2)
 
-    place = r"\(test_call.py, line \d+\) for row 11 of rows.jsonl, turn 1, completion 'b'. Mend it"
+    place = r"\(test_call.py, line \d+\) for row 11 of rows.jsonl, turn 1, completion 'b'. Fix it"
     for function in (broken, later):
         assert re.fullmatch(rf"--multi_turn_scheduler s raised KeyError: 'x' {place}", failure(function))
     assert "s raised SystemExit: 2" in failure(ends)
@@ -147,7 +147,7 @@ def test_one_that_hangs(monkeypatch):
         assert time.monotonic() - began < 3
         assert re.match(
             r"--multi_turn_scheduler s has not answered within 0.4 s \(it is at test_call.py, line \d+\) for row 11 of "
-            r"rows.jsonl, turn 1, completion 'b'. Mend it, or give it longer by --turn_timeout",
+            r"rows.jsonl, turn 1, completion 'b'. Fix it, or raise --turn_timeout",
             found,
         )
 
