@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.selection"]
+
 if find_spec("triton") and not Path("/dev/nvidiactl").exists():
     # Without a GPU its kernels are interpreted in tests/fused: its own functions must be so from its first import on.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -37,15 +39,3 @@ def alone() -> Iterator[None]:
     yield
     close()
     torch.distributed.destroy_process_group()
-
-
-def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` skip where there is no GPU."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

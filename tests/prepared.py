@@ -120,7 +120,7 @@ def serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         ranks = [None] if job["processes"] is None else list(range(job["processes"]))
-        port, reserved = _free_port()
+        port, reserved = reserve_port()
         pids = []
         for rank in ranks:
             pids.append(os.fork())
@@ -131,7 +131,17 @@ def serve() -> None:
         reserved.close()
 
 
-def _free_port() -> tuple[int, socket.socket]:
+_reserved: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for a server that a test starts later; no other test takes it as long as this process lives."""
+    port, reserved = reserve_port()
+    _reserved.append(reserved)
+    return port
+
+
+def reserve_port() -> tuple[int, socket.socket]:
     """One that the system gives to nobody who asks for any, nor another server as long as the second is open: no test's
     connection takes it meanwhile."""
     while True:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.proof
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -24,12 +25,10 @@ def learn(folder: Path, *tasks: str, script: str = "learn.py") -> None:
         assert f"\n{task} " in done.stdout
 
 
-@pytest.mark.slow
 def test_preferences_classes_and_embeddings_are_learnt(tmp_path: Path) -> None:
     learn(tmp_path, "rm", "seq_cls", "embedding", "dpo")
 
 
-@pytest.mark.slow
 def test_rewards_climb(tmp_path: Path) -> None:
     learn(tmp_path, "grpo", script="learn_rl.py")
 

@@ -28,7 +28,7 @@ def test_data_is_what_its_script_makes_and_holds_the_test_questions_out(tmp_path
     assert not sums["train"] & sums["test"]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_quickstart_trains_a_model_that_answers(tmp_path):
     """From another folder, as any user may; the script itself fails unless 90% of the answers are right."""
     done = subprocess.run(

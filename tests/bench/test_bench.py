@@ -30,7 +30,7 @@ STAND_IN = """
 import json, pathlib, subprocess, sys, time
 log = pathlib.Path(sys.argv[1])
 log.parent.mkdir(parents=True, exist_ok=True)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 (log.parent / "child").write_text(str(child.pid))
 for step in range(1, int(sys.argv[2]) + 1):
     time.sleep(0.02)
@@ -141,13 +141,13 @@ def test_a_run_ends_behind_its_last_step_with_all_it_started(tmp_path):
     log = tmp_path / "out" / "logging.jsonl"
     words = [sys.executable, "-c", STAND_IN, str(log), "1000"]
     found, error = measure.measure(
-        words, {}, log, tmp_path / "printed", steps=5, timeout=60, read=lambda line: systems.step_of("ours", line, 1)
+        words, {}, log, tmp_path / "printed", steps=5, timeout=300, read=lambda line: systems.step_of("ours", line, 1)
     )
     assert error is None
     assert [step["step"] for step in found] == [1, 2, 3, 4, 5]
-    assert 0.04 <= found[4]["at"] - found[0]["at"] < 5
+    assert 0.04 <= found[4]["at"] - found[0]["at"] < 50
     child = int((log.parent / "child").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while measure._alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -156,7 +156,7 @@ def test_a_run_ends_behind_its_last_step_with_all_it_started(tmp_path):
 def test_a_run_that_fails_says_why(tmp_path):
     log = tmp_path / "out" / "logging.jsonl"
     for steps, timeout, why in (
-        (5, 60, "ended with code 3 after 2 of 5 steps: ValueError: that"),
+        (5, 300, "ended with code 3 after 2 of 5 steps: ValueError: that"),
         (2, 0.0, "took more"),
     ):
         log.unlink(missing_ok=True)

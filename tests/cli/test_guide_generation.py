@@ -19,8 +19,7 @@ from megaswift.tasks.options import GkdOptions, RolloutOptions
 from megaswift.tasks.plan import Layout
 
 from tests import tiny
-from tests.prepared import ROOT
-from tests.rollout.served import free_port
+from tests.prepared import ROOT, free_port
 
 from . import test_generation
 from .conftest import write_model

@@ -16,8 +16,26 @@ BOUND = 1e-4
 SEEN = 1e-2  # what a fault has to move the log-probabilities by
 TINIES = families.tinies()
 CASES = [(name, "") for name in TINIES] + [(name, layout) for name, tiny in TINIES.items() for layout in tiny.layouts]
+
+
+def default_layouts() -> dict[str, str]:
+    """Return for each variant one of its layouts of two processes: neighbours get different ones."""
+    of_two = {name: [each for each in tiny.layouts if each in families.LAYOUTS[2]] for name, tiny in TINIES.items()}
+    return {name: layouts[at % len(layouts)] for at, (name, layouts) in enumerate(of_two.items()) if layouts}
+
+
+DEFAULT = default_layouts()  # beside one process; the other layouts are long
 everywhere = pytest.mark.parametrize(
-    ("name", "layout"), CASES, ids=[f"{name}: {layout or 'one process'}" for name, layout in CASES]
+    ("name", "layout"),
+    [
+        pytest.param(
+            name,
+            layout,
+            marks=pytest.mark.long if layout and layout != DEFAULT.get(name) else (),
+            id=f"{name}: {layout or 'one process'}",
+        )
+        for name, layout in CASES
+    ],
 )
 pytestmark = pytest.mark.slow
 

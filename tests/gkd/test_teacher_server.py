@@ -18,8 +18,7 @@ from tests import tiny
 from tests.gkd.runs import OFF_POLICY, ON_POLICY, TEACHER, Distilled, assert_same_run
 from tests.gkd.test_layouts import CP, PP, TP
 from tests.preference.runs import assert_same_weights
-from tests.prepared import ROOT
-from tests.rollout.served import free_port
+from tests.prepared import ROOT, free_port
 
 TOP = "--gkd_logits_topk 9"
 later = pytest.mark.long

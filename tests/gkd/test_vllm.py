@@ -23,8 +23,7 @@ from tests import tiny
 from tests.bridge.test_vllm import PYTHON, SHAPE, _greedy
 from tests.gkd.runs import Distilled, assert_same_run
 from tests.preference.runs import Trained
-from tests.prepared import ON_CPU, ROOT
-from tests.rollout.served import free_port
+from tests.prepared import ON_CPU, ROOT, free_port
 
 pytestmark = [
     pytest.mark.long,

@@ -28,47 +28,70 @@ LAYOUTS = {
     "PP2 recompute": (2, FULL | ZERO | {"recompute_method": "uniform", PP: 2}),
     "EP2 ZeRO-1": (2, ZERO | {EP: 2}),
 }
-DENSE = ("one process", "recompute", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "DP2 ZeRO-1", "TP2 SP recompute")
-FEW = ("one process", "TP2 SP", "PP2")
-MOE = ("EP2", "TP2 SP ETP2", "TP2 SP EP2")
+# Each case once, in one process or where it is special; each layout once.
 WHERE = {
-    "qwen3": DENSE,
-    "llama": FEW,
+    "qwen3": ("one process", "recompute", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1", "TP2 SP recompute"),
+    "llama": ("one process",),
     "one KV head": ("TP2 SP",),
-    "some projections": FEW,
+    "some projections": ("TP2 SP",),
     # Stages, and under VPP chunks, with nothing to train.
-    "first layers": ("PP2", "PP2 VPP2"),
-    "last layers": (*FEW, "PP2 VPP2", "PP2 recompute"),
-    "embedding": (*FEW, "TP2"),
-    "DoRA": (*FEW, "TP2"),
-    "all biases": FEW,
+    "first layers": ("PP2",),
+    "last layers": ("PP2 recompute",),
+    "embedding": ("one process", "TP2"),
+    "DoRA": ("one process", "TP2 SP"),
+    "all biases": ("one process", "TP2 SP"),
     "some biases": ("TP2 SP",),
-    "tied embeddings": (*FEW, "DP2 ZeRO-1"),
-    "dense layers": (*FEW, "TP2 SP EP2"),
-    "experts": ("one process", "recompute", *MOE, "PP2 VPP2", "CP2", "EP2 ZeRO-1"),
-    "experts and routers": ("one process", *MOE),
+    "tied embeddings": ("PP2",),
+    "dense layers": ("TP2 SP EP2",),
+    "experts": ("one process", "TP2 SP ETP2", "EP2 ZeRO-1"),
+    "experts and routers": ("one process", "EP2"),
 }
-TRAINED = [(case, layout) for case, layouts in WHERE.items() for layout in layouts]
+# The product of both: long.
+WHERE_LONG = {
+    "qwen3": ("TP2", "PP2"),
+    "llama": ("TP2 SP", "PP2"),
+    "some projections": ("one process", "PP2"),
+    "first layers": ("PP2 VPP2",),
+    "last layers": ("one process", "TP2 SP", "PP2", "PP2 VPP2"),
+    "embedding": ("TP2 SP", "PP2"),
+    "DoRA": ("PP2", "TP2"),
+    "all biases": ("PP2",),
+    "tied embeddings": ("one process", "TP2 SP", "DP2 ZeRO-1"),
+    "dense layers": ("one process", "TP2 SP", "PP2"),
+    "experts": ("recompute", "EP2", "TP2 SP EP2", "PP2 VPP2", "CP2"),
+    "experts and routers": ("TP2 SP ETP2", "TP2 SP EP2"),
+}
 FAMILIES = ("phi3", "glm4", "gemma3", "Moonlight", "shared experts", "hybrid")
 KEPT = {
-    "qwen3": ("one process", "TP2 SP", "PP2 VPP2"),
+    "qwen3": ("one process", "TP2 SP"),
     "some projections": ("TP2",),
     "embedding": ("one process", "TP2 SP"),
     "DoRA": ("one process", "TP2 SP"),
-    "all biases": ("TP2 SP",),
     "tied embeddings": ("PP2",),
-    "experts": ("one process", "TP2 SP EP2", "TP2 SP ETP2"),
-    "experts and routers": ("one process", "TP2 SP EP2"),
+    "experts": ("one process", "TP2 SP EP2"),
     **dict.fromkeys(FAMILIES, ("one process",)),
 }
+KEPT_LONG = {
+    "qwen3": ("PP2 VPP2",),
+    "all biases": ("TP2 SP",),
+    "experts": ("TP2 SP ETP2",),
+    "experts and routers": ("one process", "TP2 SP EP2"),
+}
+
+
+def pairs(cases: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(case, layout) for case, layouts in cases.items() for layout in layouts]
+
+
+TRAINED, TRAINED_LONG = pairs(WHERE), pairs(WHERE_LONG)
 DROPPING = ("one process", "recompute", "TP2", "TP2 SP")
 ROUNDED = [("qwen3", "TP2 SP"), ("experts", "one process")]
 FAULTS = ("scaling", "swapped", "shard")
 # What else is done with an adapter, and where: way -> (what its jobs have beside the others, [(case, layout), ...]).
 WAYS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "trained": ({}, TRAINED),
-    "kept": ({"steps": 0}, [(case, layout) for case, layouts in KEPT.items() for layout in layouts]),
-    "new": ({"steps": 0, "new": True}, [(case, layout) for case, layouts in KEPT.items() for layout in layouts]),
+    "kept": ({"steps": 0}, pairs(KEPT)),
+    "new": ({"steps": 0, "new": True}, pairs(KEPT)),
     "merged a hundred times": ({"steps": 0, "merges": 100}, [("some projections", "TP2")]),
     "dropout": ({"options": {"lora_dropout": 0.5}}, [("qwen3", layout) for layout in DROPPING]),
     "bf16": ({"options": {"torch_dtype": "bfloat16"}}, ROUNDED),
@@ -77,15 +100,32 @@ WAYS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
 }
 
 
+# The same in the places that are long.
+WAYS_LONG: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "trained": ({}, TRAINED_LONG),
+    "kept": ({"steps": 0}, pairs(KEPT_LONG)),
+    "new": ({"steps": 0, "new": True}, pairs(KEPT_LONG)),
+}
+
+
 class Launched:
-    """References, and what the layouts made of the same adapters: one launch each number of processes."""
+    """References, and what the layouts made of the same adapters.
+
+    One launch for each number of processes, with `ways`; and one for each of `ways_long`, when a test asks for it.
+    """
 
     def __init__(
-        self, folder: Path, layouts: dict[str, Any] = LAYOUTS, ways: dict[str, Any] = WAYS, *, gpu: bool = False
+        self,
+        folder: Path,
+        layouts: dict[str, Any] = LAYOUTS,
+        ways: dict[str, Any] = WAYS,
+        ways_long: dict[str, Any] = WAYS_LONG,
+        *,
+        gpu: bool = False,
     ):
-        self.folder, self.layouts, self.ways, self.gpu = folder, layouts, ways, gpu
+        self.folder, self.layouts, self.ways, self.ways_long, self.gpu = folder, layouts, ways, ways_long, gpu
         self._references: dict[str, Trained] = {}
-        self._results: dict[int, dict[str, dict]] = {}
+        self._results: dict[tuple[int, bool], dict[str, dict]] = {}
 
     def base(self, case: str) -> Path:
         return make_base(self.folder, CASES[case].tiny)
@@ -112,25 +152,27 @@ class Launched:
         return load_file(self.saved(case, layout, way) / "adapter" / "adapter_model.safetensors")
 
     def result(self, case: str, layout: str, way: str = "trained") -> dict[str, Any]:
-        world = self.layouts[layout][0]
-        if world not in self._results:
-            self._results[world] = launch(world, self._jobs(world), self.folder / f"world {world}", gpu=self.gpu)
-        result = self._results[world].get(_named(case, layout, way))
+        world, is_long = self.layouts[layout][0], (case, layout) in self.ways_long.get(way, ({}, []))[1]
+        if (world, is_long) not in self._results:
+            jobs = self._jobs(world, self.ways_long if is_long else self.ways)
+            folder = self.folder / f"world {world}{' long' * is_long}"
+            self._results[world, is_long] = launch(world, jobs, folder, gpu=self.gpu)
+        result = self._results[world, is_long].get(_named(case, layout, way))
         assert result is not None, "the launch stopped before this layout"
         assert "error" not in result, result.get("error")
         return result
 
-    def _jobs(self, world: int) -> list[dict[str, Any]]:
-        found = []
-        for way, (settings, places) in self.ways.items():
+    def _jobs(self, world: int, ways: dict[str, Any]) -> list[dict[str, Any]]:
+        jobs = []
+        for way, (settings, places) in ways.items():
             for case, layout in places:
                 if self.layouts[layout][0] == world:
                     name = _named(case, layout, way)
                     job = {"name": name, "model": str(self.base(case)), "folder": str(self.folder / name)}
                     options = {"packing": True, "adam_eps": EPS} | options_of(CASES[case]) | self.layouts[layout][1]
                     job |= {"adapter": str(self.adapter(case)), "options": options | settings.get("options", {})}
-                    found.append(settings | job)
-        return found
+                    jobs.append(settings | job)
+        return jobs
 
 
 def _named(case: str, layout: str, way: str) -> str:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from tests.families import gemma3_text
-from tests.lora.launched import FAMILIES, KEPT, TRAINED
+from tests.lora.launched import FAMILIES, KEPT, KEPT_LONG, TRAINED, TRAINED_LONG, pairs
 from tests.lora.reference import ALPHA, CASES, RANK, adapt_by_hand, distance, load_base, log_probs_of
 
 EMBEDDING_OF_BASE = "base_model.model.model.embed_tokens.base_layer.weight"  # which PEFT writes too
@@ -26,9 +26,13 @@ BOUND = 1e-4  # of log-probabilities, relative to the largest
 
 pytestmark = pytest.mark.slow
 
-PLACES = [(case, layout, "trained") for case, layout in TRAINED if layout in ("one process", "TP2 SP EP2", "PP2")]
-PLACES += [("qwen3", "TP2 SP", "dropout")]
+SAVED_IN = ("one process", "TP2 SP EP2", "PP2")
+PLACES: list = [(case, layout, "trained") for case, layout in TRAINED if layout in SAVED_IN]
+PLACES += [("some projections", "TP2 SP", "trained"), ("qwen3", "TP2 SP", "dropout")]
 PLACES += [(case, "one process", "kept") for case in FAMILIES]
+PLACES += [
+    pytest.param(case, layout, "trained", marks=pytest.mark.long) for case, layout in TRAINED_LONG if layout in SAVED_IN
+]
 
 
 @pytest.mark.parametrize(("case", "layout", "way"), PLACES)
@@ -54,7 +58,9 @@ def test_every_kind_of_matrix_gives_what_its_adapter_says(case, launched):
     assert distance(launched.result(case, "one process", "kept")["log_probs"], log_probs_of(model)) < BOUND
 
 
-@pytest.mark.parametrize(("case", "layout"), [(case, layout) for case, layouts in KEPT.items() for layout in layouts])
+@pytest.mark.parametrize(
+    ("case", "layout"), [*pairs(KEPT), *(pytest.param(*case, marks=pytest.mark.long) for case in pairs(KEPT_LONG))]
+)
 def test_an_adapter_comes_back_as_it_was(case, layout, launched):
     begun = load_file(launched.adapter(case) / "adapter_model.safetensors")
     begun.pop(EMBEDDING_OF_BASE, None)
@@ -65,7 +71,24 @@ def test_an_adapter_comes_back_as_it_was(case, layout, launched):
 
 @pytest.mark.parametrize("case", [case for case, layouts in KEPT.items() if len(layouts) > 1])
 def test_a_new_adapter_is_the_same_in_every_layout(case, launched):
-    first, *others = (launched.saved(case, layout, "new") / "adapter" for layout in KEPT[case])
+    assert_new_adapters_are_the_same(launched, case, KEPT[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "layouts"),
+    [
+        ("qwen3", ("one process", "PP2 VPP2")),
+        ("experts", ("one process", "TP2 SP ETP2")),
+        ("experts and routers", ("one process", "TP2 SP EP2")),
+    ],
+)
+def test_a_new_adapter_is_the_same_in_other_layouts(case, layouts, launched):
+    assert_new_adapters_are_the_same(launched, case, layouts)
+
+
+def assert_new_adapters_are_the_same(launched, case, layouts):
+    first, *others = (launched.saved(case, layout, "new") / "adapter" for layout in layouts)
     tensors = load_file(first / "adapter_model.safetensors")
     settings = json.loads((first / "adapter_config.json").read_text())
     for other in others:

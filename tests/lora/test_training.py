@@ -5,7 +5,7 @@ import torch
 from megaswift.bridge.lora.layers import LinearAdapter, Place
 from torch.distributed import ProcessGroup
 
-from tests.lora.launched import DROPPING, FAULTS, ROUNDED, TRAINED
+from tests.lora.launched import DROPPING, FAULTS, ROUNDED, TRAINED, TRAINED_LONG
 from tests.lora.reference import ALPHA, RANK, adapt_by_hand, distance, load_base, log_probs_of
 
 BOUND = 1e-5  # relative to the largest value
@@ -13,7 +13,9 @@ BOUND = 1e-5  # relative to the largest value
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("case", "layout"), TRAINED)
+@pytest.mark.parametrize(
+    ("case", "layout"), [*TRAINED, *(pytest.param(*case, marks=pytest.mark.long) for case in TRAINED_LONG)]
+)
 def test_trains_as_peft_does(case, layout, launched):
     result, expected = launched.result(case, layout), launched.reference(case)
     assert result["losses"] == pytest.approx(expected.losses, rel=BOUND)

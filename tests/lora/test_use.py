@@ -115,7 +115,9 @@ def merged(place: Path):
     return folder
 
 
-@pytest.mark.parametrize("case", USED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in ("all biases", "experts") else ()) for case in USED]
+)
 def test_a_merged_folder_gives_what_the_adapter_does(case: str, place: Path, merged) -> None:
     folder, base = merged(case), place / f"{named(case)}-base"
     expected = log_probs_of(wanted(place, case))
@@ -130,24 +132,26 @@ def test_a_merged_folder_gives_what_the_adapter_does(case: str, place: Path, mer
 
 
 @pytest.mark.parametrize(
-    ("case", "layout", "exact"),
+    ("case", "layout"),
     [
-        ("some projections", "--tensor_model_parallel_size 2", True),
-        ("embedding", "--tensor_model_parallel_size 2", True),
-        ("DoRA", "--tensor_model_parallel_size 2", False),  # lengths are summed in another order
-        ("experts", "--tensor_model_parallel_size 2 --expert_model_parallel_size 2", True),
-        ("experts and routers", "--pipeline_model_parallel_size 2", True),
+        ("some projections", "--tensor_model_parallel_size 2"),
+        ("experts and routers", "--pipeline_model_parallel_size 2"),
+        pytest.param("embedding", "--tensor_model_parallel_size 2", marks=pytest.mark.long),
+        pytest.param("DoRA", "--tensor_model_parallel_size 2", marks=pytest.mark.long),
+        pytest.param(
+            "experts", "--tensor_model_parallel_size 2 --expert_model_parallel_size 2", marks=pytest.mark.long
+        ),
     ],
 )
-def test_two_processes_merge_what_one_does_and_by_way_of_megatron(case, layout, exact, place: Path, merged) -> None:
+def test_two_processes_merge_what_one_does_and_by_way_of_megatron(case, layout, place: Path, merged) -> None:
+    """Up to rounding: a product of a part of a matrix may be summed in another order."""
     there, back = f"{named(case)}-there", f"{named(case)}-back"
     line = f"megatron export --adapters {named(case)} --model {named(case)}-base --merge_lora true --to_mcore true"
     run(place, f"{line} {layout} --output_dir {there}", 2)
     run(place, f"swift export --mcore_model {there} --to_hf true --output_dir {back}")
-    if exact:
-        assert same(merged(case), place / back)
-    expected = tensors(merged(case))
-    for name, tensor in tensors(place / back).items():
+    expected, found = tensors(merged(case)), tensors(place / back)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
@@ -195,7 +199,9 @@ def in_megatron(place: Path):
     return folders
 
 
-@pytest.mark.parametrize("case", ["DoRA", "embedding", "experts and routers"])
+@pytest.mark.parametrize(
+    "case", ["DoRA", *(pytest.param(case, marks=pytest.mark.long) for case in ("embedding", "experts and routers"))]
+)
 def test_from_megatrons_format_merged_and_alone(case: str, place: Path, merged, in_megatron) -> None:
     base, adapter = in_megatron(case)
     line = f"swift export --mcore_model {base} --mcore_adapter {adapter} --to_hf true"
@@ -226,7 +232,7 @@ def test_from_megatrons_format_merged_and_alone(case: str, place: Path, merged, 
     assert same(merged(case), place / f"{named(case)}-tested")
 
 
-@pytest.mark.parametrize("case", ["DoRA", "experts and routers"])
+@pytest.mark.parametrize("case", ["DoRA", pytest.param("experts and routers", marks=pytest.mark.long)])
 def test_it_answers_as_the_merged_folder(case: str, place: Path, merged, in_megatron) -> None:
     _, adapter = in_megatron(case)
     alone = place / f"{adapter}-hf-answering"

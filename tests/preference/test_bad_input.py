@@ -33,6 +33,7 @@ def test_pairs_that_are_none_are_left_out_with_the_reason(place: Place) -> None:
     assert "2" in line
 
 
+@pytest.mark.long
 def test_without_a_pair_there_is_no_run(place: Place) -> None:
     rows = [row | {"rejected_response": ""} for row in map(messages, place.train[:3])]
     printed = train(place, "dpo", rows)
@@ -64,6 +65,7 @@ def test_a_reference_of_another_vocabulary(place: Place) -> None:
     assert "--ref_model foreign has another vocabulary than the model that is trained: 'stone' is token" in printed
 
 
+@pytest.mark.long
 def test_prompts_that_leave_no_room(place: Place) -> None:
     rows = [messages(row) for row in place.train[:4]]
     printed = train(place, "dpo", rows, "--max_length 5 --truncation_strategy right")

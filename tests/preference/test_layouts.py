@@ -38,7 +38,7 @@ def the_same(place: Place, kind: str, flags: str, processes: int | None, base: s
         pytest.param("kto", DP, id="kto DP2", marks=later),
         pytest.param("kto", f"{DP} {OVERLAPPED}", id="kto DP2 overlapped", marks=later),
         pytest.param("rm", f"{CP} {PACKED}", id="rm CP2 packed", marks=later),
-        pytest.param("rm", PP, id="rm PP2"),
+        pytest.param("rm", PP, id="rm PP2", marks=later),
         pytest.param("rm", f"{DP} {OVERLAPPED}", id="rm DP2 overlapped", marks=later),
         pytest.param("rm", TP, id="rm TP2 SP", marks=later),
     ],

@@ -60,6 +60,7 @@ def test_measured_against_the_base(place: Place, adapter: Path) -> None:
     agree(ours, theirs, start)
 
 
+@pytest.mark.long
 def test_measured_against_the_adapter_that_it_starts_from(place: Place, adapter: Path) -> None:
     """As TRL does where it is given PEFT's model and no reference."""
     ours = place.run("dpo", f"--adapters {adapter} --ref_adapters {adapter} {LORA}")

@@ -355,6 +355,6 @@ def _send(descriptors: list[int], number: signal.Signals) -> None:
 
 
 def _wait_for_step(step: int, notes: Path) -> None:
-    file, limit = notes / "steps-0", time.monotonic() + 90
+    file, limit = notes / "steps-0", time.monotonic() + 300
     while time.monotonic() < limit and not (file.exists() and len(file.read_text().splitlines()) >= step):
         time.sleep(0.01)

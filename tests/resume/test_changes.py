@@ -69,10 +69,12 @@ def seldom(place):
     return Case(place, "seldom", f"{LAYOUTS['DP2']} {DROPOUT} --save_steps 100")
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, [0, 1]), pytest.param(signal.SIGUSR1, [1], marks=pytest.mark.long)]
+)
 def test_a_signal_saves_and_ends_with_75(number, ranks, seldom):
     output = Output(seldom)
-    ended = output.run(harm=signalled(number, 4, ranks), tell={"pause": 0.15}, code=75)
+    ended = output.run(harm=signalled(number, 4, ranks), tell={"pause": 0.3}, code=75)
     tells(ended.said, number.name)
     last = max(ended.steps[0])
     assert 5 <= last < 10
@@ -90,6 +92,7 @@ def test_the_time_that_a_run_may_take(place):
     assert output.rows == case.reference.rows
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_stays(place):
     flags = f"{BEST} --metric_for_best_model loss --greater_is_better true --save_total_limit 1"  # the first is best
     output = Output(Case(place, "best", flags, processes=None), flags="--resume_from_checkpoint auto")
@@ -102,7 +105,7 @@ def test_the_best_checkpoint_stays(place):
     assert os.readlink(output.run_folder / "best") == f"checkpoint-{best}"
 
 
-@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("began", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_runs_at_once_do_not_harm_each_other(began, place):
     case = Case(place, f"twice {began}", DROPOUT, processes=None)
     _ = case.reference
@@ -118,6 +121,7 @@ def test_two_runs_at_once_do_not_harm_each_other(began, place):
     output.compare()
 
 
+@pytest.mark.long
 def test_without_resuming_each_of_two_runs_has_a_folder(place):
     case = Case(place, "two", DROPOUT, processes=None)
     output = Output(case, flags="--save_total_limit 2")

@@ -17,6 +17,7 @@ FEW = {
     ("manifest.json", "flipped"),
     ("manifest.json", "emptied"),
 }
+FEWER = {("model.safetensors", "flipped"), ("training_state/state.json", "deleted"), ("manifest.json", "emptied")}
 
 
 def truncated(file: Path) -> None:
@@ -59,7 +60,9 @@ def check_torn(case: Case, name: str, tear) -> None:
     output.remove()
 
 
-@pytest.mark.parametrize(("name", "tear"), sorted(FEW))
+@pytest.mark.parametrize(
+    ("name", "tear"), [pytest.param(*case, marks=() if case in FEWER else pytest.mark.long) for case in sorted(FEW)]
+)
 def test_a_torn_file_is_named_and_the_checkpoint_before_is_used(name, tear, case):
     check_torn(case, name, globals()[tear])
 
@@ -85,6 +88,7 @@ def test_a_disk_that_is_full_leaves_the_last_whole_checkpoint(case):
         output.compare()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(place):
     """With --async_save training has gone on by then: the next one is tried."""
     case = Case(place, "async", "--async_save true", processes=None, steps=6)
@@ -109,6 +113,7 @@ def remount(folder: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
 
+@pytest.mark.long
 def test_a_small_disk_and_one_that_cannot_be_written(case, small_disk):
     output = Output(case)
     output.folder = small_disk / "out"

@@ -57,6 +57,7 @@ def test_killed_when_the_last_checkpoint_is_there_and_links_lead_elsewhere(place
     output.compare()
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_run_that_was_killed_within_its_first_save(place):
     output = Output(Case(place, "first", "", processes=None, steps=4))
     at = next(at for at in output.case.operations if "manifest" in at["label"])
@@ -74,6 +75,7 @@ def test_every_file_of_a_checkpoint_was_seen_being_written(place):
     assert files <= labels
 
 
+@pytest.mark.long
 def test_killed_at_random_moments(place):
     case = Case(place, "TP2 async", f"{LAYOUTS['TP2']} {DROPOUT} --async_save true", steps=8)
     check(random_kills(case, 2, seed=1, first=5))  # a checkpoint is there

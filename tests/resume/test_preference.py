@@ -26,7 +26,7 @@ CASES = {
     "embedding DP2": ("sft --task_type embedding " + TEXTS, f"{LAYOUTS['DP2']} {DROPOUT}"),
     "reranker TP2 LoRA": ("sft --task_type reranker " + TEXTS, f"{LAYOUTS['TP2']} {LORA} --max_length 1024"),
 }
-SHORT = "dpo TP2 LoRA, precomputed", "rm DP2"
+SHORT = ("dpo TP2 LoRA, precomputed",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
@@ -44,7 +44,7 @@ def test_killed_and_resumed(name, place):
 @pytest.mark.parametrize(
     ("name", "flag"),
     [
-        ("dpo DP2", "model"),
+        pytest.param("dpo DP2", "model", marks=pytest.mark.long),
         pytest.param("kto PP2 LoRA", "adapters", marks=pytest.mark.long),
         pytest.param("rm TP2, megatron-core's format", "mcore_model", marks=pytest.mark.long),
         pytest.param("dpo, megatron-core's format", "mcore_model", marks=pytest.mark.long),

@@ -75,7 +75,7 @@ def test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds():
     checkers = Checkers()
     assert checkers([("22", r"\boxed{9^{9^{9^{9}}}}"), ("22", "22")]) == [False, True]
     assert checkers([("22", "22")]) == [True]  # by the process that took the place of that one
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 120
 
 
 def test_several_checkers_keep_the_order():
@@ -101,7 +101,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert run.returncode == -9
-    for _ in range(50):
+    for _ in range(600):
         try:
             os.kill(int(run.stdout), 0)
         except ProcessLookupError:

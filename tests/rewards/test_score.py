@@ -101,22 +101,22 @@ def test_no_samples_ask_nothing():
 
 def test_functions_run_side_by_side():
     def sleeps(completions):
-        time.sleep(0.6)
+        time.sleep(1)
         return [1]
 
     async def waits(completions):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1)
         return [1]
 
     async def sleeps_in_a_thread(completions):
-        await asyncio.to_thread(time.sleep, 0.6)
+        await asyncio.to_thread(time.sleep, 1)
         return [1]
 
     functions = [sleeps, waits, sleeps_in_a_thread, sleeps, waits]
     rewards = [Reward(str(i), function) for i, function in enumerate(functions)]
     start = time.monotonic()
     assert score(rewards, [1] * 5, samples("a"), 10).rewards.tolist() == [5]
-    assert time.monotonic() - start < 2.4
+    assert time.monotonic() - start < 4.5  # one after the other: 5
 
 
 def test_an_async_function_keeps_its_loop():
@@ -186,7 +186,7 @@ def test_one_that_hangs_is_named_with_its_row(kind):
         r"11 of rows.jsonl, completion 'bad'. Fix it, or raise --reward_timeout",
     ):
         only(function, "good", "bad", "good", timeout=0.5)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_one_that_is_slow_is_named():
@@ -216,7 +216,7 @@ for function in (hangs, in_a_thread):
     except RuntimeError as error:
         print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("It hangs for row 0") == 2
 

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.prepared import ON_CPU, ROOT
+from tests.prepared import ON_CPU, ROOT, free_port
 from tests.rl.runs import Place, assert_same_steps
-from tests.rollout.served import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 ONE = "--steps_per_generation 1"

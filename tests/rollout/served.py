@@ -4,7 +4,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,29 +85,32 @@ class KnownEngine:
         self.awake = False
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+@contextmanager
+def listening(app: Any, port: int = 0, http: Any = "auto") -> Iterator[int]:
+    """The port of a server in a thread; 0: any, which nobody else can take before it listens."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        running = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=running.run, args=([bound],), daemon=True)
+        thread.start()
+        while not running.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield bound.getsockname()[1]
+        finally:
+            running.should_exit = True
+            thread.join(10)
 
 
 @contextmanager
-def serving(port: int | None = None, backend: type[InProcess] = InProcess, http: Any = "auto", **settings):
+def serving(port: int = 0, backend: type[InProcess] = InProcess, http: Any = "auto", **settings):
     """(address, engine, server) of one in a thread."""
-    engine, port = KnownEngine(), port or free_port()
+    engine = KnownEngine()
     server = Server(backend(engine, "known"), "known", **settings)
-    running = uvicorn.Server(
-        uvicorn.Config(server.app, port=port, http=http, log_level="warning", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    try:
+    with listening(server.app, port, http) as port:
         yield f"http://127.0.0.1:{port}", engine, server
-    finally:
-        running.should_exit = True
-        thread.join(10)
 
 
 def tensors() -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ from megaswift.tasks.rollout.serve import bound, checked_backend
 from torch import Tensor
 
 from tests import tiny
-from tests.prepared import ROOT
-from tests.rollout.served import free_port, serving, tensors
+from tests.prepared import ROOT, free_port
+from tests.rollout.served import serving, tensors
 
 SAMPLING = Sampling(max_new_tokens=4, stop=("\n",))
 
@@ -164,20 +164,31 @@ def test_a_server_of_another_model() -> None:
                 assert server._run is not None
 
 
+def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not so within {seconds:g} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
 def test_a_run_that_falls_silent_loses_the_server() -> None:
-    with serving(silence=0.5) as (url, _, server):
+    with serving(silence=60.0) as (url, _, server):
         silent = {"run": "silent", "who": "a run that was killed"}
         httpx.post(f"{url}/claim", json=silent)
         httpx.post(f"{url}/weights/begin", headers={"x-run": "silent"}, json={})
         with pytest.raises(PermissionError, match="a run that was killed"):
             ServerEngine([url], timeout=0.0)
-        time.sleep(1.0)
-        assert not server._updating
+    with serving(silence=1.5) as (url, _, server):
+        httpx.post(f"{url}/claim", json=silent)
+        httpx.post(f"{url}/weights/begin", headers={"x-run": "silent"}, json={})
+        assert server._updating
+        wait_until(lambda: not server._updating)
         with connected(url) as client:
             with pytest.raises(WeightsLost, match="half of one version and half of another"):
                 client.generate([Request([1], 0)], SAMPLING)
             client.update([("scale", torch.tensor(3.0))])
-            time.sleep(1.5)  # says that it is there
+            time.sleep(3.0)  # twice as long; it says that it is there
             assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
 
 
@@ -213,7 +224,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         ServerLost, match=f"No rollout server answers at {url} .*--vllm_server_base_url,.*_server_timeout"
     ):
         ServerEngine([url], timeout=1.0, given="--vllm_server_base_url")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     said = capsys.readouterr().err
     assert said.count(f"No server answers at {url} yet (") == said.count("It is waited for, for up to 1 s.") == 1
 
@@ -303,6 +314,13 @@ def servers():
         server.process.wait()
 
 
+def assert_same_completions(one: list[Completion], other: list[Completion]) -> None:
+    """The tokens are the same; sums of two processes, by other threads and batches, differ in their last bits."""
+    assert [(each.tokens, each.finish) for each in one] == [(each.tokens, each.finish) for each in other]
+    for each, wanted in zip(one, other, strict=True):
+        torch.testing.assert_close(torch.tensor(each.log_probs), torch.tensor(wanted.log_probs), atol=1e-4, rtol=0)
+
+
 @pytest.mark.slow
 def test_a_model_by_transformers(tmp_path) -> None:
     """`swift rollout` answers as the engine in this process does, before and after new weights; SIGTERM ends it."""
@@ -321,14 +339,14 @@ def test_a_model_by_transformers(tmp_path) -> None:
         requests = [Request(list(range(5, 9 + i)), seed=i) for i in range(5)]
         sampling = Sampling(temperature=0.9, top_k=30, max_new_tokens=12)
         with connected(url, timeout=120.0, bucket_bytes=10**5) as client:
-            assert client.generate(requests, sampling) == here.generate(requests, sampling)
+            assert_same_completions(client.generate(requests, sampling), here.generate(requests, sampling))
             weights = tiny.model("qwen3", seed=1).state_dict()
             here.update(weights.items())
             client.update(weights.items())
-            assert client.generate(requests, sampling) == here.generate(requests, sampling)
+            assert_same_completions(client.generate(requests, sampling), here.generate(requests, sampling))
             assert client.checksums(list(weights)) == here.checksums(list(weights))
         process.terminate()
-        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert process.wait(100) in (0, -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()
@@ -362,7 +380,7 @@ def test_a_server_that_hangs(servers, monkeypatch) -> None:
         start = time.monotonic()
         with pytest.raises(ServerLost, match=r"is gone: no answer within 1 s, twice, during /generate.*--wait_for_ser"):
             client.generate([Request([99], 0)], SAMPLING)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 50  # the prompt takes 60 s
 
 
 @pytest.mark.slow

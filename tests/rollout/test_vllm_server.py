@@ -22,8 +22,7 @@ from megaswift.tasks.rollout.link import ServerLost, WeightsLost
 
 from tests import tiny
 from tests.bridge.test_vllm import PYTHON, SHAPE, _greedy
-from tests.prepared import ROOT
-from tests.rollout.served import free_port
+from tests.prepared import ROOT, free_port
 
 pytestmark = [
     pytest.mark.long,

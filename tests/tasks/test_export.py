@@ -159,6 +159,7 @@ def test_swift_in_bfloat16_with_its_precision_tested(place: Path, swift) -> None
     assert {one["dtype"]: one["passed"] for one in precision} == {"float32": True, "bfloat16": True}
 
 
+@pytest.mark.long
 def test_a_folder_that_contradicts_its_config_leaves_nothing(place: Path, mixture: Path, swift) -> None:
     other = place / "other"
     shutil.copytree(mixture, other)
@@ -201,6 +202,7 @@ def test_beyond_the_bound_it_fails_and_leaves_nothing(place: Path) -> None:
     assert not visible(place, "bad")
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing(place: Path) -> None:
     process = planted(place, FULL_DISK, "export --model qwen3 --to_mcore true --output_dir full")
     done = process.wait()
@@ -247,6 +249,7 @@ def test_it_replaces_an_earlier_export_only_when_asked(place: Path, swift) -> No
     assert visible(place, "again") == ["again", "again-back"]
 
 
+@pytest.mark.long
 def test_training_from_and_to_it(place: Path, mixture: Path) -> None:
     """The same losses from either format; what is saved in megatron-core's goes on, and back."""
     rows = [{"query": f"What is {a} + 2?", "response": str(a + 2)} for a in range(24)]

@@ -185,11 +185,15 @@ def test_peft_and_the_merged_folder_have_the_runs_own_loss(alone: Path, place: P
     ("name", "flags"),
     [
         ("tp", "--tensor_model_parallel_size 2 --sequence_parallel true"),
-        ("dp", "--overlap_grad_reduce true --overlap_param_gather true"),
-        ("pp", "--pipeline_model_parallel_size 2 --recompute_granularity full --recompute_method uniform "
-               "--recompute_num_layers 1"),
+        pytest.param("dp", "--overlap_grad_reduce true --overlap_param_gather true", marks=pytest.mark.long),
+        pytest.param(
+            "pp",
+            "--pipeline_model_parallel_size 2 --recompute_granularity full --recompute_method uniform "
+            "--recompute_num_layers 1",
+            marks=pytest.mark.long,
+        ),
     ],
-)  # fmt: skip
+)
 def test_two_processes_train_the_adapter_of_one(name: str, flags: str, alone: Path, place: Path) -> None:
     line = f"megatron sft --model qwen3 {LORA} {flags} --merge_lora false --save_steps 100 --output_dir {name}"
     run(place, line, processes=2)
@@ -249,6 +253,7 @@ def test_the_traditional_workflow_goes_on_and_back(traditional: Path, alone: Pat
     close(load_file(alone / "checkpoint-9-merged" / "model.safetensors"), load_file(place / "merged/model.safetensors"))
 
 
+@pytest.mark.long
 def test_experts_go_through_both_formats(place: Path) -> None:
     """Each expert's adapter: trained and saved in TP2 EP2 in megatron-core's format, read and saved again in PEFT's."""
     short = f"{LORA} --use_rslora true --train_iters 2 --merge_lora false"
@@ -266,6 +271,7 @@ def test_experts_go_through_both_formats(place: Path) -> None:
     assert configs[0] == configs[1] == configs[2]
 
 
+@pytest.mark.long
 def test_a_model_learns_by_its_adapter(place: Path) -> None:
     """Random weights answer nothing, and stay; after a few seconds all answers are right."""
     batches = "--micro_batch_size 34 --global_batch_size 34 --logging_steps 20 --dataloader_num_workers 0"
@@ -283,7 +289,7 @@ def test_a_model_learns_by_its_adapter(place: Path) -> None:
     ("name", "family", "layout"),
     [
         ("LoRA SFT (Dense Model)", "qwen3", "TP 2"),
-        ("MoE LoRA Training", "qwen3_moe", "EP 2"),
+        pytest.param("MoE LoRA Training", "qwen3_moe", "EP 2", marks=pytest.mark.long),
     ],
 )
 def test_the_guides_examples_run(name: str, family: str, layout: str, place: Path) -> None:
@@ -318,6 +324,7 @@ def test_of_a_killed_run_no_adapter_is_there_without_its_merged_weights(place: P
     assert [path.name for path in (place / "killed").glob(".*")] == [".lock"]
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing(place: Path) -> None:
     line = f"sft --model qwen3 {LORA} --train_iters 1 --add_version false --output_dir full"
     done = planted(place, FULL_DISK, line).wait()
@@ -343,6 +350,7 @@ def test_an_adapter_of_another_model_is_refused(alone: Path, traditional: Path, 
     assert not (place / "never").exists()
 
 
+@pytest.mark.long
 def test_an_adapter_whose_base_is_gone_is_refused_by_its_shapes(traditional: Path, place: Path) -> None:
     tiny.save_tokenizer(tiny.save(place / "narrow", "qwen3", intermediate_size=64))
     adapter = shutil.copytree(traditional / "checkpoint-9", place / "orphan")

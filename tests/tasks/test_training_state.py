@@ -15,6 +15,7 @@ from tests.layouts import reference
 from tests.layouts.test_layouts import CP, EP, ETP, OVERLAP, PP, SP, TP, VPP, ZERO
 from tests.lora.reference import CASES, make_base
 from tests.lora.reference import options_of as adapters_of
+from tests.selection import selected_params
 from tests.torchrun import torchrun
 
 BOUND = 1e-5  # relative
@@ -67,21 +68,39 @@ WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
     "adapters, DoRA bf16": ("DoRA", BF16, {TP2: (TP2, ZERO1)}),
 }  # fmt: skip
 FAULTS = {"one row off": ("tied", PP2, {"planted": True}), "other random numbers": ("dropout", TP2, {"same": False})}
+SAME_AS_TRANSFORMERS = (TP2, PP2, ZERO1)  # where "tied" goes on in, from TP2
 ROUNDED = ("bf16", "fp16", "SGD bf16", "adapters, DoRA bf16")  # where layouts differ by more than BOUND
-STOPPED = [(way, layout) for way, (_, _, layouts) in WAYS.items() for layout in layouts]
 GONE_ON = [(way, old, new) for way, (_, _, layouts) in WAYS.items() for old in layouts for new in layouts[old]]
+# Each way of training once in the same layout and once in another; the other pairs are long.
+DEFAULT = {
+    ("tied", ONE, SMALL), ("tied", ZERO1, ZERO1), ("tied", SMALL, SMALL), ("tied", TP2, TP2), ("tied", TP2, PP2),
+    ("tied", TP2, ZERO1), ("tied", VPP2, VPP2),
+    ("experts", "EP2", "EP2"), ("experts", "EP2", ONE), ("experts", "TP2 SP EP2", "TP2 SP EP2"),
+    ("bf16", ZERO1, ZERO1), ("bf16", ZERO1, TP2), ("fp16", DP, DP), ("SGD", DP, DP), ("SGD", DP, TP2),
+    ("dropout", TP2, TP2), ("dropout", PP2, PP2),
+    ("adapters, one KV head", TP2, TP2), ("adapters, one KV head", TP2, ONE), ("adapters, tied", PP2, TP2),
+    ("adapters, no first stage", PP2, PP2), ("adapters, experts", "EP2", "EP2"), ("adapters, experts", "EP2", ONE),
+}  # fmt: skip
+assert set(GONE_ON) >= DEFAULT
+
+
+def marked(case: tuple[str, ...]):
+    """Return the parameters of a test of what stopped (way, layout), or of what goes on from there (way, old, new)."""
+    is_default = any(case == each[: len(case)] for each in DEFAULT)
+    return pytest.param(*case, marks=() if is_default else pytest.mark.long, id=f"{case[0]}: {' to '.join(case[1:])}")
 
 
 class Launched:
-    """All runs: first those that stop (and, in the same processes, go on), then those that go on from there."""
+    """Runs that stop (and, in the same processes, go on), then `gone_on`: those that go on from there, and faults."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, stopped: list[tuple[str, str]], gone_on: list[tuple[str, str, str]]):
         self.folder = folder
-        self.stopped = self._launch([self._job(way, layout) for way, layout in STOPPED])
-        jobs = [self._job(*case) for case in GONE_ON]
+        self.stopped = self._launch([self._job(way, layout) for way, layout in stopped])
+        jobs = [self._job(*case) for case in gone_on]
         jobs += [
             self._job(way, TP2, new) | {"name": name, "folder": str(folder / name)} | planted
             for name, (way, new, planted) in FAULTS.items()
+            if (way, TP2, new) in gone_on
         ]
         self.gone_on = self._launch(jobs)
 
@@ -125,8 +144,14 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    return Launched(tmp_path_factory.mktemp("state"))
+def launched(request, tmp_path_factory):
+    """The runs of the tests that this session has selected, and of those that have no parameters."""
+    chosen = {(params["way"], params["old"], params["new"]) for params in selected_params(request) if "new" in params}
+    chosen |= {("tied", TP2, new) for new in SAME_AS_TRANSFORMERS}
+    chosen |= {(way, TP2, new) for way, new, _ in FAULTS.values()}
+    stopped = {(params["way"], params["layout"]) for params in selected_params(request) if "layout" in params}
+    stopped |= {(way, old) for way, old, _ in chosen}
+    return Launched(tmp_path_factory.mktemp("state"), sorted(stopped), [case for case in GONE_ON if case in chosen])
 
 
 def result_of(results: dict[str, dict], name: object) -> dict:
@@ -156,7 +181,7 @@ def whole(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "old", "new"), GONE_ON, ids=[f"{way}: {old} to {new}" for way, old, new in GONE_ON])
+@pytest.mark.parametrize(("way", "old", "new"), map(marked, GONE_ON))
 def test_goes_on_as_if_it_had_not_stopped(way, old, new, launched):
     wanted = result_of(launched.stopped, launched.place(way, old))
     found = result_of(launched.gone_on, launched.place(way, old, new))
@@ -172,7 +197,7 @@ def test_goes_on_as_if_it_had_not_stopped(way, old, new, launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "layout"), STOPPED, ids=[": ".join(case) for case in STOPPED])
+@pytest.mark.parametrize(("way", "layout"), [marked((way, old)) for way, (_, _, olds) in WAYS.items() for old in olds])
 def test_files_have_each_element_once(way, layout, launched):
     """8 bytes for a parameter in fp32, 4 more for one with a master, 4 less under SGD, whatever the layout."""
     place = launched.place(way, layout)
@@ -191,7 +216,7 @@ def test_files_have_each_element_once(way, layout, launched):
 def test_goes_on_as_transformers_does(launched):
     """What transformers and torch's AdamW do without a stop, and with the optimizer's state as torch has it."""
     expected = reference.train(tiny.model("qwen2"), steps=4)
-    for new in WAYS["tied"][2][TP2]:
+    for new in SAME_AS_TRANSFORMERS:
         found = result_of(launched.gone_on, launched.place("tied", TP2, new))
         assert found["losses"] == pytest.approx(expected.losses[2:], rel=BOUND)
         assert found["grad_norms"] == pytest.approx(expected.grad_norms[2:], rel=BOUND)

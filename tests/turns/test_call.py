@@ -65,14 +65,14 @@ def test_sync_ones_go_one_by_one_and_async_ones_together():
         order.append(turn.completion)
 
     async def wait(turn):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
 
     letters = [str(number) for number in range(20)]
     run(sync, *letters)
     assert order == letters
     began = time.monotonic()
     run(wait, *letters)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5  # one by one: 10
 
 
 def test_sessions_stay_open():
@@ -132,11 +132,11 @@ def test_one_that_hangs(monkeypatch):
 
     def hangs(turn):
         if turn.columns["goal"] == 1:
-            time.sleep(4)
+            time.sleep(60)
 
     async def waits(turn):
         if turn.columns["goal"] == 1:
-            await asyncio.sleep(4)
+            await asyncio.sleep(60)
 
     async def holds(turn):
         hangs(turn)
@@ -144,7 +144,7 @@ def test_one_that_hangs(monkeypatch):
     for function in (hangs, waits, holds):
         began = time.monotonic()
         found = failure(function, timeout=0.4)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
         assert re.match(
             r"--multi_turn_scheduler s has not answered within 0.4 s \(it is at test_call.py, line \d+\) for row 11 of "
             r"rows.jsonl, turn 1, completion 'b'. Fix it, or raise --turn_timeout",

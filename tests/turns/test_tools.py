@@ -36,13 +36,13 @@ async def later(a: str) -> str:
 
 @tool
 def hangs() -> str:
-    time.sleep(5)
+    time.sleep(60)
     return ""
 
 
 @tool
 async def waits() -> str:
-    await asyncio.sleep(5)
+    await asyncio.sleep(60)
     return ""
 
 
@@ -121,14 +121,14 @@ def test_one_that_hangs_is_left_behind():
     began = time.monotonic()
     late = "Error: no answer within 0.3 s"
     assert told(call("hangs"), call("waits"), call("add", '{"a": 1}'), timeout=0.3) == [late, late, "2"]
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 def test_async_ones_wait_together():
     began = time.monotonic()
     text = f"<tool_call>{call('later', '{"a": "x"}')}</tool_call>"
     assert len(tools()([asked(text) for _ in range(20)])) == 20
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 2  # one by one: 4
 
 
 def test_rows_with_tools_of_their_own():
