@@ -33,7 +33,7 @@ BIN = Path(sys.executable).parent
 GRPO = (
     "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 8 "
     "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
-    "--beta 0 --lr 3e-3 --train_iters 120"
+    "--beta 0 --lr 3e-3 --train_iters 240"
 )
 # Not `accuracy`: "1 + 2" is as good as 3 to it, and so the model learns to repeat the question.
 EXACT = """

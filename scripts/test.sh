@@ -10,13 +10,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 marks="not long and not proof"
 sample=(--sample-seed "$(date +%Y%m%d)")
+cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
+parallel=(-n $((cores < 4 ? cores : 4)) --no-loadscope-reorder)  # a worker imports torch: 1 to 2 GiB each
 case "${1:-}" in
   --quick) marks="not slow and not long and not proof"; sample=(); shift ;;
-  --long) marks=""; sample=(); shift ;;
+  --long) marks=""; sample=(); parallel=(); shift ;;
   --proofs) shift; exec pytest -m "proof and not long" --durations=0 --durations-min=1 "$@" ;;
   -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
-[ $# -eq 0 ] || sample=()
+[ $# -eq 0 ] || { sample=(); parallel=(); }
 
 failed=()
 check() {
@@ -26,7 +28,7 @@ check() {
 check ruff check .
 check ruff format --check .
 check pyright
-check pytest -m "$marks" "${sample[@]}" "$@"
+check pytest -m "$marks" "${parallel[@]}" "${sample[@]}" "$@"
 
 [ ${#failed[@]} -eq 0 ] || { say "Failed: ${failed[*]}"; exit 1; }
 say "All checks passed"

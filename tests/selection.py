@@ -1,6 +1,7 @@
-"""Pytest plugin: which tests run, and what the summary says of the others.
+"""Pytest plugin: which tests run, in which process, and what the summary says of the others.
 
 pytest --sample-seed 20261122     beside the tests that -m selects, a few of the long ones, chosen by the seed
+pytest -n 2                       in two processes (pytest-xdist): files, and folders of SHARED, stay together
 """
 
 import random
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+SHARED = ("gkd", "lora", "preference", "rl")  # folders whose files share what a fixture has made for the session
 SAMPLE = 4  # long tests that join a default run, each of another file: about a minute together
 COUNTS = pytest.StashKey[dict[str, int]]()
 
@@ -53,6 +55,32 @@ def choose(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     dice = random.Random(seed)
     files = dice.sample(sorted(by_file), min(SAMPLE, len(by_file)))
     return {dice.choice(by_file[file]) for file in files}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, or whole folders of SHARED."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.split("/")[1]
+            return folder if folder in SHARED else file
+
+    return ByFile(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under pytest-xdist, have the counts of a worker told to the process that writes the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["counts"] = session.config.stash.get(COUNTS, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if counts := getattr(node, "workeroutput", {}).get("counts"):
+        node.config.stash[COUNTS] = counts
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT = """
 from megaswift.bridge import runtime
 runtime.enable()
@@ -19,6 +21,7 @@ def asks_for_fp8(mend: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_recompute_without_fp8():
     assert asks_for_fp8("") == "True", (
         "megatron-core has mended it: take _recompute_without_fp8 out of bridge/compat.py"

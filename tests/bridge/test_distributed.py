@@ -15,8 +15,9 @@ def launch(folder: Path, processes: int) -> dict:
     return json.loads((folder / f"results-{processes}.json").read_text())
 
 
-# Dense, with biases, softmax experts (and a plain megatron-core beside them), MLA with shared experts, hybrid.
-FEW = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text")
+# Dense with biases, softmax experts (and a plain megatron-core beside them), MLA with shared experts, hybrid.
+FEW = ("qwen2", "qwen3_moe", "deepseek_v3", "qwen3_5_text")
+FEW_LAYOUTS = ("TP2", "PP2", "TP2 SP EP2", "TP2 SP ETP2")
 
 
 def is_chosen(name: str, few: bool) -> bool:
@@ -39,6 +40,8 @@ def test_every_family_from_any_layout_to_any_other(few: bool, tmp_path: Path) ->
         if is_chosen(name, few):
             make(tmp_path / name, tiny)
             jobs[name] = [layout for layout in tiny.layouts if layout not in ("CP2", "TP2 SP")] + ["TP2"]
+            if few:
+                jobs[name] = [layout for layout in jobs[name] if layout in FEW_LAYOUTS]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     two, one = launch(tmp_path, 2), launch(tmp_path, 1)
     for results in (two, one):
@@ -52,7 +55,7 @@ def test_every_family_from_any_layout_to_any_other(few: bool, tmp_path: Path) ->
         return
     assert "qwen3_moe@2 TP2 SP EP2 -> " in cases
     assert "qwen3_moe@2 TP2 SP ETP2 -> plain " in cases
-    assert "qwen3@2 PP2 -> plain " in cases
+    assert "qwen2@2 PP2 -> plain " in cases
     # Adapters: every expert's, parts of fused matrices, an embedding's; what is trained whole.
     assert "qwen3_moe everything@2 TP2 SP EP2 -> " in cases
     assert "deepseek_v3 words@2 TP2 -> PP2" in cases

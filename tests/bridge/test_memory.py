@@ -46,6 +46,7 @@ def convert(folder: Path, processes: int) -> list[dict[str, int]]:
     return [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(processes)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_and_reading_in_proportion(tmp_path, monkeypatch):
     """More than 300 MiB in bf16: a copy of the whole model anywhere would show."""
@@ -60,6 +61,7 @@ def test_memory_and_reading_in_proportion(tmp_path, monkeypatch):
         assert 0.49 < rank["read"] / (4 * values) < 0.52
 
 
+@pytest.mark.nosample
 @pytest.mark.long
 def test_two_gigabytes(tmp_path):
     values = make(tmp_path / "source", layers=14, hidden=2048, vocabulary=151936, dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import tiny
 from tests.layouts import reference
 from tests.layouts.launch import launch
+from tests.selection import selected_params
 
 BOUND = 1e-5  # relative to the largest value
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
@@ -114,10 +115,19 @@ def references(folder):
     return found
 
 
+# Every kind of layout once, and every choice of what is frozen; the other pairs are long.
+DEFAULT = {
+    ("the bottom", 1, "recomputed"), ("the bottom", 2, "TP2 SP"), ("the bottom", 2, "a stage ZeRO-1 overlapped"),
+    ("the top", 2, "chunks ZeRO-1"), ("all but the embedding", 2, "both ends"), ("all but biases", 1, "one process"),
+    ("all but experts", 1, "recomputed"), ("all but experts", 2, "EP2"), ("experts and routers", 2, "PP2 VPP2"),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def launched(folder, references):
-    """Results by world size; one launch each."""
+def launched(request, folder, references):
+    """Results by world size; one launch each, of the cases that this session has selected."""
     done = {}
+    selected = {tuple(params.get(name) for name in ("what", "world", "name")) for params in selected_params(request)}
 
     def results(world: int) -> dict[str, dict]:
         if world not in done:
@@ -131,6 +141,7 @@ def launched(folder, references):
                 }
                 for what, (family, frozen, _, worlds) in FROZEN.items()
                 for name, flags in worlds.get(world, {}).items()
+                if (what, world, name) in selected
             ]
             done[world] = launch(world, jobs, folder / f"world-{world}")
         return done[world]
@@ -140,7 +151,11 @@ def launched(folder, references):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "world", "name"), CASES, ids=[f"{world} {what}: {name}" for what, world, name in CASES]
+    ("what", "world", "name"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.long, id="{1} {0}: {2}".format(*case))
+        for case in CASES
+    ],
 )
 def test_trains_as_transformers_does(what, world, name, launched, references, folder):
     result, (expected, counts) = launched(world).get(f"{what}: {name}"), references[what]

@@ -30,16 +30,15 @@ LAYOUTS = {
 }
 # Each case once, in one process or where it is special; each layout once.
 WHERE = {
-    "qwen3": ("one process", "recompute", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1", "TP2 SP recompute"),
+    "qwen3": ("one process", "recompute", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1"),
     "llama": ("one process",),
     "one KV head": ("TP2 SP",),
     "some projections": ("TP2 SP",),
     # Stages, and under VPP chunks, with nothing to train.
-    "first layers": ("PP2",),
     "last layers": ("PP2 recompute",),
     "embedding": ("one process", "TP2"),
     "DoRA": ("one process", "TP2 SP"),
-    "all biases": ("one process", "TP2 SP"),
+    "all biases": ("one process",),
     "some biases": ("TP2 SP",),
     "tied embeddings": ("PP2",),
     "dense layers": ("TP2 SP EP2",),
@@ -48,14 +47,14 @@ WHERE = {
 }
 # The product of both: long.
 WHERE_LONG = {
-    "qwen3": ("TP2", "PP2"),
+    "qwen3": ("TP2", "PP2", "TP2 SP recompute"),
     "llama": ("TP2 SP", "PP2"),
     "some projections": ("one process", "PP2"),
-    "first layers": ("PP2 VPP2",),
+    "first layers": ("PP2", "PP2 VPP2"),
     "last layers": ("one process", "TP2 SP", "PP2", "PP2 VPP2"),
     "embedding": ("TP2 SP", "PP2"),
     "DoRA": ("PP2", "TP2"),
-    "all biases": ("PP2",),
+    "all biases": ("TP2 SP", "PP2"),
     "tied embeddings": ("one process", "TP2 SP", "DP2 ZeRO-1"),
     "dense layers": ("one process", "TP2 SP", "PP2"),
     "experts": ("recompute", "EP2", "TP2 SP EP2", "PP2 VPP2", "CP2"),
@@ -84,14 +83,14 @@ def pairs(cases: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 
 TRAINED, TRAINED_LONG = pairs(WHERE), pairs(WHERE_LONG)
-DROPPING = ("one process", "recompute", "TP2", "TP2 SP")
+DROPPING = ("one process", "recompute", "TP2 SP")
 ROUNDED = [("qwen3", "TP2 SP"), ("experts", "one process")]
 FAULTS = ("scaling", "swapped", "shard")
 # What else is done with an adapter, and where: way -> (what its jobs have beside the others, [(case, layout), ...]).
 WAYS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "trained": ({}, TRAINED),
     "kept": ({"steps": 0}, pairs(KEPT)),
-    "new": ({"steps": 0, "new": True}, pairs(KEPT)),
+    "new": ({"steps": 0, "new": True}, [pair for pair in pairs(KEPT) if len(KEPT[pair[0]]) > 1]),
     "merged a hundred times": ({"steps": 0, "merges": 100}, [("some projections", "TP2")]),
     "dropout": ({"options": {"lora_dropout": 0.5}}, [("qwen3", layout) for layout in DROPPING]),
     "bf16": ({"options": {"torch_dtype": "bfloat16"}}, ROUNDED),

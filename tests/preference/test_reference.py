@@ -54,8 +54,8 @@ def test_an_evaluation_of_a_reward_model_is_the_formula(place: Place) -> None:
 @pytest.mark.parametrize(
     ("kind", "flags", "processes"),
     [
-        ("dpo", DP_PACKED, 2),
-        pytest.param("dpo", "", None, marks=pytest.mark.long),
+        ("dpo", "", None),
+        pytest.param("dpo", DP_PACKED, 2, marks=pytest.mark.long),
         pytest.param("dpo", "--pipeline_model_parallel_size 2", 2, marks=pytest.mark.long),
         pytest.param("dpo", f"--context_parallel_size 2 {PACKED}", 2, marks=pytest.mark.long),
         pytest.param("kto", f"--pipeline_model_parallel_size 2 {PACKED}", 2, marks=pytest.mark.long),

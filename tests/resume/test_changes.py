@@ -133,6 +133,7 @@ def test_without_resuming_each_of_two_runs_has_a_folder(place):
     whole(output.folder, "after both: ")
 
 
+@pytest.mark.nosample
 @pytest.mark.long
 def test_torchrun_resumes_by_itself(place):
     case = Case(place, "torchrun", f"{LAYOUTS['DP2']} {DROPOUT}", steps=40)

@@ -67,6 +67,7 @@ def test_a_torn_file_is_named_and_the_checkpoint_before_is_used(name, tear, case
     check_torn(case, name, globals()[tear])
 
 
+@pytest.mark.nosample
 @pytest.mark.long
 @pytest.mark.parametrize("tear", [truncated, emptied, deleted, flipped])
 def test_every_file(tear, case):

@@ -23,6 +23,7 @@ MOMENTS = [
     "kill:rename v/.last",
     "kill:remove",
 ]
+ASYNC = f"{LAYOUTS['EP2']} {DROPOUT} {LORA} --async_save true"
 
 
 def check(chain: Chain) -> None:
@@ -32,15 +33,16 @@ def check(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "model"),
+    ("name", "flags", "model", "moments"),
     [
-        pytest.param("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3", marks=pytest.mark.long),
-        ("EP2 LoRA async", f"{LAYOUTS['EP2']} {DROPOUT} {LORA} --async_save true", "qwen3_moe"),
+        pytest.param("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3", MOMENTS, marks=pytest.mark.long),
+        pytest.param("EP2 LoRA async", ASYNC, "qwen3_moe", MOMENTS[::2], id="EP2 LoRA async"),
+        pytest.param("EP2 LoRA async all", ASYNC, "qwen3_moe", MOMENTS, marks=pytest.mark.long, id="at all moments"),
     ],
 )
-def test_killed_within_a_save(name, flags, model, place):
+def test_killed_within_a_save(name, flags, model, moments, place):
     case = Case(place, name, flags, model, steps=8)
-    moments = [moment.split(":") for moment in MOMENTS]
+    moments = [moment.split(":") for moment in moments]
     saves = [at for at in case.operations if "checkpoint-N" in at["label"] or "last" in at["label"]]
     targets = [next(at for at in saves if at["how"] == how and part in at["label"]) for how, part in moments]
     chain = sweep(case, targets)
@@ -75,6 +77,7 @@ def test_every_file_of_a_checkpoint_was_seen_being_written(place):
     assert files <= labels
 
 
+@pytest.mark.nosample
 @pytest.mark.long
 def test_killed_at_random_moments(place):
     case = Case(place, "TP2 async", f"{LAYOUTS['TP2']} {DROPOUT} --async_save true", steps=8)

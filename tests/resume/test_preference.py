@@ -26,10 +26,9 @@ CASES = {
     "embedding DP2": ("sft --task_type embedding " + TEXTS, f"{LAYOUTS['DP2']} {DROPOUT}"),
     "reranker TP2 LoRA": ("sft --task_type reranker " + TEXTS, f"{LAYOUTS['TP2']} {LORA} --max_length 1024"),
 }
-SHORT = ("dpo TP2 LoRA, precomputed",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) for n in CASES])
 def test_killed_and_resumed(name, place):
     command, flags = CASES[name]
     model = "qwen3_moe" if "EP2" in name else "qwen3"

@@ -82,6 +82,7 @@ def test_completions_are_drawn_while_the_ones_before_are_trained_on(place: Place
     assert all(row["seconds/wait"] >= 0 < row["seconds/generate"] for row in run.steps)
 
 
+@pytest.mark.long
 def test_the_run_says_what_ends_a_completion(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was started from a folder with another end token draws what one of the run's own would."""
     monkeypatch.setenv("ASIDE_END", "5")

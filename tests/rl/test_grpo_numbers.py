@@ -49,6 +49,7 @@ def test_grpo(place: Place) -> None:
     agree(run, reference(place, run, ref="other"))
 
 
+@pytest.mark.long
 def test_dapo(place: Place) -> None:
     """Measured against the weights that it begins with."""
     run = place.run("--loss_type dapo --epsilon 0.1 --epsilon_high 0.15 --delta 1.3")
