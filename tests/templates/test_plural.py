@@ -1,7 +1,6 @@
 """Counts as a reader expects them."""
 
 import pytest
-
 from megaswift.templates.plural import plural
 
 
