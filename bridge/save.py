@@ -50,6 +50,7 @@ class Job(NamedTuple):
 
     forms: dict[str, Form]
     pieces: list[Piece]
+    layer: int | None  # None: of no layer
 
     @property
     def bytes(self) -> int:
@@ -201,13 +202,14 @@ def jobs_of(
         }
         if entry.place is None:
             holders = range(ranks) if ranks > 1 else ()
-            sorts[key.expert is not None].append(Job(forms, [Piece(entry, spans, holders, tensor, merges.get(key))]))
+            pieces = [Piece(entry, spans, holders, tensor, merges.get(key))]
+            sorts[key.expert is not None].append(Job(forms, pieces, key.layer))
         elif entry.place == local_experts(entry.stack).start:
             pieces = []
             for expert in range(entry.stack):
                 other = key._replace(expert=expert)
                 pieces.append(Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
-            sorts[2].append(Job(forms, pieces))
+            sorts[2].append(Job(forms, pieces, key.layer))
     dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
     everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())

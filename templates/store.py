@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,11 +184,12 @@ class TokenFile:
     def filled(self) -> dict[str, np.ndarray]:
         """prompts: the columns that any row has, each with the samples that have it: bool [samples]. Reads all rows."""
         found: dict[str, np.ndarray] = {}
-        numbers = count()
+        sample = 0
         for offsets, values in self._of_all("columns"):
-            for number, (start, stop) in zip(numbers, pairwise(offsets.tolist()), strict=False):
+            for start, stop in pairwise(offsets.tolist()):
                 for name in json.loads(values[start:stop].tobytes()):
-                    found.setdefault(name, np.zeros(len(self), bool))[number] = True
+                    found.setdefault(name, np.zeros(len(self), bool))[sample] = True
+                sample += 1
         return found
 
     def padded_lengths(self, multiple: int, beside: bool) -> np.ndarray:

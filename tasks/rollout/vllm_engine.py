@@ -6,6 +6,7 @@ vLLM finds the process groups of the trainer and makes its own beside them. Whil
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import random
 import secrets
@@ -33,7 +34,12 @@ from .weights import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for what sleeps
 BENEATH = ".base_layer."  # in vLLM's names of what has room for an adapter
-_CLOSED: list[Any] = []  # engines that were asleep: their memory is unmapped, and freeing them would unmap it again
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # settings of torch's allocator
+EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
+_CLOSED: list[Any] = []  # engines that were asleep when they were closed
+# vLLM's loggers that warn of what is meant to be: tensors of a layer that come one by one, experts that its loader
+# does not count, and the compilation of the trainer's own Triton kernels.
+NOISY = "model_executor.model_loader.reload.layerwise", "v1.worker.gpu_model_runner", "utils.jit_monitor"
 
 
 class VllmEngine:
@@ -73,12 +79,13 @@ class VllmEngine:
         arguments = lora_arguments(Path(folder), adapter_rank)
         on_gpu = torch.cuda.is_available()
         _prepare_environment(on_gpu)
+        quiet_vllm()
         from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         self._level = sleep_level if on_gpu else 0
         if not on_gpu and size > 1:
             _name_memory()
-        with _undisturbed():
+        with _undisturbed(), _plain_segments():
             self.llm: Any = LLM(
                 str(folder),
                 dtype=str(dtype).removeprefix("torch."),
@@ -145,10 +152,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """The process groups stay, which are the trainer's too: vLLM's own shutdown would end them."""
-        self.llm.llm_engine.model_executor.shutdown()
-        if self._asleep:  # nor may its allocator be asked to give back what it has cached
+        if self._asleep:  # its memory is unmapped: to free it would unmap it again ("CUDA Error: invalid argument")
             _CLOSED.append(self.llm)
             return
+        self.llm.llm_engine.model_executor.shutdown()
         del self.llm
         gc.collect()
         if torch.cuda.is_available():
@@ -293,6 +300,7 @@ def _prepare_environment(on_gpu: bool) -> None:
     """What vLLM reads from the environment before it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where weights come as they are
     os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the trainer's own lines are what a user looks at
     if not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
@@ -308,6 +316,34 @@ def _name_memory() -> None:
     shared = cpu_communicator._CPUSHMDistributed
     named = shared.make_group_name
     shared.make_group_name = staticmethod(lambda communicator: name[0] + named(communicator).replace("/", ""))
+
+
+def quiet_vllm() -> None:
+    """Have vLLM leave out the warnings of NOISY."""
+    for name in NOISY:
+        logging.getLogger(f"vllm.{name}").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Turn the allocator's expandable segments off while vLLM captures its CUDA graphs.
+
+    vLLM's all-reduce exports the graphs' buffers by cudaIpcGetMemHandle, which rejects memory of expandable segments
+    and ends the process (https://github.com/vllm-project/vllm/issues/42609). vLLM itself turns them off around its
+    sleep pools alone, and on again after each where the environment says so.
+    """
+    names = [name for name in ALLOCATOR if EXPANDABLE in os.environ.get(name, "")]
+    if not names or not torch.cuda.is_available():
+        yield
+        return
+    before = {name: os.environ[name] for name in names}
+    os.environ.update({name: text.replace(EXPANDABLE, PLAIN) for name, text in before.items()})
+    torch._C._accelerator_setAllocatorSettings(PLAIN)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
 
 
 @contextlib.contextmanager

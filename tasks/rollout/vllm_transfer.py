@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 
 from .group import gpu_name
 from .vllm_adapter import has_adapters, put_adapter
-from .vllm_engine import chosen_inside, held_whole, scale_of, set_scale
+from .vllm_engine import chosen_inside, held_whole, quiet_vllm, scale_of, set_scale
 from .weights import checksum
 from .wire import Place, as_entry, attach, tensors_in
 
@@ -65,6 +65,7 @@ class Weights(WeightTransferEngine):
         super().__init__(*arguments)
         self._group: Any = None  # group.Group
         self._adapter: dict[str, Tensor] = {}  # what has come of it
+        quiet_vllm()
         if server := os.environ.get(SERVER):
             end_with(int(server))
 

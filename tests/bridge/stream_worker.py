@@ -8,6 +8,7 @@ the last rank}.
 """
 
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,6 +55,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         found = list(stream_weights(model.chunks, config, source, dtype=dtype, merge=lora, bucket_bytes=FEW))
     wrong += differences(dict(found), expected, dtype)
     wrong += ["a name came twice"] * (len(found) != len(dict(found)))
+    layers = [name.split(".")[2] for name, _ in found if ".experts." in name]
+    arrivals = [layer for layer, _ in groupby(layers)]
+    wrong += [f"the experts of layer {layer} come in pieces" for layer in arrivals if arrivals.count(layer) > 1]
     after = held(model.chunks)
     wrong += [f"{key} has changed" for key, tensor in before.items() if not torch.equal(tensor, after[key])]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -331,6 +331,18 @@ def test_the_store_gives_back_what_it_was_given(tmp_path):
     assert store.trained_tokens == sum(map(len, weights))
 
 
+def test_filled_columns_count_on_through_batches(tmp_path):
+    """Batches of seven samples: a column's sample is its place in the file, not in the batch."""
+    document = (np.ones(2, np.int32), [(2, 1.0)])
+    rows = [{"solution": "1"} if number % 3 else {"other": None} for number in range(20)]
+    samples = [Encoded(n, [document], [], json.dumps(row).encode()) for n, row in enumerate(rows)]
+    file = TokenFile(open_or_build(tmp_path / "a", lambda: written(samples), rebuild=False).folder)
+    assert {name: places.nonzero()[0].tolist() for name, places in file.filled.items()} == {
+        "solution": [number for number in range(20) if number % 3],
+        "other": [number for number in range(20) if not number % 3],
+    }
+
+
 def written(samples):
     from megaswift.templates.store import Refusals
 
