@@ -31,10 +31,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BEFORE, AFTER = 0.3, 0.8
 BIN = Path(sys.executable).parent
 GRPO = (
-    "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 8 "
+    "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
     "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
-    "--beta 0 --lr 3e-3 --train_iters 240"
+    "--beta 0 --train_iters 200"
 )
+# With 8 completions of a prompt and a rate of 3e-3 a question's right answer can vanish before it is drawn: the rewards
+# then stay at 0.53 on a CPU with AVX2, where they reach 0.97 on another.
+RATE = " --lr 1e-3"
 # Not `accuracy`: "1 + 2" is as good as 3 to it, and so the model learns to repeat the question.
 EXACT = """
 from megaswift.tasks.rewards import reward
@@ -45,9 +48,9 @@ def exact(completions, solution, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, solution)]
 """
 RUNS = {
-    "grpo": GRPO,
-    "lora": GRPO + " --tuner_type lora --lora_rank 16 --target_modules all-linear",
-    "server": GRPO + " --vllm_mode server",
+    "grpo": GRPO + RATE,
+    "lora": GRPO + " --lr 3e-3 --tuner_type lora --lora_rank 16 --target_modules all-linear",
+    "server": GRPO + RATE + " --vllm_mode server",
 }
 
 

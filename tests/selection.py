@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from megaswift.templates.plural import plural
 
 SHARED = ("gkd", "lora", "preference", "rl")  # folders whose files share what a fixture has made for the session
 SAMPLE = 4  # long tests that join a default run, each of another file: about a minute together
@@ -94,7 +95,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         said = f"seed {seed}, {counts['sample']} of {total} tests (reproduce with --sample-seed {seed})"
         terminalreporter.write_line(f"long sample: {said}")
     if left := counts.get("long", 0) - counts.get("sample", 0):
-        terminalreporter.write_line(f"not run: {left} long tests (scripts/test.sh --long)")
+        terminalreporter.write_line(f"not run: {plural(left, 'long test')} (scripts/test.sh --long)")
 
 
 def selected_params(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
