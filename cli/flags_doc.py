@@ -51,7 +51,7 @@ DEPARTURES = {
     "overlap_param_gather": ("false", "the same numbers, sooner; on with it and --use_distributed_optimizer"),
     "offload_model": ("false", "left out: where vLLM in the training processes has not enough room else"),
     "offload_optimizer": ("false", "left out: where vLLM in the training processes has not enough room else"),
-    "sleep_level": ("0", "left out: 1 for vLLM in the training processes, which else has its memory while they train"),
+    "sleep_level": ("0", "default: 2 for vLLM in the training processes, 1 with --vllm_enable_lora true"),
     "swanlab_project": ("megatron-swift", "our own name"),
     "vllm_gpu_memory_utilization": ("0.9", "left out: what the trainer leaves vLLM in its processes; a server's: 0.9"),
     "wandb_project": ("megatron-swift", "our own name"),

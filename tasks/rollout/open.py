@@ -60,7 +60,10 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
     """vLLM in the training processes, with as much of a GPU as the trainer leaves."""
     from .vllm_engine import VllmEngine
 
-    level = (1 if options.sleep_level is None else options.sleep_level) if torch.cuda.is_available() else 0
+    # Whole weights are sent before each generation. To keep them on the host takes its memory, and once half a minute
+    # (28 GB a process on an H200's host).
+    default = 1 if rank else 2
+    level = (default if options.sleep_level is None else options.sleep_level) if torch.cuda.is_available() else 0
     moves = Moves(bool(options.offload_model), bool(options.offload_optimizer))
     share, note = options.vllm_gpu_memory_utilization or 0.9, "completions: vLLM, in this process"
     if torch.cuda.is_available():

@@ -78,8 +78,8 @@ class EngineOptions(VllmOptions):
     ] = None
     sleep_level: Annotated[
         int | None,
-        "What vLLM frees while training: 0 nothing; 1 its cache, and its weights go to the host's memory; 2 all. Left "
-        "out: 1 in the training processes, 0 in a server.",
+        "What vLLM frees while the model trains: 0 nothing; 1 its cache, and its weights move to host memory; 2 both. "
+        "Default: 0 in a server; in the training processes 2, or 1 with --vllm_enable_lora true.",
     ] = None
     offload_model: Annotated[
         bool | None,
