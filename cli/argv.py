@@ -109,6 +109,8 @@ def _table(path: str) -> dict[str, Any]:
         table = _read(file)
     except ValueError as error:  # json's and yaml's errors say the line
         raise UsageError(f"--config {path}: cannot be read: {error}") from None
+    except RecursionError:
+        raise UsageError(f"--config {path}: cannot be read: it is nested too deeply.") from None
     if not isinstance(table, dict):
         raise UsageError(f"--config {path}: a table of flag: value is needed.")
     return table

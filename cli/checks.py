@@ -13,7 +13,7 @@ from ..tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.resume import asked_for
 from ..tasks.run_folder import default_output_dir
-from ..templates.names import check_there, split_count
+from ..templates.names import check_there, split_count, text_of
 from ..templates.options import PrepareOptions
 from ..templates.plural import plural
 from .checks_alone import check_room
@@ -75,6 +75,7 @@ def check_infer(options: InferOptions) -> list[str]:
     if options.merge_lora and not options.adapters:
         raise UsageError("--merge_lora true needs --adapters: what is to be merged.")
     _check_there("--val_dataset", options.val_dataset)
+    _check_system(options)
     notes, model = list(take_base(options, options)), None
     if options.model or not options.adapters:  # of a hub's adapter the task finds the model
         model = read_model_config(options, weights=SAFETENSORS)
@@ -158,6 +159,7 @@ def _data(options: PrepareOptions) -> None:
         raise UsageError("--dataset is needed: files, folders or hub ids.")
     _check_there("--dataset", options.dataset)
     _check_there("--val_dataset", options.val_dataset)
+    _check_system(options)
     if options.packing and options.max_length is None and options.packing_length is None:
         raise UsageError("--packing true needs the length of a pack: give --max_length.")
     if options.packing and not options.padding_free:
@@ -173,6 +175,13 @@ def _check_there(flag: str, names: Iterable[str]) -> None:
             check_there(split_count(name)[0])
         except ValueError as error:
             raise UsageError(f"{flag} {error}.") from None
+
+
+def _check_system(options: PrepareOptions | InferOptions) -> None:
+    try:
+        text_of("--system", options.system)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _batch(options: SftOptions, layout: Layout) -> None:

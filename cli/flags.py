@@ -131,8 +131,10 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
     if get_origin(kind) is dict:
         try:
             table = json.loads(value) if isinstance(value, str) else value
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise wrong(f"not valid JSON: {error}") from None
+        except RecursionError:
+            raise wrong("JSON that is nested too deeply") from None
         if not isinstance(table, dict):
             raise wrong('a JSON object is needed, as in \'{"old": "new"}\'')
         return table

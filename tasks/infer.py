@@ -26,7 +26,9 @@ from tqdm import tqdm
 
 from ..bridge.hub import adapter_folder, has_weights, model_folder, no_weights, read_adapter_config, with_base
 from ..bridge.pretrained import load_model, load_tokenizer
+from ..templates.chat import ChatTemplate
 from ..templates.formats import Conversation, UnusableRow, renamed, to_conversation, usable
+from ..templates.names import text_of
 from ..templates.plural import plural
 from ..templates.sources import sources
 from .adapted import adapted, merged
@@ -104,6 +106,7 @@ class Prompt:
 def read_prompts(options: InferOptions) -> Iterator[Prompt]:
     """The rows of `--val_dataset`, with `--system` in those that have no system prompt of their own."""
     hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
+    system = text_of("--system", options.system)
     for source, count in sources("--val_dataset", options.val_dataset, **hub):
         if not len(source):
             raise ValueError(f"--val_dataset {source.name} is empty: it holds no row")
@@ -117,8 +120,8 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
             label = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
             if not messages:
                 raise ValueError(f"--val_dataset: {place}: it has an answer and no question")
-            if options.system and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": options.system})
+            if system and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": system})
             yield Prompt(conversation, label)
 
 
@@ -165,7 +168,8 @@ def chat(engine: "Engine", options: InferOptions) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() its line editing and history)
     print("Chat. `clear` forgets what was said, `exit` leaves; Ctrl-C stops an answer.")
-    beginning = [{"role": "system", "content": options.system}] if options.system else []
+    system = text_of("--system", options.system)
+    beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     while True:
         try:
@@ -207,16 +211,15 @@ class Engine(ABC):
                 f"--model {folder}: its tokenizer has no chat template, so it is no chat model. Give one that was "
                 "fine-tuned on conversations, or add a chat_template.jinja to the folder."
             )
+        self._template = ChatTemplate(self.tokenizer)
 
     def encode(self, conversation: Conversation) -> list[int]:
         """The conversation as the model is to see it, up to where its answer begins."""
-        return self.tokenizer.apply_chat_template(
-            conversation.messages,
-            tools=conversation.tools,
-            add_generation_prompt=True,
-            return_dict=True,
-            **conversation.template_kwargs,
-        )["input_ids"]
+        try:
+            text = self._template.text(conversation, prompt=True)
+        except UnusableRow as error:
+            raise ValueError(f"--model {self.tokenizer.name_or_path}: {error}") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from .dialect import CALLS, PROBE, Dialect, Turns, joined, learn, with_calls_as
@@ -41,6 +42,8 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        check_template(tokenizer)
+        self._file = _template_file(tokenizer)
         self._special_tokens = dict(tokenizer.special_tokens_map)
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(t) for t in sorted(added, key=len, reverse=True)) or "(?!)")
@@ -213,8 +216,8 @@ class ChatTemplate:
                 return_assistant_tokens_mask=tagged,
                 **{**self._special_tokens, **self._template_kwargs, **conversation.template_kwargs},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UnusableRow(f"the chat template refuses it: {error}") from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise UnusableRow(f"the chat template ({self._file.name}) refuses it: {error}") from error
         return texts[0], turns[0] if tagged else []
 
     def _dialect(self, conversation: Conversation) -> Dialect | None:
@@ -299,6 +302,35 @@ def _rewriting(text: str, prompt: str, conversation: Conversation) -> str:
             "user's message, or drop it"
         )
     return "the chat template rewrites earlier turns: what the assistant says cannot be told apart"
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise ValueError, naming the file, where a tokenizer's chat template is broken, whatever the rows are."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    templates = tokenizer.chat_template
+    for name, template in templates.items() if isinstance(templates, dict) else [("", templates)]:
+        cure = "Fix it, or copy the file again from the original checkpoint"
+        try:
+            render_jinja_template([PROBE[:2]], chat_template=template, **tokenizer.special_tokens_map)
+        except TemplateSyntaxError as error:
+            where = f"{_template_file(tokenizer, name)}: the chat template has a syntax error in line {error.lineno}"
+            raise ValueError(f"{where} ({error.message}). {cure}") from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            continue  # what it refuses of these words, it may take of rows
+        except (ArithmeticError, RecursionError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"{_template_file(tokenizer, name)}: the chat template cannot be used ({reason}). {cure}"
+            ) from error
+
+
+def _template_file(tokenizer: Any, name: str = "") -> Path:
+    """Where a tokenizer's chat template, or the one of this name, is written: in a file, or among the settings."""
+    folder = Path(tokenizer.name_or_path or "?")
+    files = f"additional_chat_templates/{name}.jinja", "chat_template.jinja"
+    return next((folder / file for file in files if (folder / file).is_file()), folder / "tokenizer_config.json")
 
 
 @cache

@@ -94,7 +94,7 @@ class Encoder:
             try:
                 rendered += self._rendered(number, place, renamed(row, self.columns))
             except UnusableRow as reason:
-                refusals.add(str(reason), place)
+                refusals.add(reason, place)
         samples: list[tuple[_Rendered, list[_Document]]] = []
         tokenized = self._tokenize([text for sample in rendered for text in sample.texts])
         for sample in rendered:
@@ -102,7 +102,7 @@ class Encoder:
             try:
                 samples += [(sample, cut) for cut in self._cut(documents)]
             except UnusableRow as reason:
-                refusals.add(str(reason), sample.place)
+                refusals.add(reason, sample.place)
         if self.stage == "kto":
             lenders = [documents[0] for _, documents in samples]
             for number, (_, documents) in enumerate(samples):
@@ -187,9 +187,9 @@ class Encoder:
         if limit is None or (over := len(ids) - limit) <= 0:
             return document
         if self.options.truncation_strategy == "delete":
-            raise UnusableRow(f"longer than --max_length {limit}")
+            raise UnusableRow(f"longer than --max_length {limit}", tokens=len(ids))
         if over >= after - first:
-            raise UnusableRow(f"longer than --max_length {limit} by what is not to be cut")
+            raise UnusableRow(f"longer than --max_length {limit} even without all that may be cut", tokens=len(ids))
         left = self.options.truncation_strategy == "left"
         start = first if left else after - over
         kept = np.concatenate([ids[:start], ids[start + over :]])

@@ -6,26 +6,34 @@ for them once only.
 """
 
 import csv
+import gzip
 import hashlib
+import io
 import json
 import os
+import re
 import socket
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from .encode import Row
-from .formats import ArrowRow
+from .formats import ArrowRow, kind_of
+from .names import extension
+from .plural import plural
 from .store import cache_root
 
 SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # with which a blank line may begin
 BLOCK = 1 << 26  # bytes of a file to look at at a time
+AT_A_TIME = 1000  # rows of a stream that are Python objects at a time: a batch may be as large as its file
+DEPTH = 900  # levels of JSON: Python's parser refuses about 1000
 
 
 class Source(ABC):
@@ -69,7 +77,7 @@ class File(Source):
             return json.loads(memo.read_text())
         with self.path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        facts = {"fingerprint": digest.hexdigest() + self.path.suffix, "rows": self.count()}
+        facts = {"fingerprint": digest.hexdigest() + extension(self.path), "rows": self.count()}
         # A file that has just been written may change again within the clock's tick.
         if time.time_ns() - stat.st_ctime_ns > 2e9:
             with suppress(OSError):
@@ -91,7 +99,20 @@ class File(Source):
 
     @abstractmethod
     def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        """As above. Returns how many rows the share has, with those that were left out."""
+        """As above. Returns how many rows the share has, with those that were skipped."""
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The bytes of the file, decompressed where its name ends in .gz."""
+        if not extension(self.path).endswith(".gz"):
+            with self.path.open("rb") as file:
+                yield file
+            return
+        try:
+            with gzip.open(self.path, "rb") as file:
+                yield file  # type: ignore[misc]
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{self.name} is not a whole gzip file: {error}") from error
 
 
 class Parsed(File):
@@ -152,7 +173,7 @@ class Lines(File):
 
     def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
         number = -1
-        with self.path.open("rb") as file:
+        with self.open() as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
                     number += 1
@@ -164,31 +185,75 @@ class Lines(File):
         try:
             row = self.read(text.decode("utf-8-sig" if line == 1 else "utf-8"))
         except json.JSONDecodeError as error:
-            cure = "; make it an array, or one object a line" if self.path.suffix.lower() == ".json" else ""
+            is_json = extension(self.path).startswith(".json") and not extension(self.path).startswith(".jsonl")
+            cure = "; make it an array, or one object a line" if is_json else ""
             raise ValueError(
                 f"{self.name} line {line} is not JSON: {error.msg} at column {error.colno}{cure}"
             ) from error
+        except RecursionError:
+            raise ValueError(f"{self.name} line {line} is JSON that is nested too deeply to be read") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.name} line {line} is not UTF-8: {error.reason}") from error
+        except ValueError as error:  # a number of more digits than Python reads
+            raise ValueError(f"{self.name} line {line} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{self.name} line {line} is a {type(row).__name__}, where an object is expected")
+            raise ValueError(f"{self.name} line {line} is {kind_of(row)}, where an object is expected")
         return row
+
+
+class CompressedLines(Lines):
+    """Lines of a gzip file, which is read from its start to its end: a row is reached by way of those before it."""
+
+    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]]):
+        super().__init__(path, read)
+        self._reader: Iterator[tuple[int, int, bytes]] | None = None  # where `rows` has come to
+        self._next = 0  # number of the row that it gives next
+
+    def count(self) -> int:
+        return sum(1 for _ in self._numbered())
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for wanted in numbers.tolist():
+            if self._reader is None or wanted < self._next:
+                self._reader = self._numbered()
+            for number, line, text in self._reader:
+                self._next = number + 1
+                if number == wanted:
+                    yield number, f"{self.name} line {line}", self._line(text, line)
+                    break
+
+    def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
+        """Rows, from the first on, as (number, line, text)."""
+        number = -1
+        with self.open() as file:
+            for line, text in enumerate(file, 1):
+                if text.strip():
+                    number += 1
+                    yield number, line, text
 
 
 class JsonArray(Parsed):
     def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        with self.open() as file:
+            data = file.read()
+        text = ""
         try:
-            rows = json.loads(self.path.read_text(encoding="utf-8-sig"))
+            text = data.decode("utf-8-sig")
+            rows = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{self.name} line {error.lineno} is not JSON: {error.msg}") from error
+        except RecursionError:
+            raise ValueError(
+                f"{self.name} line {_deepest_line(text)} is JSON that is nested too deeply to be read"
+            ) from None
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{self.name} line {line} is not UTF-8: {error.reason}") from error
+        except ValueError as error:  # as of lines
+            raise ValueError(f"{self.name} is not JSON: {error}") from error
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"{self.name}: element {number} is a {type(row).__name__}, where an object is expected"
-                )
+                raise ValueError(f"{self.name}: element {number} is {kind_of(row)}, where an object is expected")
             yield number, row
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
@@ -197,23 +262,100 @@ class JsonArray(Parsed):
 
 
 class Csv(Parsed):
+    def __init__(self, path: Path, delimiter: str = ","):
+        super().__init__(path)
+        self.delimiter = delimiter
+
     def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(1 << 30)
-        with self.path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+        with self.open() as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            reader = csv.DictReader(text, strict=True, delimiter=self.delimiter)
             try:
                 for row in reader:
                     if None in row or None in row.values():
+                        columns = len(reader.fieldnames or [])
+                        lacking = sum(value is None for value in row.values())
+                        fields = columns + len(row.get(None, ())) - lacking  # type: ignore[call-overload]
                         raise ValueError(
-                            f"{self.name} line {reader.line_num} has not as many fields as the header, "
-                            f"{len(reader.fieldnames or [])}"
+                            f"{self.name} line {reader.line_num} has {plural(fields, 'field')}, and the header has "
+                            f"{columns}"
                         )
                     yield reader.line_num, row
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise ValueError(f"{self.name} line {reader.line_num + 1} is not CSV: {error}") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name} line {self._undecodable()} is not UTF-8: {error.reason}") from error
+            except csv.Error as error:
+                kind = "CSV" if self.delimiter == "," else "TSV"
+                raise ValueError(f"{self.name} line {reader.line_num + 1} is not {kind}: {error}") from error
+
+    def _undecodable(self) -> int:
+        """The number of the first line that is not UTF-8: text is decoded many lines at a time."""
+        with self.open() as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    return number
+        return 1
 
 
-class Parquet(Parsed):
+class Batched(File):
+    """Arrow tables, of which a batch of rows is in memory at a time."""
+
+    @property
+    @abstractmethod
+    def _starts(self) -> np.ndarray:
+        """The first row of each batch, and the end."""
+
+    @abstractmethod
+    def _batch(self, number: int) -> Any:
+        """A batch, as something with Arrow's `take`."""
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        starts = self._starts
+        for batch in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
+            inside = numbers[(numbers >= starts[batch]) & (numbers < starts[batch + 1])]
+            rows = self._batch(batch).take(inside - starts[batch]).to_pylist()
+            for number, row in zip(inside.tolist(), rows, strict=True):
+                yield number, f"{self.name} row {number + 1}", ArrowRow(row)
+
+
+class Arrow(Batched):
+    """Arrow's IPC format, memory-mapped: a file, or a stream, as `datasets` writes it."""
+
+    @cached_property
+    def _batches(self) -> list:
+        import pyarrow as pa
+
+        try:
+            data = pa.memory_map(str(self.path))
+            try:
+                reader = pa.ipc.open_file(data)
+            except pa.ArrowInvalid:
+                data.seek(0)
+                reader = pa.ipc.open_stream(data)
+            return [batch for batch in reader.read_all().to_batches() if batch.num_rows]
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{self.name} is not Arrow: {error}") from error
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0] + [batch.num_rows for batch in self._batches])
+
+    def _batch(self, number: int) -> Any:
+        return self._batches[number]
+
+    def count(self) -> int:
+        return int(self._starts[-1])
+
+    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        numbers = np.arange(share, self.count(), shares)[start:]
+        for first in range(0, len(numbers), AT_A_TIME):
+            yield from self.rows(numbers[first : first + AT_A_TIME])
+        return _of_share(self.count(), share, shares)
+
+
+class Parquet(Batched):
     """Read by row groups, of which the last one read is kept."""
 
     @cached_property
@@ -228,13 +370,6 @@ class Parquet(Parsed):
 
     def count(self) -> int:
         return self._file.metadata.num_rows
-
-    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        number = 0
-        for batch in self._file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, ArrowRow(row)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -253,15 +388,7 @@ class Parquet(Parsed):
             first += batch.num_rows
         return _of_share(self.count(), share, shares)
 
-    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        starts = self._starts
-        for group in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
-            inside = numbers[(numbers >= starts[group]) & (numbers < starts[group + 1])]
-            rows = self._group(group).take(inside - starts[group]).to_pylist()
-            for number, row in zip(inside.tolist(), rows, strict=True):
-                yield number, f"{self.name} row {number + 1}", ArrowRow(row)
-
-    def _group(self, number: int):
+    def _batch(self, number: int) -> Any:
         if getattr(self, "_kept", (None,))[0] != number:
             self._kept = number, self._file.read_row_group(number)
         return self._kept[1]
@@ -293,6 +420,16 @@ class Joined(Source):
     def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
         for source in self.sources:
             start = max(start - (yield from source.stream(share, shares, start)), 0)
+
+
+def _deepest_line(text: str) -> int:
+    """The line of a JSON text where it is nested more deeply than Python's parser goes."""
+    depth = 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
+        if depth > DEPTH:
+            return text.count("\n", 0, token.start()) + 1
+    return 1
 
 
 def _of_share(rows: int, share: int, shares: int) -> int:

@@ -25,6 +25,7 @@ from .formats import (
     from_messages,
     message_list,
     role_of,
+    says_nothing,
     string,
     text_only,
     to_conversation,
@@ -78,7 +79,7 @@ def to_answered(row: dict[str, Any], *, needed: bool) -> Conversation | None:
     """A conversation that ends with an answer; None where there is no answer to what it asks, unless it is `needed`."""
     conversation = to_conversation(row, answered=False)
     last = conversation.messages[-1]
-    if last["role"] == "assistant" and (last["content"].strip() or last.get("tool_calls")):
+    if last["role"] == "assistant" and not says_nothing(last):
         return conversation
     if needed:
         raise UnusableRow("it has no answer: without one it is for --lmbda 1 or --seq_kd true")
@@ -126,7 +127,7 @@ def numbers(value: Any, column: str) -> list[float]:
     if value is None:
         raise UnusableRow(f"it has no {column}: a number or a list of numbers is expected")
     if isinstance(value, str):
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
@@ -151,7 +152,7 @@ def _with_answer(conversation: Conversation, what: str) -> Conversation:
     last = conversation.messages[-1]
     if last["role"] != "assistant":
         raise UnusableRow(f"{what} is missing: the last message is of the role {last['role']}")
-    if not (last["content"].strip() or last.get("tool_calls")):
+    if says_nothing(last):
         raise UnusableRow(f"{what} is empty")
     return conversation
 

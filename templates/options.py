@@ -10,7 +10,8 @@ class DataOptions:
 
     dataset: Annotated[
         list[str],
-        "Training data: files (.jsonl .json .csv .parquet .txt), folders, hub ids; `path#500` takes 500 rows.",
+        "Training data: files (.jsonl .json .csv .tsv .txt, also as .gz; .parquet .arrow), folders, hub ids; "
+        "`path#500` takes 500 rows.",
     ] = field(default_factory=list)
     val_dataset: Annotated[list[str], "Evaluation data, named as in --dataset."] = field(default_factory=list)
     split_dataset_ratio: Annotated[float, "Share of the rows of --dataset set aside for evaluation."] = 0.0
@@ -19,7 +20,7 @@ class DataOptions:
     train_dataloader_shuffle: Annotated[bool, "Shuffle the training samples anew in every epoch."] = True
     data_seed: Annotated[int, "Seed of every shuffle and of the split."] = 42
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
-    strict: Annotated[bool, "Stop at the first row that cannot be used; else it is left out, and the log says so."] = (
+    strict: Annotated[bool, "Stop at the first row that cannot be used; else it is dropped, and the log says so."] = (
         False
     )
     dataset_num_proc: Annotated[int, "Processes that tokenise."] = 1
@@ -38,10 +39,10 @@ class TemplateOptions:
     max_length: Annotated[int | None, "Longest sample in tokens; none: no bound."] = None
     truncation_strategy: Annotated[
         Literal["delete", "left", "right", "split"],
-        "A sample beyond --max_length: leave it out, cut its left or right end (of what is to be answered the left "
+        "A sample beyond --max_length: drop it, cut its left or right end (of what is to be answered the left "
         "alone), or cut it into pieces (pt only).",
     ] = "delete"
-    system: Annotated[str | None, "System prompt (or a .txt file of it) for the rows that have none."] = None
+    system: Annotated[str | None, "System prompt (or a .txt or .md file of it) for the rows that have none."] = None
     enable_thinking: Annotated[
         bool | None, "Given to the chat template; none: its own default, for rerankers false."
     ] = None

@@ -21,6 +21,7 @@ from .files import Source
 from .formats import PROMPTED, Stage
 from .options import PrepareOptions
 from .packing import pack
+from .plural import plural
 from .report import describe_packs, describe_sample, describe_source, describe_store
 from .shares import Cursor
 from .sources import sources
@@ -42,7 +43,7 @@ class Prepared:
 
     @cached_property
     def report(self) -> str:
-        """For the log: rows used and left out, tokens, the shares trained on and of padding, the first sample."""
+        """For the log: rows used and dropped, tokens, the shares trained on and of padding, the first sample."""
         return self._describe()
 
     @cached_property
@@ -172,7 +173,8 @@ def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: Prepare
         name.update(rows.tobytes())
 
     def build() -> Generator[tuple[pa.RecordBatch, Refusals]]:
-        logger.info("tokenising %s (%d rows, %d processes)", source.name, len(rows), options.dataset_num_proc)
+        rows_, processes = plural(len(rows), "row"), plural(options.dataset_num_proc, "process")
+        logger.info("tokenising %s (%s, %s)", source.name, rows_, processes)
         with tqdm(total=len(rows), desc=f"tokenising {Path(source.name).name}", unit="row", disable=None) as progress:
             for chunk, (batch, refusals) in encode_all(source, rows, encoder, options.dataset_num_proc):
                 _be_strict(refusals, options)
@@ -194,7 +196,7 @@ def _be_strict(refusals: Refusals, options: PrepareOptions) -> None:
 def encode_all(
     source: Source, rows: np.ndarray, encoder: Encoder, processes: int
 ) -> Iterator[tuple[int, tuple[pa.RecordBatch, Refusals]]]:
-    """Rows as (how many, (their tokens, those left out)), in order, in chunks of as many rows each, at most CHUNK."""
+    """Rows as (how many, (their tokens, those dropped)), in order, in chunks of as many rows each, at most CHUNK."""
     chunks = np.array_split(rows, -(-len(rows) // CHUNK))  # a last row alone would have none of KTO's to lend to it
     processes = min(processes, len(chunks))
     if processes <= 1:

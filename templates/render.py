@@ -5,7 +5,6 @@ A reranker's documents have the form that Qwen3-Reranker was published with (Zha
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .chat import ChatTemplate
@@ -16,6 +15,7 @@ from .formats import (
     Stage,
     UnusableRow,
     present,
+    says_nothing,
     to_conversation,
     to_prompt,
     to_text,
@@ -31,6 +31,7 @@ from .groups import (
     to_comparison,
     to_pair,
 )
+from .names import text_of
 from .offsets import Span
 from .options import TemplateOptions
 
@@ -68,7 +69,7 @@ class Renderer:
             raise ValueError("--enable_thinking is for chat templates, and texts to embed go without one: drop it")
         self.stage: Stage = stage
         self.tools = tools  # of prompts whose rows have none
-        self.loss_scale, self.system = options.loss_scale, _system(options.system)
+        self.loss_scale, self.system = options.loss_scale, text_of("--system", options.system)
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
         self.chat = None
         if stage not in ("pt", "embedding") and (tokenizer.chat_template or stage != "seq_cls"):
@@ -80,7 +81,7 @@ class Renderer:
             case "sft":
                 return [([self._scored(to_conversation(row))], [])]
             case "pt":
-                if not (text := to_text(row)):
+                if not (text := to_text(row)).strip():
                     raise UnusableRow("it is empty")
                 return [([Text(text, special=True)], [])]
             case "preference":
@@ -129,6 +130,8 @@ class Renderer:
             for i, (role, weight) in enumerate(zip(roles, conversation.weights, strict=True))
             if role == "assistant"
         ]
+        if self.stage == "sft":
+            _check_answers(conversation, weights)
         text, turns = self._template.turns(conversation)
         answer = None
         if self.stage != "sft":
@@ -188,7 +191,8 @@ class Renderer:
         return self.chat
 
 
-def _system(system: str | None) -> str | None:
-    if system and system.endswith(".txt") and Path(system).is_file():
-        return Path(system).read_text(encoding="utf-8").strip()
-    return system
+def _check_answers(conversation: Conversation, weights: list[float]) -> None:
+    """Raise UnusableRow where the model would learn to say nothing."""
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    if any(weight and says_nothing(answer) for answer, weight in zip(answers, weights, strict=True)):
+        raise UnusableRow("its answer is empty" if len(answers) == 1 else "one of its answers is empty")

@@ -4,6 +4,7 @@ import numpy as np
 
 from .formats import ALONE, POOLED, PROMPTED, Stage
 from .packing import Packs
+from .plural import plural
 from .store import Document, Refusals, TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained on
@@ -21,24 +22,26 @@ NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one
 
 
 def describe_source(name: str, rows: int, documents: int, refusals: Refusals) -> str:
-    line = f"  {name}: {rows:,} rows, {documents:,} samples"
-    return f"{line}; rows left out:\n{refusals}" if refusals.counts else line
+    line = f"  {name}: {plural(rows, 'row')}, {plural(documents, 'sample')}"
+    return f"{line}; rows dropped:\n{refusals}" if refusals.counts else line
 
 
 def describe_store(store: TokenStore) -> str:
     tokens = int(store.lengths.sum())
     share = f"{store.trained_tokens / tokens:.1%} trained on"
     if store.stage not in ALONE:
-        share = f"in {store.document_counts.sum():,} documents"
-    return (
-        f"  together {len(store):,} samples of {store.lengths.min():,} to {store.lengths.max():,} tokens, "
-        f"{tokens / len(store):,.0f} on average: {tokens:,} tokens, {share}"
-    )
+        share = f"in {plural(int(store.document_counts.sum()), 'document')}"
+    shortest, longest = int(store.lengths.min()), int(store.lengths.max())
+    lengths = plural(longest, "token")
+    if shortest != longest:
+        lengths = f"{shortest:,} to {lengths}, {tokens / len(store):,.0f} on average"
+    return f"  together {plural(len(store), 'sample')} of {lengths}: {plural(tokens, 'token')}, {share}"
 
 
 def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
     full = lengths.sum() / (len(packs) * capacity)
-    return f"  packed into {len(packs):,} rows of {capacity:,} tokens, {full:.2%} full: {1 - full:.2%} is padding"
+    rows = f"{plural(len(packs), 'pack')} of {plural(capacity, 'token')}"
+    return f"  packed into {rows}, {full:.2%} full: {1 - full:.2%} is padding"
 
 
 def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:

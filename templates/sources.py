@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .encode import Row
-from .files import Csv, File, Joined, JsonArray, Lines, Parquet, Source
+from .files import Arrow, CompressedLines, Csv, File, Joined, JsonArray, Lines, Parquet, Source
 from .formats import ArrowRow
-from .names import EXTENSIONS, check_there, split_count
+from .names import EXTENSIONS, check_there, expanded, extension, split_count
 
 ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # what `datasets` writes of data
 
@@ -54,32 +54,40 @@ def _rows(columns: dict[str, list]) -> Iterator[ArrowRow]:
 
 def open_source(name: str, *, use_hf: bool = False, hub_token: str | None = None, streaming: bool = False) -> Source:
     """The dataset that `name` (of --dataset, without its `#rows`) means. Raises ValueError naming the cure."""
-    path = Path(name).expanduser()
+    check_there(name)
+    path = expanded(name)
     if path.is_dir():
         return _folder(path)
     if path.is_file():
         return _file(path)
-    check_there(name)
     return HubDataset(name, _from_hub(name, use_hf, hub_token, streaming))
 
 
 def _file(path: Path) -> File:
-    match path.suffix.lower():
+    kind = extension(path)
+    lines = CompressedLines if kind.endswith(".gz") else Lines
+    match kind.removesuffix(".gz"):
+        case _ if kind not in EXTENSIONS:
+            raise ValueError(f"{path}: unknown kind of file {kind!r}; known: {' '.join(EXTENSIONS)}")
         case ".jsonl":
-            return Lines(path, json.loads)
+            return lines(path, json.loads)
         case ".json":
-            return JsonArray(path) if _first_character(path) == b"[" else Lines(path, json.loads)
+            array = JsonArray(path)
+            return array if _first_character(array) == b"[" else lines(path, json.loads)
         case ".csv":
             return Csv(path)
+        case ".tsv":
+            return Csv(path, delimiter="\t")
         case ".parquet":
             return Parquet(path)
-        case ".txt":
-            return Lines(path, lambda text: {"text": text.rstrip("\r\n")})
-    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; known: {' '.join(EXTENSIONS)}")
+        case ".arrow":
+            return Arrow(path)
+        case _:
+            return lines(path, lambda text: {"text": text.rstrip("\r\n")})
 
 
-def _first_character(path: Path) -> bytes:
-    with path.open("rb") as file:
+def _first_character(source: File) -> bytes:
+    with source.open() as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
@@ -91,8 +99,10 @@ def _folder(path: Path) -> Source:
 
         saved = datasets.load_from_disk(str(path))
         return HubDataset(str(path), _train_split(str(path), saved) if isinstance(saved, dict) else saved)
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS and file.is_file()]
+    files = [file for file in sorted(path.rglob("*")) if extension(file) in EXTENSIONS and file.is_file()]
     files = [file for file in files if file.name not in ABOUT]
+    # `datasets` keeps results of map and filter beside the data.
+    files = [file for file in files if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise ValueError(f"{path}: the folder holds no data file ({' '.join(EXTENSIONS)})")

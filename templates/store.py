@@ -1,7 +1,7 @@
 """Tokens on disk: written once, memory-mapped, found again by what made them.
 
 A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per sample) and `manifest.json` (its
-size, and which rows were left out and why). It is written beside its place and renamed into it: it is whole or absent.
+size, and which rows were dropped and why). It is written beside its place and renamed into it: it is whole or absent.
 """
 
 import errno
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from .formats import Stage
+from .formats import Stage, UnusableRow
 from .packing import round_up
+from .plural import plural
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5  # part of every cache key: raise it when what is stored changes
+FORMAT = 6  # part of every cache key: raise it when what is stored changes
 
 SCHEMA = pa.schema(
     {
@@ -72,24 +73,35 @@ class Group(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Rows that were left out: reason -> how many, and where the first few are."""
+    """Rows that were dropped: reason -> how many, where the first few are, and the shortest's and longest's tokens."""
 
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # of rows that are too long
 
-    def add(self, reason: str, place: str) -> None:
-        self.merge(Refusals({reason: 1}, {reason: [place]}))
+    def add(self, row: UnusableRow, place: str) -> None:
+        reason = str(row)
+        tokens = {} if row.tokens is None else {reason: [row.tokens] * 2}
+        self.merge(Refusals({reason: 1}, {reason: [place]}, tokens))
 
     def merge(self, other: "Refusals") -> None:
         for reason, number in other.counts.items():
             self.counts[reason] = self.counts.get(reason, 0) + number
             self.places[reason] = (self.places.get(reason, []) + other.places[reason])[:3]
+        for reason, lengths in other.tokens.items():
+            lengths = [*self.tokens.get(reason, []), *lengths]
+            self.tokens[reason] = [min(lengths), max(lengths)]
 
     def __str__(self) -> str:
         lines = []
         for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
             more = ", ..." if number > len(self.places[reason]) else ""
-            lines.append(f"  {number:,} x {reason} ({', '.join(self.places[reason])}{more})")
+            said = f": {reason}"
+            if reason in self.tokens:
+                shortest, longest = self.tokens[reason]
+                lengths = f"{longest:,}" if shortest == longest else f"shortest {shortest:,}, longest {longest:,}"
+                said = f" {reason} ({lengths} tokens)"
+            lines.append(f"  {plural(number, 'row')}{said} ({', '.join(self.places[reason])}{more})")
         return "\n".join(lines)
 
 

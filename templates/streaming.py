@@ -127,7 +127,7 @@ class Share:
             if epoch >= start.usual and not found:
                 raise ValueError(
                     f"no row of share {start.share + 1} of {start.shares} of --dataset can be used: too small to "
-                    "stream, or every row is left out (the warnings say why)"
+                    "stream, or every row is dropped (the warnings say why)"
                 )
 
     def _rows(self, lane: Lane) -> Lines:
@@ -181,7 +181,7 @@ class Share:
             message = f"{refusals.places[reason][0]}: {reason}"
             if self.stream.strict:
                 raise ValueError(f"{message} (--strict true)")
-            logger.warning("left out: %s (and all others like it)", message)
+            logger.warning("dropped: %s (and all others like it)", message)
         self._refusals.merge(refusals)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...bridge.pretrained import load_model, load_tokenizer
+from ...templates.chat import check_template
 
 TOKENS = 16384  # of a batch, padding included
 
@@ -28,6 +29,7 @@ class ModelReward:
         self._tokenizer: Any = load_tokenizer(folder)
         if not self._tokenizer.chat_template:
             raise ValueError(f"{flag}: its tokenizer has no chat template. Add a chat_template.jinja to the folder")
+        check_template(self._tokenizer)
         self._flag, self._device, self._model = flag, device, model.to(device).eval()
         self._text = model.config.get_text_config()
         self._pads = self._text.pad_token_id is not None

@@ -81,6 +81,9 @@ SP = "--sequence_parallel true"
         ),
         ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
         ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
+        ("--system nope.txt", 1, "--system nope.txt: there is no such file (seen from"),
+        ("--val_dataset /dev/null", 1, "--val_dataset /dev/null: is not a regular file, but a pipe or a device"),
+        ("--columns " + "[" * 100_000, 1, "JSON that is nested too deeply."),
         ("--lr 1e-5 --min_lr 1e-4", 1, "--min_lr 0.0001: above --lr 1e-05."),
         (
             "--overlap_param_gather true --overlap_grad_reduce false",

@@ -90,8 +90,8 @@ def test_rows_without_answers(place: Distilled) -> None:
     write(place.folder / "some.jsonl", [*rows, *place.train[4:8], {"query": "red", "response": " "}])
     printed = refused(place, dataset="silent.jsonl")
     assert "no row of the dataset can be used" in printed
-    assert "4 x it has no answer: without one it is for --lmbda 1 or --seq_kd true" in printed
-    assert "5 x it has no answer" in place.megatron(line("", dataset="some.jsonl"))
+    assert "4 rows: it has no answer: without one it is for --lmbda 1 or --seq_kd true" in printed
+    assert "5 rows: it has no answer" in place.megatron(line("", dataset="some.jsonl"))
     own = "--lmbda 1 --max_completion_length 4"
     printed = refused(place, f"{own} --val_dataset silent.jsonl", dataset="silent.jsonl")
     assert "--val_dataset: no row has an answer" in printed

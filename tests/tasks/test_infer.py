@@ -184,7 +184,7 @@ def test_a_row_of_an_odd_form_is_named(tmp_path):
     dataset = dataset_of(tmp_path, [{"query": "q", "answer": "a", "solution": "b"}, {"messages": [{"role": ["user"]}]}])
     rows = infer.read_prompts(InferOptions(val_dataset=[str(dataset)]))
     assert next(rows).label == "a"
-    with pytest.raises(ValueError, match=r"--val_dataset: .* line 2: one of its columns has an unexpected form"):
+    with pytest.raises(ValueError, match=r"--val_dataset: .* line 2: a message has a list as its role; known"):
         next(rows)
 
 

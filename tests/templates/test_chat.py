@@ -174,7 +174,7 @@ def test_truncation(make_tokenizer):
         assert cut_ids == ids[part]
         assert cut_weights.tolist() == weights[part].tolist()
     _, refusals = Encoder(tokenizer, TemplateOptions(max_length=9), "sft", {}).encode([(0, "x line 7", row)])
-    assert str(refusals) == "  1 x longer than --max_length 9 (x line 7)"
+    assert str(refusals) == f"  1 row longer than --max_length 9 ({len(ids)} tokens) (x line 7)"
     right = TemplateOptions(max_length=5, truncation_strategy="right")
     assert "no token of it is trained on" in str(Encoder(tokenizer, right, "sft", {}).encode([(0, "", row)])[1])
 
@@ -224,7 +224,67 @@ def test_a_template_that_refuses(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     _, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "x line 1", {"messages": [U1, A1]})])
-    assert "the chat template refuses it: roles must alternate" in str(refusals)
+    expected = "  1 row: the chat template (tokenizer_config.json) refuses it: roles must alternate (x line 1)"
+    assert str(refusals) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% for m in messages %}\n{{ m.content }}\n{% if %}",
+            r"has a syntax error in line 3 \(Expected an expression",
+        ),
+        ("{{ messages", r"has a syntax error in line 1 \("),
+        ("{% for i in range(100000000) %}x{% endfor %}", r"cannot be used \(Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot be used \(maximum recursion depth"),
+        ("{{ 1 // 0 }}", r"cannot be used \(integer "),
+    ],
+)
+def test_a_broken_template_is_named_before_any_row(make_tokenizer, tmp_path, template, problem):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = template
+    with pytest.raises(
+        ValueError, match=rf"^\?/tokenizer_config\.json: the chat template {problem}.*\. Fix it, or copy"
+    ):
+        Encoder(tokenizer, TemplateOptions(), "sft", {})
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = type(tokenizer).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/chat_template\.jinja: the chat template {problem}"):
+        Encoder(tokenizer, TemplateOptions(), "prompts", {})
+
+
+def test_answers_that_are_empty_are_not_learned(make_tokenizer):
+    tokenizer = make_tokenizer("qwen3")
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result, empty = {"role": "tool", "content": "2"}, {"role": "assistant", "content": " \n"}
+    rows = [
+        {"query": "q", "response": ""},
+        {"messages": [U1, empty]},
+        {"messages": [U1, empty, U2, A2]},
+        {"messages": [U1, called, result, empty]},
+        {"messages": [U1, called, result, A1], "tools": TOOLS},
+        {"messages": [U1, called], "tools": TOOLS},
+        {"messages": [U1, {**empty, "content": "<think>\nHard.\n</think>\n\n"}]},
+        {"messages": [U1, {**empty, "loss": False}, U2, A2]},
+    ]
+    numbered = [(number, f"x line {number + 1}", row) for number, row in enumerate(rows)]
+    samples, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode(numbered)
+    assert [sample.row for sample in samples] == [4, 5, 6, 7]
+    assert refusals.places == {
+        "its answer is empty": ["x line 1", "x line 2"],
+        "one of its answers is empty": ["x line 3", "x line 4"],
+    }
+    last_round = Encoder(tokenizer, TemplateOptions(loss_scale="last_round"), "sft", {})
+    assert [sample.row for sample in last_round.encode(numbered[2:3])[0]] == [2]
+
+
+def test_how_long_dropped_rows_are(make_tokenizer):
+    encoder = Encoder(make_tokenizer(None), TemplateOptions(max_length=9), "pt", {})
+    rows = [(number, f"x line {number + 1}", {"text": "?" * number}) for number in (5, 1300, 12, 40)]
+    assert str(encoder.encode(rows)[1]) == (
+        "  3 rows longer than --max_length 9 (shortest 13, longest 1,301 tokens) (x line 1301, x line 13, x line 41)"
+    )
 
 
 def test_a_template_whose_turns_cannot_be_told(make_tokenizer):

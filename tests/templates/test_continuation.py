@@ -80,7 +80,7 @@ def test_what_a_template_refuses(make_tokenizer):
         "{%- endfor", "{%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}{%- endfor"
     )
     assert between(tokenizer, USER, "No.<|im_end|>")
-    with pytest.raises(UnusableRow, match="the chat template refuses it: no tools here"):
+    with pytest.raises(UnusableRow, match=r"the chat template \(.*\) refuses it: no tools here"):
         between(tokenizer, TOOL, "No.<|im_end|>")
 
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import shutil
@@ -24,17 +25,33 @@ def write(folder, kind: str):
             path.write_text(json.dumps(ROWS, indent=1))
         case "csv":
             datasets.Dataset.from_list(ROWS).to_csv(path)
+        case "tsv":
+            datasets.Dataset.from_list(ROWS).to_csv(path, sep="\t")
         case "parquet":
             pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
+        case "arrow":  # a stream, as datasets writes it
+            datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+            (folder / "saved" / "data-00000-of-00001.arrow").rename(path)
+        case "file.arrow":
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(ROWS).schema) as writer:
+                writer.write_table(pa.Table.from_pylist(ROWS), max_chunksize=3)
+        case _:
+            path.write_bytes(gzip.compress(write(folder, kind.removesuffix(".gz")).read_bytes()))
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+KINDS = ["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "json.gz", "csv.gz", "tsv.gz"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "file.arrow"])
 def test_files_beside_the_datasets_library(tmp_path, kind):
     path = write(tmp_path, kind)
-    expected = datasets.load_dataset(
-        "json" if kind.startswith("json") else kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "hf")
-    ).to_list()
+    builder, options = ("csv", {"sep": "\t"}) if "tsv" in kind else (kind.removesuffix(".gz"), {})
+    builder, cache = builder.replace("jsonl", "json"), str(tmp_path / "hf")
+    expected = ROWS
+    if kind != "file.arrow":  # which that library does not read
+        loaded = datasets.load_dataset(builder, data_files=str(path), split="train", cache_dir=cache, **options)
+        expected = loaded.to_list()
     source = open_source(str(path))
     assert len(source) == len(expected)
     assert [row for _, _, row in source.rows(np.arange(7))] == expected
@@ -163,10 +180,31 @@ def test_a_large_file_is_read_once_for_its_facts(tmp_path, monkeypatch):
             '{\n"data": [{"text": "x"}]\n}',
             r"a\.json line 1 is not JSON: .*; make it an array, or one object a",
         ),
-        ("a.json", '[{"text": "x"}, 3]', r"a\.json: element 2 is a int, where an object is expected"),
-        ("a.csv", "text,more\n1,2\n1\n", r"a\.csv line 3 has not as many fields as the header, 2"),
+        ("a.json", '[{"text": "x"}, 3]', r"a\.json: element 2 is a number, where an object is expected"),
+        ("a.csv", "text,more\n1,2\n1\n", r"a\.csv line 3 has 1 field, and the header has 2"),
+        ("a.csv", "text,more\n1,2,3\n", r"a\.csv line 2 has 3 fields, and the header has 2"),
+        ("a.tsv", "text\tmore\n1\t2\n1\n", r"a\.tsv line 3 has 1 field, and the header has 2"),
         ("a.csv", 'text,more\n1,2\n"1"x,2\n', r"a\.csv line 3 is not CSV"),
+        ("a.csv", b'text\n"\xff"\n', r"a\.csv line 2 is not UTF-8: invalid start byte"),
         ("a.parquet", "PAR1", r"a\.parquet is not Parquet"),
+        ("a.arrow", "", r"a\.arrow is not Arrow"),
+        ("a.arrow", "ARROW1", r"a\.arrow is not Arrow"),
+        ("a.jsonl.gz", '{"text": "x"}', r"a\.jsonl\.gz is not a whole gzip file: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9], r"a\.jsonl\.gz is not a whole gzip file: Compressed file"),
+        ("a.json.gz", gzip.compress(b"[]")[:-9], r"a\.json\.gz is not a whole gzip file: Compressed file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n\n[1]'), r"a\.jsonl\.gz line 3 is a list, where an object"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n' + "[" * 100_000,
+            r"a\.jsonl line 2 is JSON that is nested too deeply to be",
+        ),
+        (
+            "a.json",
+            '[{"text": "[["},\n' + "[" * 100_000,
+            r"a\.json line 2 is JSON that is nested too deeply to be",
+        ),
+        ("a.jsonl", '{"text": ' + "1" * 5000 + "}", r"a\.jsonl line 1 is not JSON: Exceeds the limit"),
+        ("a.json", '[{"text": ' + "1" * 5000 + "}]", r"a\.json is not JSON: Exceeds the limit"),
         ("a.pdf", "x", r"unknown kind of file '\.pdf'; known: \.jsonl"),
     ],
 )
@@ -177,6 +215,27 @@ def test_broken_files(tmp_path, name, content, message):
         list((source := open_source(str(path))).rows(np.arange(len(source))))
     with pytest.raises(ValueError, match=message):
         list(open_source(str(path)).stream())
+
+
+def test_rows_of_a_gzip_file_in_any_order(tmp_path):
+    source = open_source(str(write(tmp_path, "jsonl.gz")))
+    for numbers in ([0, 1], [2, 5], [6], [6], [0, 6]):
+        assert [(number, row) for number, _, row in source.rows(np.array(numbers))] == [(n, ROWS[n]) for n in numbers]
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl", "./pipe"])
+def test_what_is_no_regular_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jsonl")
+    os.mkfifo("pipe")
+    with pytest.raises(ValueError, match=rf"^--dataset {name}: is not a regular file.* Write it to a file"):
+        sources("--dataset", [f"{name}#5"])
+
+
+def test_results_that_datasets_keeps_are_not_data(tmp_path):
+    rows = write(tmp_path, "arrow")
+    shutil.copy(rows, tmp_path / "cache-0123456789.arrow")
+    assert len(open_source(str(tmp_path))) == 7
 
 
 def test_missing_and_empty(tmp_path):

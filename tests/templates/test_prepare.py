@@ -224,6 +224,9 @@ def test_validation_data(data, make_tokenizer, built):
     assert built == [60, 4]
 
 
+LONG = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 99}]
+
+
 def test_the_report(tmp_path, make_tokenizer):
     path = tmp_path / "data.jsonl"
     rows = (
@@ -234,14 +237,24 @@ def test_the_report(tmp_path, make_tokenizer):
     prepared = prepare(options, make_tokenizer(), stage="sft")
     tokens, trained = int(prepared.train.lengths[0]), 2
     full = 5 * tokens / (64 * -(-5 // (64 // tokens)))
-    assert f"{path}: 11 rows, 5 samples; rows left out:" in prepared.report
-    assert f"4 x longer than --max_length 24 ({path} line 6, {path} line 7, {path} line 8, ...)" in prepared.report
-    assert "1 x no known format: its columns are x; known formats: messages" in prepared.report
-    assert f"5 samples of {tokens} to {tokens} tokens" in prepared.report
+    assert f"{path}: 11 rows, 5 samples; rows dropped:" in prepared.report
+    long = len(make_tokenizer().apply_chat_template(LONG, return_dict=False))
+    places = f"({path} line 6, {path} line 7, {path} line 8, ...)"
+    assert f"4 rows longer than --max_length 24 ({long} tokens) {places}" in prepared.report
+    assert "1 row: no known format: its columns are x; known formats: messages" in prepared.report
+    assert f"together 5 samples of {tokens} tokens: {5 * tokens} tokens," in prepared.report
     assert f"{5 * tokens} tokens, {trained / tokens:.1%} trained on" in prepared.report
     assert f"{1 - full:.2%} is padding" in prepared.report
     assert prepared.report.endswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
     assert prepare(options, make_tokenizer(), stage="sft").report == prepared.report  # from the cache too
+
+
+def test_the_report_of_one_row(tmp_path, make_tokenizer):
+    (tmp_path / "data.jsonl").write_text('{"query": "q", "response": "a"}\n')
+    options = PrepareOptions(dataset=[str(tmp_path / "data.jsonl")], max_length=64, packing=True)
+    report = prepare(options, make_tokenizer(), stage="sft").report
+    assert f"{tmp_path}/data.jsonl: 1 row, 1 sample\n  together 1 sample of " in report
+    assert "  packed into 1 pack of 64 tokens, " in report
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -257,7 +270,7 @@ def test_strict(tmp_path, make_tokenizer, cached):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ('{"query": "q", "response": "a"}\n', {"max_length": 4}, "no row .*1 x longer than --max_length 4 .*line 1"),
+        ('{"query": "q", "response": "a"}\n', {"max_length": 4}, "no row .*1 row longer than --max_length 4 .*line 1"),
         ('{"a": 1}\n', {}, "no row .*no known format: its columns are a; known formats: messages"),
         ("", {}, "is empty: it holds no row"),
         ("\n\n", {}, "is empty: it holds no row"),

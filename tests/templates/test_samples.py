@@ -68,7 +68,7 @@ def test_answers_are_lent(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     rows = [{"query": f"{n} is?", "response": f"{n}. " * (n + 1), "label": bool(n % 2)} for n in range(4)]
     samples, refused = encode(tokenizer, "kto", [*rows[:2], {"query": "q", "response": "a"}, *rows[2:]])
-    assert "1 x it has no label: true, false, 1 or 0 is expected (row 2)" in refused
+    assert "1 row: it has no label: true, false, 1 or 0 is expected (row 2)" in refused
     assert [label for _, label in samples] == [[0.0], [1.0], [0.0], [1.0]]
     for n, (documents, _) in enumerate(samples):
         for (ids, weights), lender in zip(documents, (n, (n - 1) % 4), strict=True):
@@ -107,7 +107,7 @@ def test_long_answers(make_tokenizer, strategy):
     kept = slice(-limit, None) if strategy == "left" else slice(limit)
     own = [(ids[kept], weights[kept]) for ids, weights in whole]
     if strategy == "right":
-        assert refused == f"  1 x its prompt leaves no room for an answer within --max_length {limit} (row 1)"
+        assert refused == f"  1 row: its prompt leaves no room for an answer within --max_length {limit} (row 1)"
         assert samples == [([own[0], own[0]], [1.0])]
     else:
         answers = [len(ids) - weights.index(1.0) for ids, weights in whole]
@@ -258,7 +258,7 @@ def test_long_documents_to_rank_keep_the_question(make_tokenizer, side):
     assert text.endswith(whole[end:])
     assert ("<Query>: Is it?" in text) == (side == "right")
     refused = encode(tokenizer, "reranker", [row], **{**options, "max_length": 40})[1]
-    assert "longer than --max_length 40 by what is not to be cut" in refused
+    assert "longer than --max_length 40 even without all that may be cut" in refused
 
 
 @pytest.mark.parametrize(
@@ -388,11 +388,11 @@ def test_packing_length_is_of_a_samples_documents_together(tmp_path, make_tokeni
     (tmp_path / "a.jsonl").write_text((json.dumps(PAIR) + "\n") * 3)
     options = {"dataset": [str(tmp_path / "a.jsonl")], "packing": True, "max_length": 90}
     with pytest.raises(
-        ValueError, match=r"(?s)no row .*3 x its documents are together longer than --packing_length 90"
+        ValueError, match=r"(?s)no row .*3 rows: its documents are together longer than --packing_length 90"
     ):
         prepare(PrepareOptions(**options, packing_length=None), make_tokenizer("chatml"), stage="preference")
     found = prepare(PrepareOptions(**options, packing_length=180), make_tokenizer("chatml"), stage="preference")
-    assert "packed into 3 rows of 180 tokens" in found.report
+    assert "packed into 3 packs of 180 tokens" in found.report
 
 
 def test_the_nulls_that_arrow_fills_in_are_not_seen(make_tokenizer, tmp_path):
@@ -441,8 +441,8 @@ def test_rows_of_an_odd_form_are_left_out(make_tokenizer):
     good = {"query": "漢 is?", "response": "🎈"}
     samples, refused = encode(make_tokenizer("chatml"), "sft", [*ODD, good])
     assert len(samples) == 2, "of sft only the texts matter"
-    assert "1 x it holds half a character (a surrogate without its other one), which is no text (row 0)" in refused
-    assert "1 x one of its columns has an unexpected form ('str' object has no attribute 'get') (row 2)" in refused
+    assert "1 row: it holds half a character (a surrogate without its other one), which is no text (row 0)" in refused
+    assert "1 row: the content of a message is a list that holds text; expected is text, or a list of blocks" in refused
     assert all(f"(row {number})" in refused for number in (3, 4, 5, 6))
     rows = [(number, f"row {number}", row) for number, row in enumerate([*ODD, good])]
     samples, _ = Encoder(make_tokenizer("chatml"), TemplateOptions(), "prompts", {}).encode(rows)
