@@ -79,8 +79,9 @@ class VllmEngine:
         arguments = lora_arguments(Path(folder), adapter_rank)
         on_gpu = torch.cuda.is_available()
         _prepare_environment(on_gpu)
-        quiet_vllm()
         from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+        quiet_vllm()
 
         self._level = sleep_level if on_gpu else 0
         if not on_gpu and size > 1:
@@ -319,7 +320,7 @@ def _name_memory() -> None:
 
 
 def quiet_vllm() -> None:
-    """Have vLLM leave out the warnings of NOISY."""
+    """Silence the warnings of NOISY. Call it after the import of vLLM, which sets its loggers' levels."""
     for name in NOISY:
         logging.getLogger(f"vllm.{name}").setLevel(logging.ERROR)
 
