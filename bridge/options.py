@@ -52,10 +52,10 @@ class McoreAdapterOptions:
 class LoraOptions:
     """LoRA (with --tuner_type lora)"""
 
-    lora_rank: Annotated[int, "Rank of each adapter."] = 8
-    lora_alpha: Annotated[float, "Adapters count this much, divided by the rank."] = 32
+    lora_rank: Annotated[int, "Rank of each adapter.", "(0, inf)"] = 8
+    lora_alpha: Annotated[float, "Adapters count this much, divided by the rank.", "(0, inf)"] = 32
     lora_dropout: Annotated[
-        float | None, "Dropout on what goes into adapters; left out: 0.05, and 0 with experts or DoRA."
+        float | None, "Dropout on what goes into adapters; left out: 0.05, and 0 with experts or DoRA.", "[0, 1)"
     ] = None
     lora_bias: Annotated[
         Literal["none", "all", "lora_only"], "Train the model's biases: none, all, or those beside adapters."
@@ -87,7 +87,9 @@ class TrainableOptions:
         list[str], "Prefixes of the names, Hugging Face's or megatron-core's, of weights that stay as they are."
     ] = field(default_factory=list)
     freeze_parameters_regex: Annotated[str | None, "The same by a regular expression that is found in a name."] = None
-    freeze_parameters_ratio: Annotated[float, "Share of the parameters that stays, counted from the embedding."] = 0.0
+    freeze_parameters_ratio: Annotated[
+        float, "Share of the parameters that stays, counted from the embedding.", "[0, 1]"
+    ] = 0.0
     trainable_parameters: Annotated[list[str], "Prefixes of the names of weights that are trained all the same."] = (
         field(default_factory=list)
     )
@@ -109,8 +111,8 @@ class KernelOptions:
     bias_dropout_fusion: Annotated[bool, "Fuse bias, dropout and the residual sum."] = True
     bias_activation_fusion: Annotated[bool, "Fuse bias and activation (SwiGLU)."] = True
     apply_rope_fusion: Annotated[bool, "Fuse the rotary embedding."] = True
-    attention_dropout: Annotated[float, "Dropout on attention probabilities."] = 0.0
-    hidden_dropout: Annotated[float, "Dropout on the residual branches."] = 0.0
+    attention_dropout: Annotated[float, "Dropout on attention probabilities.", "[0, 1)"] = 0.0
+    hidden_dropout: Annotated[float, "Dropout on the residual branches.", "[0, 1)"] = 0.0
     deterministic_mode: Annotated[bool, "Only deterministic kernels: the same run twice gives the same bits."] = False
 
 
@@ -126,14 +128,14 @@ class Fp8Options:
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"],
         "Scales by past steps, by each tensor as it is, by blocks of 128, or by blocks of 32 (Blackwell's alone).",
     ] = "delayed"
-    fp8_amax_history_len: Annotated[int, "delayed: micro batches whose largest values are kept."] = 1024
+    fp8_amax_history_len: Annotated[int, "delayed: micro batches whose largest values are kept.", "(0, inf)"] = 1024
     fp8_amax_compute_algo: Annotated[
         Literal["max", "most_recent"], "delayed: scale by the largest of these, or by the newest."
     ] = "max"
     fp8_param_gather: Annotated[bool, "Hold and gather these weights in FP8; masters and checkpoints are not."] = False
     first_last_layers_bf16: Annotated[bool, "Compute the first and last layers in bf16 (not with delayed)."] = False
-    num_layers_at_start_in_bf16: Annotated[int, "first_last_layers_bf16: how many first ones."] = 1
-    num_layers_at_end_in_bf16: Annotated[int, "first_last_layers_bf16: how many last ones."] = 1
+    num_layers_at_start_in_bf16: Annotated[int, "first_last_layers_bf16: how many first ones.", "[0, inf)"] = 1
+    num_layers_at_end_in_bf16: Annotated[int, "first_last_layers_bf16: how many last ones.", "[0, inf)"] = 1
 
     @property
     def fp8_token_multiple(self) -> int:
@@ -147,16 +149,22 @@ class Fp8Options:
 class LayoutOptions:
     """Layout of the weights"""
 
-    tensor_model_parallel_size: Annotated[int, "TP: processes that share each matrix."] = 1
-    pipeline_model_parallel_size: Annotated[int, "PP: processes that share the layers."] = 1
-    decoder_first_pipeline_num_layers: Annotated[int | None, "Layers of the first PP stage, where uneven."] = None
-    decoder_last_pipeline_num_layers: Annotated[int | None, "Layers of the last PP stage, where uneven."] = None
-    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts."] = 1
-    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices."] = 1
+    tensor_model_parallel_size: Annotated[int, "TP: processes that share each matrix.", "(0, inf)"] = 1
+    pipeline_model_parallel_size: Annotated[int, "PP: processes that share the layers.", "(0, inf)"] = 1
+    decoder_first_pipeline_num_layers: Annotated[
+        int | None, "Layers of the first PP stage, where uneven.", "(0, inf)"
+    ] = None
+    decoder_last_pipeline_num_layers: Annotated[
+        int | None, "Layers of the last PP stage, where uneven.", "(0, inf)"
+    ] = None
+    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts.", "(0, inf)"] = 1
+    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices.", "(0, inf)"] = 1
     ddp_backend: Annotated[
         Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
     ] = None
-    ddp_timeout: Annotated[int, "Seconds without progress after which a run ends, and writes all stacks."] = 1800
+    ddp_timeout: Annotated[
+        int, "Seconds without progress after which a run ends, and writes all stacks.", "(0, inf)"
+    ] = 1800
 
 
 @dataclass
@@ -164,15 +172,17 @@ class ParallelOptions(LayoutOptions):
     """Parallelism"""
 
     sequence_parallel: Annotated[bool, "SP: split what is between the matrices by tokens (needs TP)."] = False
-    virtual_pipeline_model_parallel_size: Annotated[int | None, "VPP: chunks of layers in each PP stage."] = None
+    virtual_pipeline_model_parallel_size: Annotated[
+        int | None, "VPP: chunks of layers in each PP stage.", "(0, inf)"
+    ] = None
     microbatch_group_size_per_vp_stage: Annotated[
-        int | None, "Micro batches that one VPP chunk takes in a row; left out: PP."
+        int | None, "Micro batches that one VPP chunk takes in a row; left out: PP.", "[1, inf)"
     ] = None
     overlap_p2p_comm: Annotated[bool, "Overlap the sends between PP stages with computation (under VPP)."] = True
     batch_p2p_comm: Annotated[
         bool | None, "Send to and receive from PP neighbours in one batch; left out: where they are not overlapped."
     ] = None
-    context_parallel_size: Annotated[int, "CP: processes that share each sequence."] = 1
+    context_parallel_size: Annotated[int, "CP: processes that share each sequence.", "(0, inf)"] = 1
     cp_comm_type: Annotated[
         Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None,
         "How CP exchanges keys and values; a preference. Left out: p2p with Transformer Engine.",
@@ -198,7 +208,7 @@ class RecomputeOptions:
     recompute_method: Annotated[
         Literal["uniform", "block"] | None, "full: units of N layers each, or only the first N of a stage."
     ] = None
-    recompute_num_layers: Annotated[int | None, "full: the N of --recompute_method."] = None
+    recompute_num_layers: Annotated[int | None, "full: the N of --recompute_method.", "(0, inf)"] = None
     recompute_modules: Annotated[
         list[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]],
         "selective: the modules to recompute.",
@@ -220,10 +230,12 @@ class MoEOptions:
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None,
         "How experts are kept evenly loaded; left out: the model's own way.",
     ] = None
-    moe_aux_loss_coeff: Annotated[float, "Weight of the balancing loss: higher is more even, and worse."] = 0.0
-    moe_z_loss_coeff: Annotated[float | None, "Weight of the router's z-loss."] = None
+    moe_aux_loss_coeff: Annotated[
+        float, "Weight of the balancing loss: higher is more even, and worse.", "[0, inf)"
+    ] = 0.0
+    moe_z_loss_coeff: Annotated[float | None, "Weight of the router's z-loss.", "[0, inf)"] = None
     moe_expert_capacity_factor: Annotated[
-        float | None, "Drop an expert's tokens beyond this multiple of its even share."
+        float | None, "Drop an expert's tokens beyond this multiple of its even share.", "(0, inf)"
     ] = None
     moe_pad_expert_input_to_capacity: Annotated[bool, "Pad each expert's input to its capacity."] = False
     moe_token_drop_policy: Annotated[Literal["probs", "position"], "Which tokens are dropped beyond capacity."] = (
@@ -241,7 +253,9 @@ class PredictionLayers:
     """Multi-token prediction"""
 
     mtp_num_layers: Annotated[
-        int | None, "Build so many of the checkpoint's layers that predict further tokens; left out: they stay as is."
+        int | None,
+        "Build so many of the checkpoint's layers that predict further tokens; left out: they stay as is.",
+        "[0, inf)",
     ] = None
 
 
@@ -249,7 +263,7 @@ class PredictionLayers:
 class PredictionOptions(PredictionLayers):
     """Multi-token prediction: training"""
 
-    mtp_loss_scaling_factor: Annotated[float, "Weight of their mean loss beside the model's own."] = 0.1
+    mtp_loss_scaling_factor: Annotated[float, "Weight of their mean loss beside the model's own.", "[0, inf)"] = 0.1
 
 
 @dataclass

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..tasks.args import load_args
+from .elsewhere import ELSEWHERE
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
-from .names import ALWAYS, ELSEWHERE, LATER, LATER_VALUES, NEEDLESS, today, written
+from .names import ALWAYS, LATER, LATER_VALUES, NEEDLESS, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -173,12 +174,14 @@ def _one_or_all(flag: Flag, values: list[Any], where: str) -> Any:
 
 
 def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
-    close = ELSEWHERE.get(name)
-    if close not in flags:
-        if name in others:
-            return f"--{name} is {others[name]}"
-        close = nearest(name, flags)
-    return f"--{name}: no such flag." + (f" The nearest is --{close}." if close else " See --help.")
+    elsewhere = ELSEWHERE.get(name)
+    if elsewhere and (elsewhere.flag in flags or not elsewhere.flag):
+        hint = f"The nearest is --{elsewhere.flag}." if elsewhere.flag else ""
+        return " ".join(filter(None, (f"--{name}: no such flag.", hint, elsewhere.note)))
+    if name in others:
+        return f"--{name} is {others[name]}"
+    close = nearest(name, flags)
+    return f"--{name}: no such flag. " + (f"The nearest is --{close}." if close else "--help lists all flags.")
 
 
 def resolve(options: type, typed: dict[str, Any], filed: Given | None) -> tuple[Any, dict[str, str]]:

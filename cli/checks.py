@@ -12,7 +12,7 @@ from ..tasks.option_groups import CompletionOptions, LoggingOptions
 from ..tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.resume import asked_for
-from ..tasks.run_folder import default_output_dir
+from ..tasks.run_folder import check_idle, default_output_dir
 from ..templates.names import check_there, split_count, text_of
 from ..templates.options import PrepareOptions
 from ..templates.plural import plural
@@ -46,8 +46,8 @@ def check_training(
     notes += check_resume(options)
     notes += take_base(options, options)
     model = known_model(options, weights=() if asked_for(options) else READ)  # a run that goes on has others
-    check_positive(options)
     _data(options)
+    _cache()
     _batch(options, layout)
     _schedule(options)
     _recompute(options)
@@ -76,6 +76,7 @@ def check_infer(options: InferOptions) -> list[str]:
         raise UsageError("--merge_lora true needs --adapters: what is to be merged.")
     _check_there("--val_dataset", options.val_dataset)
     _check_system(options)
+    _cache()
     notes, model = list(take_base(options, options)), None
     if options.model or not options.adapters:  # of a hub's adapter the task finds the model
         model = read_model_config(options, weights=SAFETENSORS)
@@ -122,38 +123,6 @@ def _put_right(options: SftOptions) -> Iterator[str]:
         yield "--use_distributed_optimizer true is switched off: with --optimizer sgd there is none to share."
 
 
-POSITIVE = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "micro_batch_size",
-    "global_batch_size", "train_iters", "num_train_epochs", "eval_steps", "save_steps", "logging_steps", "max_length",
-    "packing_length", "dataset_num_proc", "save_total_limit", "recompute_num_layers", "shuffle_buffer_size",
-    "ddp_timeout", "fp8_amax_history_len", "lora_rank", "lora_alpha", "lorap_lr_ratio", "exit_duration_in_mins",
-    "discopop_tau", "num_labels", "infonce_temperature", "listwise_temperature",
-)  # fmt: skip
-NOT_NEGATIVE = (
-    "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_iters", "manual_gc_steps",
-    "dataloader_num_workers", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "rpo_alpha",
-    "desirable_weight", "undesirable_weight", "center_rewards_coefficient", "contrastive_margin",
-)  # fmt: skip
-SHARE = (
-    "split_dataset_ratio", "lr_warmup_fraction", "attention_dropout", "hidden_dropout", "lora_dropout",
-)  # fmt: skip
-
-
-def check_positive(options: Any) -> None:
-    """Raise UsageError for numbers of an option set that are too small or too large."""
-    for names, wrong, what in (
-        (POSITIVE, lambda value: value <= 0, "must be above 0"),
-        (NOT_NEGATIVE, lambda value: value < 0, "must not be below 0"),
-        (SHARE, lambda value: not 0 <= value < 1, "must be at least 0 and below 1"),
-    ):
-        for name in names:
-            value = getattr(options, name, None)
-            if value is not None and wrong(value):
-                raise UsageError(f"--{name} {value}: {what}.")
-
-
 def _data(options: PrepareOptions) -> None:
     if not options.dataset:
         raise UsageError("--dataset is needed: files, folders or hub ids.")
@@ -166,6 +135,30 @@ def _data(options: PrepareOptions) -> None:
         raise UsageError("--packing true needs --padding_free true: a pack is documents laid end to end.")
     if options.packing_length and options.max_length and options.packing_length < options.max_length:
         raise UsageError(f"--packing_length {options.packing_length}: shorter than --max_length {options.max_length}.")
+
+
+def _cache() -> None:
+    """Raise UsageError if the folder of cached tokens cannot be made where the user's variable puts it."""
+    name = "MODELSCOPE_CACHE" if os.environ.get("MODELSCOPE_CACHE") else "HF_HOME"
+    if root := os.environ.get(name):
+        try:
+            (Path(root).expanduser() / "megaswift").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{name}={root}: the cache of tokens cannot be made there ({error.strerror}). Set {name} to a folder "
+                "that can be written, or unset it."
+            ) from None
+
+
+def check_lock(options: SftOptions) -> None:
+    """Raise UsageError if another run of this machine writes to the run's folder, before any process starts."""
+    if options.add_version or asked_for(options):  # then the run chooses a folder, or waits for one that is ending
+        return
+    folder = folder_of(options)
+    try:
+        check_idle(folder)
+    except ValueError as error:
+        raise UsageError(f"--output_dir {folder}: {error}.") from None
 
 
 def _check_there(flag: str, names: Iterable[str]) -> None:
@@ -196,6 +189,8 @@ def _batch(options: SftOptions, layout: Layout) -> None:
 def _schedule(options: SftOptions) -> None:
     if options.min_lr > options.lr:
         raise UsageError(f"--min_lr {options.min_lr}: above --lr {options.lr}. Make it smaller.")
+    if options.lr_warmup_init > options.lr:
+        raise UsageError(f"--lr_warmup_init {options.lr_warmup_init}: above --lr {options.lr}. Make it smaller.")
     if options.lr_warmup_iters and options.lr_warmup_fraction is not None:
         raise UsageError("--lr_warmup_iters and --lr_warmup_fraction: give one of them.")
     steps = options.lr_decay_iters or options.train_iters
@@ -282,7 +277,7 @@ def check_processes(layout: Layout, gpus: int, processes: int) -> None:
     """Raise UsageError where `processes` on this machine, with its `gpus`, cannot be laid out so."""
     if gpus and processes > gpus:
         raise UsageError(
-            f"NPROC_PER_NODE {processes}: more processes than the {gpus} visible GPU{'s' * (gpus > 1)}. "
+            f"NPROC_PER_NODE {processes}: more processes than {plural(gpus, 'visible GPU')}. "
             f"Set NPROC_PER_NODE={gpus}, or show more by CUDA_VISIBLE_DEVICES."
         )
     for product, names in (
@@ -387,7 +382,10 @@ def _output(options: SftOptions) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from None
     folder = folder_of(options)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        raise UsageError(f"--output_dir {options.output_dir}: {error.strerror}. Set another folder.") from None
     if not existing.is_dir():
         problem = f"{existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):

@@ -11,7 +11,7 @@ from ..bridge.hub import model_folder, read_config
 from ..tasks.folders import check_free
 from ..tasks.options import ExportOptions, MegatronExportOptions
 from ..tasks.plan import Layout, build_options, export_folder, shard_bytes
-from .checks import check_pipeline, check_positive, check_processes
+from .checks import check_pipeline, check_processes
 from .checks_lora import check_base, check_fits, settings_of, source_of, take_base
 from .checks_model import check_divisible, known_model
 from .flags import UsageError
@@ -88,7 +88,6 @@ def check_export_layout(
     options: MegatronExportOptions, layout: Layout, config: dict[str, Any] | None, gpus: int, processes: int
 ) -> None:
     """Raise UsageError where the model, or the `processes` of this machine with its `gpus`, do not fit the layout."""
-    check_positive(options)
     # What only training asks for is not asked here.
     build = replace(build_options(options), sequence_parallel=True)
     check_pipeline(build)

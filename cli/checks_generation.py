@@ -126,7 +126,7 @@ def _engine(options: Any, sources: Mapping[str, str]) -> None:
     check_vllm(options)
     check_key("vllm_server_api_key", options.vllm_server_api_key)
     if options.sleep_level not in (None, 0, 1, 2):
-        raise UsageError(f"--sleep_level {options.sleep_level}: must be 0, 1 or 2.")
+        raise UsageError(f"--sleep_level {options.sleep_level}: must be at least 0 and at most 2.")
     _memory(options)
     colocated = options.vllm_mode == "colocate" or bool(options.use_vllm and not served)
     if colocated and importlib.util.find_spec("vllm") is None:

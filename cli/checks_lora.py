@@ -56,7 +56,7 @@ def check_tuner(options: SftOptions, sources: Mapping[str, str]) -> None:
 def _freezing(options: SftOptions) -> None:
     ratio = options.freeze_parameters_ratio
     if not 0 <= ratio <= 1:
-        raise UsageError(f"--freeze_parameters_ratio {ratio}: must be between 0 and 1.")
+        raise UsageError(f"--freeze_parameters_ratio {ratio}: must be at least 0 and at most 1.")
     trained = next((name for name in THAWING if getattr(options, name)), None)
     if trained and not any(getattr(options, name) for name in FREEZING):
         raise UsageError(

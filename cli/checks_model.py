@@ -8,6 +8,7 @@ from ..bridge.families import family_of
 from ..bridge.hub import ADAPTER_CONFIG, INDEX, MCORE_FILES, mcore_folder, no_weights, positions_of, read_config
 from ..bridge.options import BuildOptions, ModelOptions
 from ..tasks.plan import Layout
+from ..templates.plural import plural
 from .flags import UsageError
 
 READ = (
@@ -158,7 +159,7 @@ def _layers(options: BuildOptions, layout: Layout, layers: int) -> None:
         chunked = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
         raise UsageError(
             f"--pipeline_model_parallel_size {layout.pipeline}{chunked}{spelled}: {rest} of the model's {layers} "
-            f"layers cannot be shared evenly by {stages} stages of {chunks} chunk{'s' * (chunks > 1)}. Give sizes that "
+            f"layers cannot be shared evenly by {stages} stages of {plural(chunks, 'chunk')}. Give sizes that "
             "divide, or give the first or last stage another number by --decoder_first_pipeline_num_layers or "
             "--decoder_last_pipeline_num_layers."
         )

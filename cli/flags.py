@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+# The largest sizes of numbers: torch and megatron-core hold integers in 32 bits in places, and numbers in fp32.
+LARGEST = {int: 2**31 - 1, float: 3.4e38}
+
 
 class UsageError(Exception):
     """What the user gave cannot be: names the flag, the value and the cure. Ends the command with exit code 2."""
@@ -23,6 +26,7 @@ class Flag:
     default: Any
     help: str
     group: str
+    bounds: str = ""  # of a number: an interval, as in "[0, 1)"
 
     @property
     def is_list(self) -> bool:
@@ -58,7 +62,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
     for group in reversed(options.__mro__):
         home |= {name: group for name in _own_fields(group) if name not in home}
     return tuple(
-        Flag(name, _plain(kinds[name]), defaults[name], annotated.__metadata__[0], _title(group))
+        Flag(name, _plain(kinds[name]), defaults[name], annotated.__metadata__[0], _title(group), _bounds(annotated))
         for group in options.__mro__
         for name, annotated in _own_fields(group).items()
         if home[name] is group
@@ -67,6 +71,10 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 def _title(group: type) -> str:
     return (group.__doc__ or "").split("\n")[0]
+
+
+def _bounds(annotated: Any) -> str:
+    return annotated.__metadata__[1] if len(annotated.__metadata__) > 1 else ""
 
 
 def _own_fields(group: type) -> dict[str, Any]:
@@ -157,10 +165,35 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
             number = int(value) if isinstance(value, int) or str(value).strip().lstrip("+-").isdigit() else number
             if number != int(number):
                 raise wrong("a whole number is needed")
-            return int(number)
-        return number
+            number = int(number)
     except (ValueError, OverflowError):
         raise wrong("a whole number is needed" if kind is int else "a number is needed") from None
+    if problem := outside(number, flag.bounds, LARGEST[kind]):
+        raise UsageError(f"--{flag.name} {number}: {problem}{where}.")
+    return number
+
+
+def outside(number: float, bounds: str, largest: float) -> str | None:
+    """Return what a number must be if it is outside its interval, or if its size is above `largest`; else None.
+
+    bounds: "[0, 1)" and the like; an empty text is every number.
+    """
+    low, high = (float(part) for part in bounds[1:-1].split(",")) if bounds else (-math.inf, math.inf)
+    above, below = bounds.startswith("("), bounds.endswith(")")
+    if abs(number) > largest and math.isinf(high if number > 0 else low):
+        return f"must be at most {_plain_number(largest)} in size"
+    if (number > low or (number == low and not above)) and (number < high or (number == high and not below)):
+        return None
+    if math.isinf(high) and low == 0 and not above:
+        return "must not be below 0"
+    wide = high - low > 1e5  # then the end that was passed is enough to say
+    lower = "" if wide and number > low else f"{'above' if above else 'at least'} {_plain_number(low)}"
+    upper = "" if wide and number <= low else f"{'below' if below else 'at most'} {_plain_number(high)}"
+    return f"must be {' and '.join(filter(None, (lower, upper)))}"
+
+
+def _plain_number(value: float) -> str:
+    return str(int(value)) if abs(value) < 1e10 and value == int(value) else f"{value:g}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -26,6 +26,7 @@ from ..tasks.options import (
     SeqClsOptions,
     SftOptions,
 )
+from .elsewhere import ELSEWHERE
 from .flags import Flag, flags_of, show
 from .names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 
@@ -92,6 +93,7 @@ def page() -> str:
                 *_export(),
                 *_departures(),
                 *_older(),
+                *_elsewhere(),
                 *_refused(),
                 *_needless(),
             ]
@@ -191,6 +193,12 @@ def _older() -> Iterator[str]:
         (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
     ]
     yield from _table(("older", "today's"), rows)
+
+
+def _elsewhere() -> Iterator[str]:
+    yield "## Flags of LLaMA-Factory, TRL and transformers\n\nNot accepted; the error names the flag here.\n"
+    rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in ELSEWHERE.items()]
+    yield from _table(("there", "here", ""), [row for row in rows if row[0] != "`--dataset`"])
 
 
 def _refused() -> Iterator[str]:

@@ -90,6 +90,14 @@ def visible_gpus() -> int:
     return len([name for name in names if not name.isdigit() or int(name) < installed])  # else MIG slices and UUIDs
 
 
+def unseen_gpus(gpus: int) -> list[str]:
+    """Return a note if CUDA_VISIBLE_DEVICES names GPUs and the machine has none."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if gpus or not names or names.startswith("-"):
+        return []
+    return [f"CUDA_VISIBLE_DEVICES={names}: this machine has no such NVIDIA GPU. The run uses the CPU."]
+
+
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     """`argv`: program, command and flags, as typed. A secret among them is for the environment (HF_TOKEN)."""
     port = processes.master_port or _free_port()
@@ -114,8 +122,8 @@ def _try_port(port: int) -> None:
             listener.bind(("", port))
         except OSError as error:
             raise UsageError(
-                f"MASTER_PORT={port}: the run cannot listen there ({error.strerror}). Set another one, on all of its "
-                "nodes; on a single node MASTER_PORT can be left out."
+                f"MASTER_PORT={port}: cannot listen on this port ({error.strerror}). Set another port on all nodes, or "
+                "unset MASTER_PORT if there is one node."
             ) from None
 
 

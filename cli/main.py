@@ -42,19 +42,21 @@ TASKS = {
     "embedding": Command("Vectors of texts, by which they are found.", "EmbeddingOptions", "heads"),
     "reranker": Command("Scores of documents for a query, by a head.", "RerankerOptions", "heads"),
     "generative_reranker": Command(
-        "Scores of documents for a query, by two tokens.", "GenerativeRerankerOptions", "heads"
+        "Scores of documents for a query, by the odds of a yes and a no token.",
+        "GenerativeRerankerOptions",
+        "heads",
     ),
 }
 PREFERENCES = {
     "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference"),
-    "kto": Command("KTO: a policy learns from single answers, wanted or not.", "KtoOptions", "preference"),
+    "kto": Command("KTO: a policy learns from single answers, each desirable or not.", "KtoOptions", "preference"),
     "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference"),
     "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "grpo"),
     "gkd": Command("GKD: a student learns a teacher's distributions, also on what it generates.", "GkdOptions", "gkd"),
 }
 COMMANDS = {
     "megatron": {
-        "pt": Command("Go on with pre-training, on plain text.", "PtOptions", "sft"),
+        "pt": Command("Continued pre-training, on plain text.", "PtOptions", "sft"),
         "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
         "rlhf": Command("Learn from preferences and rewards.", by="rlhf_type", types=PREFERENCES),
         "export": Command("Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "export"),
@@ -65,11 +67,19 @@ COMMANDS = {
         "rollout": Command("Serve a model to a training that generates.", "RolloutOptions", "rollout.serve"),
     },
 }
+ALSO = "--version prints the version, `doctor` reports what this machine has and lacks."
 ABOUT = {
-    "megatron": "Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs.",
-    "swift": "Use and convert what was trained.",
+    "megatron": f"Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs. {ALSO}",
+    "swift": f"Use and convert what was trained. {ALSO}",
 }
 USAGE = "[CONFIG.yaml] [--flag value ...]"
+# What most runs set: help shows these before the rest.
+FIRST = (
+    "rlhf_type", "task_type", "model", "adapters", "dataset", "val_dataset", "output_dir", "max_length", "packing",
+    "tuner_type", "lora_rank", "lr", "num_train_epochs", "train_iters", "global_batch_size", "micro_batch_size",
+    "tensor_model_parallel_size", "resume_from_checkpoint", "reward_funcs", "teacher_model", "to_mcore", "to_hf",
+    "stream", "dry_run",
+)  # fmt: skip
 
 
 def megatron() -> NoReturn:
@@ -114,6 +124,15 @@ def _guarded(program: str, argv: list[str]) -> int:
 
 
 def _main(program: str, argv: list[str]) -> int:
+    if argv == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"{program} (megaswift {version('megaswift')})")
+        return 0
+    if argv == ["doctor"]:
+        from .doctor import main as report
+
+        return report()
     commands = COMMANDS[program]
     helped = not argv or "--help" in argv or "-h" in argv
     name = argv[0] if argv and not argv[0].startswith("-") else ""
@@ -167,12 +186,22 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from ..tasks.plan import Layout
-    from .checks import check_training, folder_of
-    from .launch import Processes, environment, shown_command, start, visible_gpus, wake_gpu
+    from .checks import check_lock, check_training, folder_of
+    from .launch import (
+        Processes,
+        environment,
+        shown_command,
+        start,
+        under_torchrun,
+        unseen_gpus,
+        visible_gpus,
+        wake_gpu,
+    )
 
     if not options.dry_run:
         console.start_copy(shown_command(argv, {}))
     gpus = visible_gpus()
+    notes += unseen_gpus(gpus)
     processes = Processes.of_environment(gpus)
     layout = Layout.of(options, processes.world)
     before = dict(vars(options))
@@ -185,6 +214,8 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
 
         print(report(argv, options, sources, layout, processes, settings))
         return 0
+    if not under_torchrun() and processes.node_rank == 0:
+        check_lock(options)
     start(processes, argv, settings, output=folder_of(options))
     wake_gpu(gpus)
     return _run(command, options, sources)
@@ -301,7 +332,11 @@ class _GroupedHelp(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         formatter.width = max(formatter.width, 100)
-        for group, flags in itertools.groupby(self.flags, key=lambda flag: flag.group):
+        by_name = {flag.name: flag for flag in self.flags}
+        first = [by_name[name] for name in FIRST if name in by_name]
+        rest = [flag for flag in self.flags if flag.name not in FIRST]
+        sections = [("Set by most runs", first)] if first else []
+        for group, flags in [*sections, *itertools.groupby(rest, key=lambda flag: flag.group)]:
             with formatter.section(group):
                 formatter.write_dl([(f"--{flag.name} {flag.metavar}", _described(flag)) for flag in flags], col_max=46)
         if self.flags:

@@ -23,22 +23,6 @@ RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 
-# What transformers' trainer, or another command, calls it -> the nearest here: for the hint alone, as not all of them
-# mean quite the same.
-ELSEWHERE = {
-    "dataset": "val_dataset",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_decay_style",
-    "warmup_ratio": "lr_warmup_fraction",
-    "warmup_steps": "lr_warmup_iters",
-    "max_steps": "train_iters",
-    "max_grad_norm": "clip_grad",
-    "per_device_train_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "global_batch_size",
-    "gradient_checkpointing": "recompute_granularity",
-    "attn_impl": "attention_backend",
-}
-
 # older name that said the opposite -> today's
 INVERTED = {
     "no_rope_fusion": "apply_rope_fusion",
@@ -101,6 +85,7 @@ NEEDLESS = {
     "vllm_enable_lora": "swift infer does so with --adapters",
     "vllm_max_lora_rank": "in swift infer it is the adapter's rank",
     "use_persistent_ckpt_worker": "checkpoints are written without one",
+    "model_type": "the model's config.json says it",
     "calculate_KL": "--loss_type kto takes an estimate of it, apo_zero_unpaired does without",
 }
 
@@ -127,8 +112,9 @@ LATER: dict[str, Later] = {
     **_later("options out of a checkpoint", "Give its args.json: --config CHECKPOINT/args.json.", load_args="false"),
     **_later("exports other than to_mcore and to_hf", "Leave it out.", quant_bits=NEVER, quant_method=NEVER,
              quant_n_samples=NEVER, quant_batch_size=NEVER, group_size=NEVER, to_peft_format="false",
-             to_ollama="false", to_cached_dataset="false", push_to_hub="false", hub_model_id=NEVER,
-             hub_private_repo="false", test_convert_dtype=NEVER),
+             to_ollama="false", to_cached_dataset="false", test_convert_dtype=NEVER),
+    **_later("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
+             hub_model_id=NEVER, hub_private_repo="false"),
     **_later("multimodal models", "Leave it out, and give a text model.", freeze_llm="false",
              freeze_vit=("true", "false"),
              freeze_aligner=("true", "false"), vit_lr=NEVER, aligner_lr=NEVER, vit_gradient_checkpointing=NEVER,
@@ -164,7 +150,6 @@ LATER: dict[str, Later] = {
              completion_length_limit_scope="total"),
     **_later("checkpoints of every so many steps that are kept beside the last ones",
              "Give --save_total_limit N: the last N are kept.", save_retain_interval=NEVER),
-    **_later("a model type as a flag", "The model's config.json says it.", model_type=NEVER),
 }  # fmt: skip
 
 # Values of flags that ask for what this version does not have.

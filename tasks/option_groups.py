@@ -8,17 +8,29 @@ from typing import Annotated, Literal
 class BatchOptions:
     """Batch and length of the run"""
 
-    micro_batch_size: Annotated[int, "Samples (packs, where packed) of one forward pass on one data-parallel rank."] = 1
-    global_batch_size: Annotated[int, "Samples of one optimizer step: micro batch x DP x accumulation."] = 16
-    train_iters: Annotated[int | None, "Optimizer steps; this or --num_train_epochs is needed (grpo: 1 epoch)."] = None
-    num_train_epochs: Annotated[float | None, "Passes over the data; this or --train_iters is needed."] = None
-    eval_steps: Annotated[
-        int | None, "Evaluate every N steps where there is a validation set; left out: whenever the run is saved."
+    micro_batch_size: Annotated[
+        int, "Samples (packs, where packed) of one forward pass on one data-parallel rank.", "(0, inf)"
+    ] = 1
+    global_batch_size: Annotated[int, "Samples of one optimizer step: micro batch x DP x accumulation.", "(0, inf)"] = (
+        16
+    )
+    train_iters: Annotated[
+        int | None, "Optimizer steps; this or --num_train_epochs is needed (grpo: 1 epoch).", "(0, inf)"
     ] = None
-    eval_iters: Annotated[int, "Global batches of one evaluation; -1: the whole validation set, 0: no evaluation."] = -1
-    seed: Annotated[int, "Seed of everything but the data (see --data_seed)."] = 42
+    num_train_epochs: Annotated[float | None, "Passes over the data; this or --train_iters is needed.", "(0, 1e6]"] = (
+        None
+    )
+    eval_steps: Annotated[
+        int | None,
+        "Evaluate every N steps where there is a validation set; left out: whenever the run is saved.",
+        "(0, inf)",
+    ] = None
+    eval_iters: Annotated[
+        int, "Global batches of one evaluation; -1: the whole validation set, 0: no evaluation.", "[-1, inf)"
+    ] = -1
+    seed: Annotated[int, "Seed of everything but the data (see --data_seed).", "[0, inf)"] = 42
     manual_gc: Annotated[bool, "Collect Python's garbage at fixed steps, on all ranks at once."] = False
-    manual_gc_steps: Annotated[int, "Steps between two collections; 0: never."] = 0
+    manual_gc_steps: Annotated[int, "Steps between two collections; 0: never.", "[0, inf)"] = 0
     manual_gc_eval: Annotated[bool, "Collect before and after an evaluation too."] = True
     dry_run: Annotated[bool, "Check and print all that needs no GPU, and train nothing."] = False
 
@@ -28,14 +40,14 @@ class OptimizerOptions:
     """Optimizer"""
 
     optimizer: Annotated[Literal["adam", "sgd"], "adam is AdamW."] = "adam"
-    weight_decay: Annotated[float, "Weight decay, not on norms and biases."] = 0.1
-    clip_grad: Annotated[float, "Clip the gradient to this norm; 0: never."] = 1.0
-    adam_beta1: Annotated[float, "Adam's decay of the mean."] = 0.9
-    adam_beta2: Annotated[float, "Adam's decay of the variance."] = 0.95
-    adam_eps: Annotated[float, "Adam's epsilon."] = 1e-8
-    sgd_momentum: Annotated[float, "SGD's momentum."] = 0.9
+    weight_decay: Annotated[float, "Weight decay, not on norms and biases.", "[0, inf)"] = 0.1
+    clip_grad: Annotated[float, "Clip the gradient to this norm; 0: never.", "[0, inf)"] = 1.0
+    adam_beta1: Annotated[float, "Adam's decay of the mean.", "[0, 1)"] = 0.9
+    adam_beta2: Annotated[float, "Adam's decay of the variance.", "[0, 1)"] = 0.95
+    adam_eps: Annotated[float, "Adam's epsilon.", "[0, inf)"] = 1e-8
+    sgd_momentum: Annotated[float, "SGD's momentum.", "[0, 1)"] = 0.9
     lorap_lr_ratio: Annotated[
-        float | None, "LoRA+: the B matrices of adapters learn at this multiple of --lr (2 to 16)."
+        float | None, "LoRA+: the B matrices of adapters learn at this multiple of --lr (2 to 16).", "(0, inf)"
     ] = None
 
 
@@ -43,19 +55,19 @@ class OptimizerOptions:
 class ScheduleOptions:
     """Learning rate"""
 
-    lr: Annotated[float, "Highest learning rate; left out: 1e-5, and 1e-4 with LoRA."] = None  # type: ignore[assignment]
-    min_lr: Annotated[float, "Lowest learning rate, where the decay ends."] = 0.0
+    lr: Annotated[float, "Highest learning rate; left out: 1e-5, and 1e-4 with LoRA.", "[0, inf)"] = None  # type: ignore[assignment]
+    min_lr: Annotated[float, "Lowest learning rate, where the decay ends.", "[0, inf)"] = 0.0
     lr_decay_style: Annotated[Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"], "Decay."] = (
         "cosine"
     )
-    lr_decay_iters: Annotated[int | None, "Steps until the decay ends; left out: all."] = None
-    lr_warmup_fraction: Annotated[float | None, "Share of the decay's steps that warm up."] = None
-    lr_warmup_iters: Annotated[int, "Steps that warm up (not with --lr_warmup_fraction)."] = 0
-    lr_warmup_init: Annotated[float, "Learning rate at which the warmup begins."] = 0.0
+    lr_decay_iters: Annotated[int | None, "Steps until the decay ends; left out: all.", "(0, inf)"] = None
+    lr_warmup_fraction: Annotated[float | None, "Share of the decay's steps that warm up.", "[0, 1)"] = None
+    lr_warmup_iters: Annotated[int, "Steps that warm up (not with --lr_warmup_fraction).", "[0, inf)"] = 0
+    lr_warmup_init: Annotated[float, "Learning rate at which the warmup begins.", "[0, inf)"] = 0.0
     lr_wsd_decay_style: Annotated[
         Literal["exponential", "linear", "cosine", "minus_sqrt"], "WSD: shape of the last part."
     ] = "exponential"
-    lr_wsd_decay_iters: Annotated[int | None, "WSD: steps of the last part; left out: a tenth."] = None
+    lr_wsd_decay_iters: Annotated[int | None, "WSD: steps of the last part; left out: a tenth.", "(0, inf)"] = None
 
 
 @dataclass
@@ -67,8 +79,10 @@ class CheckpointOptions:
         bool, "Write to a new v{N}-{time} folder in it; false: to it itself, where no run has left checkpoints."
     ] = True
     save_strategy: Annotated[Literal["steps", "epoch"], "Save every --save_steps, or after each epoch."] = "steps"
-    save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end)."] = 500
-    save_total_limit: Annotated[int | None, "Checkpoints to keep, the newest and the best; left out: all."] = None
+    save_steps: Annotated[int, "Steps between two checkpoints (one is always saved at the end).", "(0, inf)"] = 500
+    save_total_limit: Annotated[
+        int | None, "Checkpoints to keep, the newest and the best; left out: all.", "(0, inf)"
+    ] = None
     metric_for_best_model: Annotated[
         str | None, "Metric of evaluations by which the best checkpoint is known; left out: eval_loss (grpo: reward)."
     ] = None
@@ -101,7 +115,7 @@ class ResumeOptions:
     no_load_rng: Annotated[bool, "Go on with fresh random numbers."] = False
     ignore_data_skip: Annotated[bool, "Go on with the data from its beginning."] = False
     exit_duration_in_mins: Annotated[
-        float | None, "Save and end after so many minutes (with exit code 75), to be resumed."
+        float | None, "Save and end after so many minutes (with exit code 75), to be resumed.", "(0, 1e9]"
     ] = None
 
 
@@ -109,7 +123,7 @@ class ResumeOptions:
 class LoggingOptions:
     """Logging"""
 
-    logging_steps: Annotated[int, "Steps between two log lines."] = 5
+    logging_steps: Annotated[int, "Steps between two log lines.", "(0, inf)"] = 5
     report_to: Annotated[list[Literal["tensorboard", "wandb", "swanlab", "none"]], "Where metrics go as well."] = field(
         default_factory=lambda: ["tensorboard"]
     )
@@ -127,9 +141,9 @@ class ProfileOptions:
     profile: Annotated[
         bool, "Write a trace of some steps, which it slows, and a table of their kernels, to profile/."
     ] = False
-    profile_step_start: Annotated[int, "The first of these steps."] = 10
-    profile_step_end: Annotated[int, "The last of them."] = 12
-    profile_ranks: Annotated[list[int], "The processes that do."] = field(default_factory=lambda: [0])
+    profile_step_start: Annotated[int, "The first of these steps.", "[0, inf)"] = 10
+    profile_step_end: Annotated[int, "The last of them.", "[0, inf)"] = 12
+    profile_ranks: Annotated[list[int], "The processes that do.", "[0, inf)"] = field(default_factory=lambda: [0])
 
 
 @dataclass
@@ -144,20 +158,26 @@ class GenerationOptions:
     result_path: Annotated[str | None, "Where the answers go; left out: infer_result/ in the model's folder."] = None
     system: Annotated[str | None, "System prompt."] = None
     stream: Annotated[bool, "Print the answer as it comes."] = False
-    temperature: Annotated[float | None, "0: always the likeliest token; left out: the model's generation config."] = (
+    temperature: Annotated[
+        float | None, "0: always the likeliest token; left out: the model's generation config.", "[0, inf)"
+    ] = None
+    top_p: Annotated[
+        float | None, "Keep the likeliest tokens up to this mass; left out: the generation config's.", "(0, 1]"
+    ] = None
+    top_k: Annotated[int | None, "Keep this many tokens, -1: all; left out: the generation config's.", "[-1, inf)"] = (
         None
     )
-    top_p: Annotated[float | None, "Keep the likeliest tokens up to this mass; left out: the generation config's."] = (
-        None
-    )
-    top_k: Annotated[int | None, "Keep this many tokens, -1: all; left out: the generation config's."] = None
-    repetition_penalty: Annotated[float | None, "Above 1: repeat less; left out: the generation config's."] = None
-    max_new_tokens: Annotated[int | None, "Longest answer; left out: as long as the model allows."] = None
-    max_batch_size: Annotated[int, "Rows answered at once (transformers)."] = 1
-    seed: Annotated[int, "Seed of the sampling."] = 42
-    vllm_tensor_parallel_size: Annotated[int, "vLLM: GPUs that share the model."] = 1
-    vllm_gpu_memory_utilization: Annotated[float, "vLLM: share of the GPU's memory to take."] = 0.9
-    vllm_max_model_len: Annotated[int | None, "vLLM: longest prompt and answer together; left out: the model's."] = None
+    repetition_penalty: Annotated[
+        float | None, "Above 1: repeat less; left out: the generation config's.", "(0, inf)"
+    ] = None
+    max_new_tokens: Annotated[int | None, "Longest answer; left out: as long as the model allows.", "[1, inf)"] = None
+    max_batch_size: Annotated[int, "Rows answered at once (transformers).", "[1, inf)"] = 1
+    seed: Annotated[int, "Seed of the sampling.", "[0, inf)"] = 42
+    vllm_tensor_parallel_size: Annotated[int, "vLLM: GPUs that share the model.", "[1, inf)"] = 1
+    vllm_gpu_memory_utilization: Annotated[float, "vLLM: share of the GPU's memory to take.", "(0, 1]"] = 0.9
+    vllm_max_model_len: Annotated[
+        int | None, "vLLM: longest prompt and answer together; left out: the model's.", "[1, inf)"
+    ] = None
     vllm_enforce_eager: Annotated[bool, "vLLM: no CUDA graphs (starts sooner, runs slower)."] = False
 
 
@@ -195,9 +215,9 @@ class ReferenceOptions:
     )
     sync_ref_model: Annotated[bool, "Let the reference follow the model that is trained (TR-DPO)."] = False
     ref_model_mixup_alpha: Annotated[
-        float, "sync_ref_model: the model's share in what the reference becomes; 1: the model itself."
+        float, "sync_ref_model: the model's share in what the reference becomes; 1: the model itself.", "(0, 1]"
     ] = 0.6
-    ref_model_sync_steps: Annotated[int, "sync_ref_model: steps between two times that it follows."] = 512
+    ref_model_sync_steps: Annotated[int, "sync_ref_model: steps between two times that it follows.", "[1, inf)"] = 512
 
 
 @dataclass
@@ -213,13 +233,13 @@ class PrecomputeOptions(ReferenceOptions):
 class CompletionOptions:
     """Completions"""
 
-    max_completion_length: Annotated[int, "Longest completion, in tokens."] = 512
-    temperature: Annotated[float, "Of the completions' sampling, and of the log-probabilities that are trained on."] = (
-        0.9
-    )
-    top_p: Annotated[float, "Keep the likeliest tokens up to this mass."] = 1.0
-    top_k: Annotated[int, "Keep this many of the likeliest tokens; -1: all."] = -1
-    repetition_penalty: Annotated[float, "Above 1: repeat less."] = 1.0
+    max_completion_length: Annotated[int, "Longest completion, in tokens.", "[1, inf)"] = 512
+    temperature: Annotated[
+        float, "Of the completions' sampling, and of the log-probabilities that are trained on.", "(0, inf)"
+    ] = 0.9
+    top_p: Annotated[float, "Keep the likeliest tokens up to this mass.", "(0, 1]"] = 1.0
+    top_k: Annotated[int, "Keep this many of the likeliest tokens; -1: all.", "[-1, inf)"] = -1
+    repetition_penalty: Annotated[float, "Above 1: repeat less.", "(0, inf)"] = 1.0
     stop_words: Annotated[list[str], "Texts that end a completion, and stay in it."] = field(default_factory=list)
 
 
@@ -227,18 +247,21 @@ class CompletionOptions:
 class SamplingOptions(CompletionOptions):
     """Completions"""
 
-    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other."] = 8
-    num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation."] = 1
+    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other.", "[1, inf)"] = 8
+    num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation.", "[1, inf)"] = 1
     generation_batch_size: Annotated[
-        int | None, "Completions that are generated at a time; left out: --global_batch_size x --steps_per_generation."
+        int | None,
+        "Completions that are generated at a time; left out: --global_batch_size x --steps_per_generation.",
+        "[1, inf)",
     ] = None
-    steps_per_generation: Annotated[int, "Optimizer steps that share what was generated at a time."] = None  # type: ignore[assignment]
-    num_iterations: Annotated[int, "Times that what was generated is gone through."] = 1
+    steps_per_generation: Annotated[int, "Optimizer steps that share what was generated at a time.", "[1, inf)"] = None  # type: ignore[assignment]
+    num_iterations: Annotated[int, "Times that what was generated is gone through.", "[1, inf)"] = 1
     log_completions: Annotated[bool, "Write every completion with its rewards to completions.jsonl."] = False
     max_logprob_gap: Annotated[
         float | None,
         "Stop where the engine's and the trainer's log-probabilities of a batch differ by more, in the mean over "
         "tokens.",
+        "(0, inf)",
     ] = None
 
 
@@ -259,15 +282,17 @@ class TeacherOptions:
     ] = None
     teacher_model_server_api_key: Annotated[str | None, "The key that the teacher's server was started with."] = None
     teacher_tensor_model_parallel_size: Annotated[
-        int | None, "TP of the teacher, with SP; left out, here as below: the student's."
+        int | None, "TP of the teacher, with SP; left out, here as below: the student's.", "[1, inf)"
     ] = None
-    teacher_pipeline_model_parallel_size: Annotated[int | None, "PP of the teacher."] = None
-    teacher_context_parallel_size: Annotated[int | None, "CP of the teacher."] = None
-    teacher_expert_model_parallel_size: Annotated[int | None, "EP of the teacher."] = None
-    teacher_expert_tensor_parallel_size: Annotated[int | None, "ETP of the teacher."] = None
+    teacher_pipeline_model_parallel_size: Annotated[int | None, "PP of the teacher.", "[1, inf)"] = None
+    teacher_context_parallel_size: Annotated[int | None, "CP of the teacher.", "[1, inf)"] = None
+    teacher_expert_model_parallel_size: Annotated[int | None, "EP of the teacher.", "[1, inf)"] = None
+    teacher_expert_tensor_parallel_size: Annotated[int | None, "ETP of the teacher.", "[1, inf)"] = None
     offload_teacher_model: Annotated[
         bool, "Keep the teacher's weights in the host's memory while they are not used."
     ] = False
     gkd_logits_topk: Annotated[
-        int | None, "Compare the two over so many tokens alone, the teacher's likeliest; left out: over all."
+        int | None,
+        "Compare the two over so many tokens alone, the teacher's likeliest; left out: over all.",
+        "[1, inf)",
     ] = None

@@ -96,7 +96,7 @@ class DpoOptions(PrecomputeOptions, SftOptions):
 
     stage = "preference"
     rlhf_type: RlhfType = "dpo"
-    beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau)."] = 0.1
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau).", "(0, inf)"] = 0.1
     loss_type: Annotated[
         list[
             Literal[
@@ -106,20 +106,24 @@ class DpoOptions(PrecomputeOptions, SftOptions):
         ],
         "The loss, or several that are summed.",
     ] = field(default_factory=lambda: ["sigmoid"])  # fmt: skip
-    loss_weights: Annotated[list[float], "The weight of each of --loss_type; left out: 1."] = field(
+    loss_weights: Annotated[list[float], "The weight of each of --loss_type; left out: 1.", "(-inf, inf)"] = field(
         default_factory=list
     )
     label_smoothing: Annotated[
-        float, "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired)."
+        float,
+        "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired).",
+        "[0, 1)",
     ] = 0.0
-    rpo_alpha: Annotated[float | None, "Weight of the chosen answers' own loss per token, beside the others."] = None
+    rpo_alpha: Annotated[
+        float | None, "Weight of the chosen answers' own loss per token, beside the others.", "[0, inf)"
+    ] = None
     reference_free: Annotated[bool, "No reference: its log-probabilities count as 0."] = False
     f_divergence_type: Annotated[
         Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
         "How the distance from the reference is measured.",
     ] = "reverse_kl"
-    f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha."] = 0.5
-    discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture."] = 0.05
+    f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha.", "(-inf, inf)"] = 0.5
+    discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture.", "(0, inf)"] = 0.05
     loss_scale: Literal["default", "last_round", "all"] = "last_round"
 
 
@@ -129,12 +133,12 @@ class KtoOptions(PrecomputeOptions, SftOptions):
 
     stage = "kto"
     rlhf_type: RlhfType = "kto"
-    beta: Annotated[float, "Higher: the policy stays nearer to the reference."] = 0.1
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference.", "(0, inf)"] = 0.1
     loss_type: Annotated[
         Literal["kto", "apo_zero_unpaired"], "The loss: with a KL estimate as its zero, or without one."
     ] = "kto"
-    desirable_weight: Annotated[float, "Weight of the answers that are wanted."] = 1.0
-    undesirable_weight: Annotated[float, "Weight of those that are not."] = 1.0
+    desirable_weight: Annotated[float, "Weight of the answers that are wanted.", "[0, inf)"] = 1.0
+    undesirable_weight: Annotated[float, "Weight of those that are not.", "[0, inf)"] = 1.0
     loss_scale: Literal["default", "last_round", "all"] = "last_round"
 
 
@@ -145,7 +149,7 @@ class RmOptions(SftOptions):
     stage = "preference"
     rlhf_type: RlhfType = "rm"
     center_rewards_coefficient: Annotated[
-        float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance)."
+        float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance).", "[0, inf)"
     ] = None
 
 
@@ -156,17 +160,19 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
     stage = "prompts"
     usual_metric = "reward"
     rlhf_type: RlhfType = "grpo"
-    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none."] = 0.04
-    epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts."] = 0.2
-    epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5)."] = None
-    delta: Annotated[float | None, "Bound of the ratio itself, above 1 + epsilon (two-sided clipping)."] = None
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none.", "[0, inf)"] = 0.04
+    epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts.", "[0, inf)"] = 0.2
+    epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5).", "[0, inf)"] = None
+    delta: Annotated[float | None, "Bound of the ratio itself, above 1 + epsilon (two-sided clipping).", "(0, inf)"] = (
+        None
+    )
     loss_type: Annotated[
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
         "The loss, and what it is a mean over: completions (grpo, sapo), tokens of a micro batch (bnpo), of the step "
         "(dapo, cispo), or completions of the greatest length (dr_grpo).",
     ] = "grpo"
-    tau_pos: Annotated[float, "sapo: temperature where the advantage is positive."] = 1.0
-    tau_neg: Annotated[float, "sapo: where it is not."] = 1.05
+    tau_pos: Annotated[float, "sapo: temperature where the advantage is positive.", "(0, inf)"] = 1.0
+    tau_neg: Annotated[float, "sapo: where it is not.", "(0, inf)"] = 1.05
     importance_sampling_level: Annotated[
         Literal["token", "sequence", "sequence_token"], "Ratios of tokens, or of whole completions (GSPO, GSPO-token)."
     ] = "token"
@@ -182,10 +188,10 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
     dynamic_sample: Annotated[
         bool, "Generate anew in place of prompts whose completions all have the same reward (DAPO)."
     ] = False
-    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step."] = 3
+    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step.", "[0, inf)"] = 3
     overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
     top_entropy_quantile: Annotated[
-        float, "Train only on this share of a step's tokens, those at which the policy was the least certain."
+        float, "Train only on this share of a step's tokens, those at which the policy was the least certain.", "(0, 1]"
     ] = 1.0
     log_entropy: Annotated[bool, "Log how uncertain the policy is at its tokens."] = False
     rollout_importance_sampling_mode: Annotated[
@@ -193,7 +199,9 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
         "Weigh tokens (or completions) by the trainer's probability over the engine's, at most the threshold, or "
         "leave out those beyond it.",
     ] = None
-    rollout_importance_sampling_threshold: Annotated[float, "The highest weight, or (mask) what is left out."] = 2.0
+    rollout_importance_sampling_threshold: Annotated[
+        float, "The highest weight, or (mask) what is left out.", "(0, inf)"
+    ] = 2.0
     router_replay_mode: Annotated[
         Literal["disabled", "R2", "R3"],
         "Of a mixture of experts: train each token by the experts that it went to in the pass before training (R2), or "
@@ -206,6 +214,7 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
         float | None,
         "Leave out completions that are worse than others where the engine's log-probabilities of their tokens are "
         "above the trainer's by more than this, in the mean (DeepSeek-V3.2).",
+        "(0, inf)",
     ] = None
 
     def __post_init__(self) -> None:
@@ -231,17 +240,22 @@ class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
     """GKD"""
 
     rlhf_type: RlhfType = "gkd"
-    lmbda: Annotated[float, "Share of the steps that are on what the student generates, not on the data's answers."] = (
-        0.5
-    )
+    lmbda: Annotated[
+        float, "Share of the steps that are on what the student generates, not on the data's answers.", "[0, 1]"
+    ] = 0.5
     beta: Annotated[
         float,
         "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both.",
+        "[0, 1]",
     ] = 0.5
-    temperature: Annotated[float, "Of the completions' sampling, and of both models where they are compared."] = 0.9
+    temperature: Annotated[
+        float, "Of the completions' sampling, and of both models where they are compared.", "(0, inf)"
+    ] = 0.9
     seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False
     sft_alpha: Annotated[
-        float, "Weight of the answers' own loss per token, beside the divergence; not of what the student generates."
+        float,
+        "Weight of the answers' own loss per token, beside the divergence; not of what the student generates.",
+        "[0, inf)",
     ] = 0.0
     loss_scale: Literal["default", "last_round", "all"] = "last_round"
 
@@ -264,7 +278,9 @@ class SeqClsOptions(SftOptions):
 
     stage = "seq_cls"
     task_type: TaskType = "seq_cls"
-    num_labels: Annotated[int | None, "Outputs of the head; left out: those that the checkpoint's head has."] = None
+    num_labels: Annotated[
+        int | None, "Outputs of the head; left out: those that the checkpoint's head has.", "(0, inf)"
+    ] = None
     problem_type: Annotated[
         Literal["single_label_classification", "multi_label_classification", "regression"] | None,
         "One class of several, any number of them, or numbers; left out: the checkpoint's, else what the labels are.",
@@ -283,12 +299,18 @@ class EmbeddingOptions(SftOptions):
     ] = "infonce"
     pooling: Annotated[Literal["last", "mean"], "A text's vector: its last token's, or the mean of all."] = "last"
     mrl_dims: Annotated[
-        list[int], "Matryoshka: train the vectors' first so many dimensions to be vectors of their own, too."
+        list[int],
+        "Matryoshka: train the vectors' first so many dimensions to be vectors of their own, too.",
+        "[1, inf)",
     ] = field(default_factory=list)
-    mrl_weights: Annotated[list[float], "The weight of each of --mrl_dims; left out: 1."] = field(default_factory=list)
-    infonce_temperature: Annotated[float, "infonce: similarities are divided by it."] = 0.1
+    mrl_weights: Annotated[list[float], "The weight of each of --mrl_dims; left out: 1.", "(-inf, inf)"] = field(
+        default_factory=list
+    )
+    infonce_temperature: Annotated[float, "infonce: similarities are divided by it.", "(0, inf)"] = 0.1
     infonce_use_batch: Annotated[bool, "In-batch negatives, across data-parallel ranks."] = True
-    contrastive_margin: Annotated[float, "contrastive, online_contrastive: how far apart is far enough."] = 0.5
+    contrastive_margin: Annotated[
+        float, "contrastive, online_contrastive: how far apart is far enough.", "[0, inf)"
+    ] = 0.5
 
 
 @dataclass
@@ -301,7 +323,7 @@ class RerankerOptions(SftOptions):
         Literal["pointwise_reranker", "listwise_reranker"],
         "Each document is relevant or not, or the positive is found among its negatives.",
     ] = "pointwise_reranker"
-    listwise_temperature: Annotated[float, "listwise_reranker: scores are divided by it."] = 1.0
+    listwise_temperature: Annotated[float, "listwise_reranker: scores are divided by it.", "(0, inf)"] = 1.0
 
 
 @dataclass
@@ -329,7 +351,7 @@ class MegatronExportOptions(ExportOptions, LayoutOptions):
     """megatron export"""
 
     # A process may write for long, and others wait for it.
-    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error."] = 18_000_000
+    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error.", "(0, inf)"] = 18_000_000
 
 
 @dataclass

@@ -80,16 +80,26 @@ def take(folder: Path, patience: float = 10.0) -> None:
     """
     with explained(folder):
         stream = (folder / ".lock").open("a")  # which tries as well whether the folder can be written
-        deadline = time.monotonic() + patience
-        while not _locked(stream):
-            if time.monotonic() > deadline:
-                cure = "give another --output_dir"
-                if VERSION.fullmatch(folder.name):
-                    cure = "start a run of its own beside it, without --resume_from_checkpoint"
-                raise ValueError(f"another run is at work in {folder}: wait for its end, or {cure}")
-            time.sleep(0.2)
+        _wait_for(stream, folder, patience)
         _locks.append(stream)
         _clean(folder)
+
+
+def check_idle(folder: Path, patience: float = 10.0) -> None:
+    """Raise ValueError if another process of this machine keeps the lock of a run's folder for `patience` seconds."""
+    with contextlib.suppress(OSError), (folder / ".lock").open("r+") as stream:  # taken, and released when closed
+        _wait_for(stream, folder, patience)
+
+
+def _wait_for(stream: Any, folder: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not _locked(stream):
+        if time.monotonic() > deadline:
+            fix = "set another --output_dir"
+            if VERSION.fullmatch(folder.name):
+                fix = "start a run of its own beside it, without --resume_from_checkpoint"
+            raise ValueError(f"another run is at work in {folder}: wait for its end, or {fix}")
+        time.sleep(0.2)
 
 
 def clean_others(folders: Iterable[Path]) -> None:

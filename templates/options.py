@@ -14,29 +14,31 @@ class DataOptions:
         "`path#500` takes 500 rows.",
     ] = field(default_factory=list)
     val_dataset: Annotated[list[str], "Evaluation data, named as in --dataset."] = field(default_factory=list)
-    split_dataset_ratio: Annotated[float, "Share of the rows of --dataset set aside for evaluation."] = 0.0
+    split_dataset_ratio: Annotated[float, "Share of the rows of --dataset set aside for evaluation.", "[0, 1)"] = 0.0
     dataset_shuffle: Annotated[bool, "Shuffle the rows when they are read; `#500` then takes random rows."] = True
     val_dataset_shuffle: Annotated[bool, "The same for --val_dataset."] = False
     train_dataloader_shuffle: Annotated[bool, "Shuffle the training samples anew in every epoch."] = True
-    data_seed: Annotated[int, "Seed of every shuffle and of the split."] = 42
+    data_seed: Annotated[int, "Seed of every shuffle and of the split.", "[0, inf)"] = 42
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
     strict: Annotated[bool, "Stop at the first row that cannot be used; else it is dropped, and the log says so."] = (
         False
     )
-    dataset_num_proc: Annotated[int, "Processes that tokenise."] = 1
+    dataset_num_proc: Annotated[int, "Processes that tokenise.", "(0, inf)"] = 1
     load_from_cache_file: Annotated[bool, "Use the tokens of an earlier run on the same data; false: build anew."] = (
         True
     )
     streaming: Annotated[bool, "Tokenise while training, for data that fits nowhere; needs --train_iters."] = False
-    shuffle_buffer_size: Annotated[int, "Rows among which --streaming shuffles."] = 1000
-    dataloader_num_workers: Annotated[int, "Processes per rank that lay out batches ahead; 0 does it in the rank."] = 4
+    shuffle_buffer_size: Annotated[int, "Rows among which --streaming shuffles.", "(0, inf)"] = 1000
+    dataloader_num_workers: Annotated[
+        int, "Processes per rank that lay out batches ahead; 0 does it in the rank.", "[0, inf)"
+    ] = 4
 
 
 @dataclass
 class TemplateOptions:
     """Template"""
 
-    max_length: Annotated[int | None, "Longest sample in tokens; none: no bound."] = None
+    max_length: Annotated[int | None, "Longest sample in tokens; none: no bound.", "(0, inf)"] = None
     truncation_strategy: Annotated[
         Literal["delete", "left", "right", "split"],
         "A sample beyond --max_length: drop it, cut its left or right end (of what is to be answered the left "
@@ -57,7 +59,7 @@ class PackingOptions:
     """Packing"""
 
     packing: Annotated[bool, "Pack samples into rows of one length; they do not see each other."] = False
-    packing_length: Annotated[int | None, "Length of a pack in tokens; none: --max_length."] = None
+    packing_length: Annotated[int | None, "Length of a pack in tokens; none: --max_length.", "(0, inf)"] = None
     padding_free: Annotated[bool, "Lay the samples of a micro batch end to end; false pads them to the longest."] = True
 
 

@@ -19,6 +19,18 @@ def test_this_environment_is_good() -> None:
     assert "All that is required is there." in done.stdout
 
 
+def test_doctor_reports_the_same(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megaswift.cli import doctor
+    from megaswift.cli.main import main
+
+    monkeypatch.setattr(doctor, "_gpus", lambda: None)  # which imports torch
+    for program in ("megatron", "swift"):
+        assert main(program, ["doctor"]) == 0
+        assert f"ok torch               {importlib.metadata.version('torch')}" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "REQUIRED", ["no-such-package"])
+    assert main("megatron", ["doctor"]) == 1
+
+
 def test_what_is_missing_is_said_with_its_cure(tmp_path: Path) -> None:
     """A Python with nothing installed, and another path to look for packages in: one package that is too old."""
     (tmp_path / "torch-1.0.dist-info").mkdir()

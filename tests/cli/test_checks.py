@@ -1,19 +1,24 @@
 """What cannot run is refused before anything heavy is imported, with the flag, the value and the cure."""
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from megaswift.cli.checks import check_infer, check_training
+from megaswift.cli.checks import check_infer, check_lock, check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
+from megaswift.tasks import run_folder
 from megaswift.tasks.options import InferOptions
 from megaswift.tasks.plan import Layout
 
 from .conftest import DENSE, write_model
 
 
-def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[object, list[str]]:
+def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[Any, list[str]]:
     line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
     notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world, sources=sources)
@@ -248,6 +253,43 @@ def test_texts_beyond_the_positions(config: dict, tmp_path: Path) -> None:
     assert check_infer(InferOptions(model=str(model), max_new_tokens=32)) == []
 
 
+def test_an_output_folder_whose_name_is_too_long(dense: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--output_dir a{300}: File name too long\. Set another folder\.$"):
+        check(dense, f"--output_dir {'a' * 300}")
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "MODELSCOPE_CACHE"])
+def test_a_cache_that_cannot_be_made(name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "file" / "x"))
+    with pytest.raises(UsageError, match=rf"^{name}=.*file/x: the cache of tokens cannot be made there"):
+        check(dense, "--dataset " + str(dense / "config.json"))
+
+
+def test_a_folder_in_which_another_run_is_at_work(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before processes start. Another process of this machine has the lock."""
+    output = tmp_path / "out"
+    output.mkdir()
+    program = (
+        "import sys, time; from pathlib import Path; from megaswift.tasks.run_folder import take;"
+        "take(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(run_folder.check_idle, "__defaults__", (0.1,))
+    options, _ = check(dense, f"--output_dir {output} --add_version false")
+    check_lock(options)
+    with subprocess.Popen([sys.executable, "-c", program, str(output)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(
+            UsageError, match=r"^--output_dir .*out: another run is at work in .*out: wait for its end, or"
+        ):
+            check_lock(options)
+        check_lock(replace(options, add_version=True))
+        other.kill()
+    check_lock(options)
+
+
 def test_infer_reads_no_pickles(dense: Path) -> None:
     (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"^--model .*dense: has no weights: .* Its \.bin files are not read: convert"):
@@ -296,7 +338,7 @@ def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--temperature -1", "--temperature -1.0: must be at least 0."),
+        ("--temperature -1", "--temperature -1.0: must not be below 0."),
         ("--max_batch_size 0", "--max_batch_size 0: must be at least 1."),
         ("--top_p 1.5", "--top_p 1.5: must be above 0 and at most 1."),
         ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
@@ -310,16 +352,6 @@ def test_what_infer_cannot_do(words: str, message: str, dense: Path, capsys: pyt
 def test_layout_sizes() -> None:
     layout = Layout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
     assert (layout.data, layout.expert_data) == (4, 4)
-
-
-def test_every_flag_with_a_bound_is_a_flag() -> None:
-    from megaswift.cli.checks import NOT_NEGATIVE, POSITIVE, SHARE
-    from megaswift.cli.flags import flags_of
-    from megaswift.cli.main import COMMANDS
-    from megaswift.tasks import options
-
-    sets = [kind.options for command in COMMANDS["megatron"].values() for kind in command.kinds.values()]
-    assert {*NOT_NEGATIVE, *POSITIVE, *SHARE} <= {flag for name in sets for flag in flags_of(getattr(options, name))}
 
 
 @pytest.mark.parametrize(

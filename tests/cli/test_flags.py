@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
-from megaswift.cli.flags import UsageError
-from megaswift.cli.main import main, read_options
+from megaswift.cli.flags import UsageError, flags_of
+from megaswift.cli.main import COMMANDS, main, read_options
+from megaswift.tasks import options
 from megaswift.tasks.args import save_args
 
 BASE = ["sft", "--model", "m", "--train_iters", "1", "--no_save_optim", "true"]
@@ -103,6 +105,57 @@ def test_a_flag_of_training_is_not_one_of_infer() -> None:
     assert "--lr is a flag of `megatron sft`" in refusal("infer", "--model", "m", "--lr", "1", program="swift")
     said = refusal("infer", "--model", "m", "--dataset", "d", program="swift")
     assert said == "--dataset: no such flag. The nearest is --val_dataset."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cutoff_len", "no such flag. The nearest is --max_length."),
+        ("model_name_or_path", "no such flag. The nearest is --model."),
+        ("finetuning_type", "no such flag. The nearest is --tuner_type. It is full or lora."),
+        (
+            "deepspeed",
+            "no such flag. The nearest is --use_distributed_optimizer. DeepSpeed is not used: megatron-core's "
+            "distributed optimizer shards the state.",
+        ),
+        ("neftune_noise_alpha", "no such flag. NEFTune is not available. Remove the flag."),
+        ("per_device_train_batch_size", "no such flag. The nearest is --micro_batch_size."),
+        ("xyzzyx", "no such flag. --help lists all flags."),
+    ],
+)
+def test_names_of_other_trainers(name: str, message: str) -> None:
+    assert refusal(f"--{name}", "1") == f"--{name}: {message}"
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id"])
+def test_uploads(name: str) -> None:
+    said = f"--{name} x: this version does not have uploads to a hub. Upload with `hf upload NAME checkpoint-500`."
+    assert refusal(f"--{name}", "x") == said
+
+
+def test_names_of_other_trainers_lead_to_flags() -> None:
+    from megaswift.cli.elsewhere import ELSEWHERE
+    from megaswift.cli.names import ALWAYS, LATER, NEEDLESS, RENAMED
+
+    known = {flag for _, _, flag in every_flag()}
+    assert not {entry.flag for entry in ELSEWHERE.values()} - known - {""}
+    assert not set(ELSEWHERE) & {*RENAMED, *ALWAYS, *NEEDLESS, *LATER}  # which come first
+    assert not (set(ELSEWHERE) & known) - {"dataset"}
+    for entry in ELSEWHERE.values():
+        named = set(re.findall(r"--(\w+)", entry.note))
+        assert named <= known
+        assert entry.flag or entry.note
+
+
+def every_flag() -> list[tuple[str, str, str]]:
+    """Each flag with its program and command."""
+    return [
+        (program, name, flag)
+        for program, commands in COMMANDS.items()
+        for name, command in commands.items()
+        for kind in command.kinds.values()
+        for flag in flags_of(getattr(options, kind.options))
+    ]
 
 
 def test_a_flag_of_the_other_programs_export() -> None:

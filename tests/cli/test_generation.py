@@ -230,8 +230,8 @@ def test_completions(words: str, message: str, dense: Path) -> None:
         ("--epsilon_high -0.1", "--epsilon_high -0.1: must not be below 0."),
         ("--loss_type sapo --tau_pos 0", "--tau_pos 0.0: must be above 0."),
         ("--loss_type sapo --tau_neg -1", "--tau_neg -1.0: must be above 0."),
-        ("--top_entropy_quantile 0", "--top_entropy_quantile 0.0: must be above 0 and at most 1, which is all."),
-        ("--top_entropy_quantile 1.5", "--top_entropy_quantile 1.5: must be above 0 and at most 1, which is all."),
+        ("--top_entropy_quantile 0", "--top_entropy_quantile 0.0: must be above 0 and at most 1."),
+        ("--top_entropy_quantile 1.5", "--top_entropy_quantile 1.5: must be above 0 and at most 1."),
         (
             "--rollout_importance_sampling_mode token_mask --rollout_importance_sampling_threshold 0",
             "--rollout_importance_sampling_threshold 0.0: must be above 0.",
@@ -297,7 +297,7 @@ def test_policies(words: str, message: str, dense: Path) -> None:
             "--vllm_server_host a --vllm_server_timeout 500 --ddp_timeout 400",
             "--vllm_server_timeout 500.0: must be below --ddp_timeout 400, after",
         ),
-        ("--sleep_level 3", "--sleep_level 3: must be 0, 1 or 2."),
+        ("--sleep_level 3", "--sleep_level 3: must be at least 0 and at most 2."),
         (
             "--offload_optimizer true --async_generate true --vllm_server_host a",
             "--offload_optimizer true cannot be with --async_generate true: the model trains while completions are",
@@ -444,7 +444,7 @@ def test_a_server_needs_no_vllm_here(words: str, dense: Path, monkeypatch: pytes
             "--reward_funcs accuracy format --reward_weights 1",
             "--reward_weights 1.0: give 2, one for each of accuracy, f",
         ),
-        ("--reward_funcs accuracy --reward_timeout 0", "--reward_timeout 0.0: give seconds, above 0"),
+        ("--reward_funcs accuracy --reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
         ("--reward_funcs accuracy --external_plugins no.py", "--external_plugins no.py: there is no such Python file"),
         (
             "--reward_funcs accuracy --external_plugins {bad}",

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,29 @@ def test_help_shows_each_flag_with_type_and_default_in_its_group(capsys) -> None
     assert main("megatron", ["sft", "--help"]) == 0
     printed = capsys.readouterr().out
     for flag in flags_of(SftOptions).values():
-        assert f"--{flag.name} {flag.metavar}" in printed
+        assert printed.count(f"\n  --{flag.name} {flag.metavar}") == 1
         assert f"\n{flag.group}:\n" in printed
     lines = " ".join(printed.split())
     assert "--lr number Highest learning rate; left out: 1e-5, and 1e-4 with LoRA." in lines
     assert "--min_lr number Lowest learning rate, where the decay ends. [0.0]" in lines
     assert "--optimizer adam|sgd adam is AdamW. [adam]" in lines
-    assert lines.index("Parallelism:") < lines.index("--tensor_model_parallel_size int") < lines.index("Recompute")
+    assert lines.index("Parallelism:") < lines.index("--context_parallel_size int") < lines.index("Recompute")
+
+
+@pytest.mark.parametrize("command", ["sft", "rlhf", "pt"])
+def test_help_begins_with_what_most_runs_set(command: str, capsys) -> None:
+    assert main("megatron", [command, "--help"]) == 0
+    options = capsys.readouterr().out.partition("Set by most runs:\n")[2]
+    first = [line.split()[0] for line in options.partition("\n\n")[0].splitlines() if line.startswith("  --")]
+    assert {"--model", "--dataset", "--output_dir", "--max_length", "--lr", "--dry_run"} <= set(first)
+    assert 14 <= len(first) <= 18
+
+
+@pytest.mark.parametrize("program", ["megatron", "swift"])
+def test_version(program: str, capsys) -> None:
+    assert main(program, ["--version"]) == 0
+    said = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"{program} (megaswift {said})\n"
 
 
 def test_a_line_is_checked_without_torch(dense: Path) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 from megaswift.cli.flags import UsageError
-from megaswift.cli.launch import Processes, environment, shown_command, start, torchrun_command, visible_gpus
+from megaswift.cli.launch import (
+    Processes,
+    environment,
+    shown_command,
+    start,
+    torchrun_command,
+    unseen_gpus,
+    visible_gpus,
+)
 from megaswift.tasks.options import SftOptions
 
 MEGATRON = str(Path(sys.executable).with_name("megatron"))
@@ -237,7 +245,7 @@ def test_a_port_that_is_taken(processes: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "execv", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"^MASTER_PORT={port}: the run cannot listen there \(Address already in"):
+        with pytest.raises(UsageError, match=rf"^MASTER_PORT={port}: cannot listen on this port \(Address already in"):
             start(Processes(processes, master_port=port), ["megatron"], {})
         start(Processes(processes, nodes=2, node_rank=1, master_port=port), ["megatron"], {})  # the first node listens
     start(Processes(processes, master_port=port), ["megatron"], {})
@@ -308,3 +316,12 @@ def test_a_token_is_not_shown() -> None:
     assert hyphens == "--hub-token ... --teacher-model-server-api-key=... x"
     key = "--teacher_model_server_api_key"
     assert shown_command([key, "secret", f"{key}=secret", "--api_keys"], {}) == f"{key} ... {key}=... --api_keys"
+
+
+@pytest.mark.parametrize(
+    ("names", "gpus", "said"), [("0,1", 0, True), ("0,1", 1, False), ("", 0, False), ("-1", 0, False)]
+)
+def test_gpus_that_are_named_and_not_there_are_told(names, gpus, said, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    note = "CUDA_VISIBLE_DEVICES=0,1: this machine has no such NVIDIA GPU. The run uses the CPU."
+    assert unseen_gpus(gpus) == [note] * said

@@ -170,8 +170,8 @@ def test_an_empty_list_of_targets(dense: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--freeze_parameters_ratio 1.5", "--freeze_parameters_ratio 1.5: must be between 0 and 1."),
-        ("--freeze_parameters_ratio -1", "--freeze_parameters_ratio -1.0: must be between 0 and 1."),
+        ("--freeze_parameters_ratio 1.5", "--freeze_parameters_ratio 1.5: must be at least 0 and at most 1."),
+        ("--freeze_parameters_ratio -1", "--freeze_parameters_ratio -1.0: must be at least 0 and at most 1."),
         ("--freeze_parameters_ratio 1", "--freeze_parameters_ratio 1.0: nothing would be trained."),
         ("--trainable_parameters lm_head", "--trainable_parameters lm_head: nothing is frozen"),
         (

@@ -1,0 +1,165 @@
+"""Report what this machine has for megaswift, and how to install each part that is missing.
+
+    megatron doctor
+    python scripts/check_megatron_env.py      # with any Python, also if nothing is installed
+
+Imports nothing of the project, for that reason. Exit code: 1 if a required part is missing, else 0.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTALL = f"{sys.executable} -m pip install -c {ROOT / 'constraints.txt'}"
+if importlib.util.find_spec("pip") is None:
+    INSTALL = f"uv pip install --python {sys.executable} -c {ROOT / 'constraints.txt'}"
+
+
+def cuda_of_torch() -> str:
+    """Major version of CUDA for which PyTorch is built, found without importing it; 13 where there is none."""
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin).with_name("version.py") if found and found.origin else Path("none")
+    match = re.search(r"^cuda.*= '(\d+)", version.read_text(), re.MULTILINE) if version.is_file() else None
+    return match[1] if match else "13"
+
+
+def build_environment() -> str:
+    """Variables with which Transformer Engine finds the headers of cuDNN and NCCL that pip has installed."""
+    nvidia = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    nvcc = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or (Path(nvcc).resolve().parent.parent if nvcc else "/usr/local/cuda")
+    cudnn, nccl = nvidia / "cudnn", nvidia / "nccl"
+    return (
+        f"CUDA_HOME={home} CUDNN_HOME={cudnn} CUDNN_PATH={cudnn} "
+        f"CPLUS_INCLUDE_PATH={cudnn}/include:{nccl}/include LIBRARY_PATH={cudnn}/lib:{nccl}/lib"
+    )
+
+
+REQUIRED = ["torch", "megatron-core", "transformers", "datasets", "safetensors", "peft", "typer", "pyyaml", "numpy",
+            "pyarrow", "tqdm", "tensorboard", "matplotlib"]  # fmt: skip
+OPTIONAL = {  # what it is for; how to get it
+    "transformer-engine": (
+        "the fastest layers on NVIDIA GPUs (without it: ours in plain PyTorch)",
+        f"{INSTALL} pybind11 ninja && {build_environment()} {INSTALL} --no-build-isolation "
+        f"'transformer-engine[core_cu{cuda_of_torch()},pytorch]'",
+    ),
+    "flash-attn": (
+        "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
+        f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",
+    ),
+    "apex": (
+        "nothing that Transformer Engine and PyTorch do not have",
+        "git clone https://github.com/NVIDIA/apex && cd apex && pip install --no-build-isolation -v . "
+        "--config-settings '--build-option=--cpp_ext' --config-settings '--build-option=--cuda_ext'",
+    ),
+    "vllm": ("swift infer --infer_backend vllm", f"{INSTALL} vllm"),
+    "modelscope": ("models and datasets of ModelScope (without it: --use_hf true)", f"{INSTALL} modelscope"),
+    "wandb": ("--report_to wandb", f"{INSTALL} wandb"),
+    "swanlab": ("--report_to swanlab", f"{INSTALL} swanlab"),
+}
+
+
+def main() -> int:
+    missing = 0
+    print("Required")
+    missing += _python()
+    bounds = requirements()
+    for name in REQUIRED:
+        missing += _package(name, bounds.get(name, ""), f"{INSTALL} -e {ROOT}")
+    missing += _package("megaswift", "", f"{INSTALL} -e {ROOT}")
+    print("\nOptional")
+    for name, (use, cure) in OPTIONAL.items():
+        _package(name, bounds.get(name, ""), cure, use)
+    print("\nGPUs")
+    _gpus()
+    print(f"\n{f'{missing} required parts are missing.' if missing else 'All that is required is there.'}")
+    return 1 if missing else 0
+
+
+def requirements() -> dict[str, str]:
+    """Bounds of the versions by package, as pyproject.toml says: {"torch": ">=2.11"}."""
+    text = _project()
+    return dict(re.findall(r'"([\w-]+)(?:\[\w+\])?([<>=~!][^"]*)"', text))
+
+
+def _project() -> str:
+    """Return pyproject.toml, which only a checkout has."""
+    file = ROOT / "pyproject.toml"
+    return file.read_text() if file.is_file() else ""
+
+
+def fits(version: str, bounds: str) -> bool:
+    """Whether a version keeps bounds such as '>=0.19,<0.20'. Letters and local parts (2.11.0+cpu) do not count."""
+    have = _numbers(version)
+    for operator, bound in re.findall(r"(>=|<=|==|>|<)\s*([\w.]+)", bounds):
+        want = _numbers(bound)
+        length = max(len(have), len(want))
+        a, b = (numbers + (0,) * (length - len(numbers)) for numbers in (have, want))
+        if not {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b}[operator]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
+
+
+def _python() -> int:
+    version = platform.python_version()
+    bounds = re.search(r'requires-python = "(.*)"', _project())
+    wanted = bounds[1] if bounds else ""
+    return _line("python", version, fits(version, wanted), wanted, "uv venv --python 3.12 .venv")
+
+
+def _package(name: str, bounds: str, cure: str, use: str = "") -> int:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return _line(name, "not installed", False, bounds, cure, use)
+    if name == "transformer-engine" and importlib.util.find_spec("transformer_engine_torch") is None:
+        return _line(name, f"{version}, without its part for PyTorch", False, "", cure, use)
+    return _line(name, version, fits(version, bounds), bounds, cure, use)
+
+
+def _line(name: str, found: str, good: bool, bounds: str, cure: str, use: str = "") -> int:
+    print(f"  {'ok' if good else '--':<3}{name:<20}{found}" + ("" if good or not bounds else f" (wanted {bounds})"))
+    if not good:
+        if use:
+            print(f"     for:  {use}")
+        print(f"     cure: {cure}")
+    return 0 if good else 1
+
+
+def _gpus() -> None:
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=False)
+        for number, gpu in enumerate(listed.stdout.splitlines() if listed.returncode == 0 else []):
+            print(f"  ok {number}: {gpu}")
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "this PyTorch is built for CPUs alone" if built is None else f"PyTorch (CUDA {built}) finds none"
+        print(f"  -- no GPU: {why}. Training runs on the CPU, by gloo.")
+        if built is None and shutil.which("nvidia-smi"):
+            print(f"     cure: {INSTALL} --force-reinstall torch   # not a +cpu build")
+        return
+    print(f"  ok CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not built into this PyTorch"  # type: ignore[attr-defined]
+    print(f"  {'ok' if nccl else '--'} NCCL {version}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
