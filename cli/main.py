@@ -336,7 +336,8 @@ class _GroupedHelp(TyperCommand):
         first = [by_name[name] for name in FIRST if name in by_name]
         rest = [flag for flag in self.flags if flag.name not in FIRST]
         sections = [("Set by most runs", first)] if first else []
-        for group, flags in [*sections, *itertools.groupby(rest, key=lambda flag: flag.group)]:
+        sections += [(group, list(flags)) for group, flags in itertools.groupby(rest, key=lambda flag: flag.group)]
+        for group, flags in sections:
             with formatter.section(group):
                 formatter.write_dl([(f"--{flag.name} {flag.metavar}", _described(flag)) for flag in flags], col_max=46)
         if self.flags:

@@ -112,7 +112,7 @@ class DpoOptions(PrecomputeOptions, SftOptions):
     label_smoothing: Annotated[
         float,
         "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired).",
-        "[0, 1)",
+        "[0, 0.5)",
     ] = 0.0
     rpo_alpha: Annotated[
         float | None, "Weight of the chosen answers' own loss per token, beside the others.", "[0, inf)"

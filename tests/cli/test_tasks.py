@@ -165,7 +165,7 @@ def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -
             "--streaming true needs --problem_type, as in --problem_type single_label_classification: of a stream",
         ),
         ("embedding", "--mrl_dims 32 65", "--mrl_dims 65: a vector has 64 dimensions."),
-        ("embedding", "--mrl_dims 0", "--mrl_dims 0: a vector has 64 dimensions."),
+        ("embedding", "--mrl_dims 0", "--mrl_dims 0: must be at least 1."),
         ("embedding", "--mrl_dims 8 8", "--mrl_dims 8 8: give each once."),
         (
             "embedding",
