@@ -277,7 +277,7 @@ def check_processes(layout: Layout, gpus: int, processes: int) -> None:
     """Raise UsageError where `processes` on this machine, with its `gpus`, cannot be laid out so."""
     if gpus and processes > gpus:
         raise UsageError(
-            f"NPROC_PER_NODE {processes}: more processes than {plural(gpus, 'visible GPU')}. "
+            f"NPROC_PER_NODE {processes}: more processes than the {plural(gpus, 'visible GPU')}. "
             f"Set NPROC_PER_NODE={gpus}, or show more by CUDA_VISIBLE_DEVICES."
         )
     for product, names in (
