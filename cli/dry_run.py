@@ -1,6 +1,5 @@
 """What `--dry_run true` prints: the options, the layout, the steps and the command that would start the processes."""
 
-import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from ..tasks.args import SECRET
 from ..tasks.options import GrpoOptions, SftOptions
 from ..tasks.plan import DataPlan, Layout, plan_data
 from ..tasks.resume import asked_for
+from ..templates.plural import plural
 from .checks import folder_of
 from .flags import UsageError, flags_of, show
 from .launch import Processes, shown_command, torchrun_command
@@ -41,7 +41,7 @@ def report(
         f"  layout            {layout}",
         f"  data parallel     {layout.data}",
         f"  global batch      {options.global_batch_size} = {options.micro_batch_size} x DP {layout.data} x "
-        f"{options.global_batch_size // share} micro batches",
+        f"{plural(options.global_batch_size // share, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'not known: streaming'}",
         f"  steps             {data.steps}",
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
@@ -97,15 +97,16 @@ def _folders(options: SftOptions, *names: str) -> list[Path]:
 
 
 def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
-    lines: list[str] = []
-    for group, flags in itertools.groupby(flags_of(type(options)).values(), key=lambda flag: flag.group):
-        lines += ["", group] if lines else [group]
-        for flag in flags:
-            given = getattr(options, flag.name)
-            value = "..." if flag.name in SECRET and given else show(given) or "-"
-            source = sources.get(flag.name, "default")
-            lines.append(f"  {flag.name:<44}{value}" + (f"   ({source})" if source != "default" else ""))
-    return lines
+    """Return a line for each option that is set, and one that counts the others."""
+    flags = [flag for flag in flags_of(type(options)).values() if flag.name != "dry_run"]
+    changed = [flag for flag in flags if sources.get(flag.name, "default") != "default"]
+    lines = ["Options"]
+    for flag in changed:
+        content = getattr(options, flag.name)
+        value = "..." if flag.name in SECRET and content else show(content) or "-"
+        lines.append(f"  {flag.name:<44}{value}   ({sources[flag.name]})")
+    rest = plural(len(flags) - len(changed), "option")
+    return [*lines, f"  {rest} at the default: see docs/flags.md, or args.json in the run folder."]
 
 
 def _without_dry_run(argv: list[str]) -> list[str]:

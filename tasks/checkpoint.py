@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,13 @@ class Checkpoints:
         watchdog: Watchdog,
         note: Callable[[str], None],
         following: Model | None = None,
+        written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
     ):
-        """`note`: tells the user; `following`: a reference that changes while training does, and is saved too."""
+        """
+        note: tells the user.
+        following: a reference that changes while training does, and is saved too.
+        written: tells the user that a checkpoint which was written while training went on is on the disk.
+        """
         self._run, self._training, self._watchdog, self._following = run, training, watchdog, following
         # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
         self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,6 +72,7 @@ class Checkpoints:
         self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
         self._saving: _Saving | None = None
         self._note, self._failed = note, False  # the last one was
+        self._written = written if run.options.async_save else lambda paths, seconds: None
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
         """Save the weights, and beside them this rank's `tensors` and (rank 0's) `state`.
@@ -98,7 +104,9 @@ class Checkpoints:
                 if merged:
                     folders[merged] = [self._stage_weights(temporary / merged.name)]
                 state = state | {"time": time.time(), "step": step}
-                self._saving = _Saving(self._run, self._store, self._saved, temporary, paths, folders, state)
+                self._saving = _Saving(
+                    self._run, self._store, self._saved, temporary, paths, folders, state, self._written
+                )
                 if not self._run.options.async_save:
                     self.settle()
         return _named(paths)
@@ -181,8 +189,9 @@ class _Saving:
         paths: list[Path],
         folders: dict[Path, list[Folder]],
         state: dict[str, Any],
+        written: Callable[[dict[str, Path], float], None],
     ):
-        self.paths = paths
+        self.paths, self._written, self._began = paths, written, time.perf_counter()
         self.waits_for_others = False  # what they do, they watch themselves
         self._run, self._store, self._number = run, store, number
         self._temporary, self._folders, self._state = temporary, folders, state
@@ -213,6 +222,8 @@ class _Saving:
             try:
                 with explained(self.paths[-1]), _removed_on_error(self._temporary):
                     self._finish(self._reports())
+                with suppress(OSError):
+                    self._written(_named(self.paths), time.perf_counter() - self._began)
                 said = pickle.dumps(None)
             except Exception as error:
                 said = _told(error)

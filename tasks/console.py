@@ -69,14 +69,14 @@ def file_size(count: int) -> str:
 
 @contextlib.contextmanager
 def timed(text: str) -> Iterator[None]:
-    """Print what is being done, and at the end of the line the seconds that it took."""
-    print(f"{text} ...", end="", flush=True)
+    """Print to stderr what is being done, and at the end of the line the seconds that it took."""
+    print(f"{text} ...", end="", file=sys.stderr, flush=True)
     began, ending = time.perf_counter(), ""
     try:
         yield
         ending = f" {time.perf_counter() - began:.1f} s"
     finally:
-        print(ending, flush=True)
+        print(ending, file=sys.stderr, flush=True)
 
 
 class _Log:

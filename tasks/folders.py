@@ -12,15 +12,33 @@ import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
+
+from .console import file_size, timed
 
 WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of their files end
 MANIFEST = "manifest.json"
 Entry = dict[str, int | str]  # of a manifest: size in bytes, sha256
 PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<host>.+)-(?P<pid>\d+)")
+
+
+def loading(folder: Path, *, by_bar: bool = False) -> AbstractContextManager[None]:
+    """Print how much is loaded from a folder of weights, and in the end how long it took.
+
+    by_bar: a library draws a progress bar on a terminal, which says the same.
+    """
+    if by_bar and sys.stderr.isatty():
+        return contextlib.nullcontext()
+    sizes = [
+        sum(file.stat().st_size for file in folder.glob(pattern) if file.name.endswith(WEIGHTS))
+        for pattern in ("*", "**/*")  # the latter for megatron-core's, where a checkpoint's optimizer counts too
+    ]
+    return timed(f"Loading {file_size(sizes[0] or sizes[1])} of weights from {folder}")
 
 
 def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:

@@ -32,7 +32,7 @@ from ..templates.names import text_of
 from ..templates.plural import plural
 from ..templates.sources import sources
 from .adapted import adapted, merged
-from .folders import damage
+from .folders import damage, loading
 from .options import InferOptions
 from .rollout.adapters import RANKS, room_for
 
@@ -236,7 +236,8 @@ class TransformersEngine(Engine):
 
         set_seed(options.seed)
         device_map = "auto" if torch.cuda.is_available() else None
-        self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
+        with loading(folder, by_bar=True):
+            self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
         if adapter:
             self.model = adapted(self.model, adapter.folder, folder)
             if options.merge_lora:

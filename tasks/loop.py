@@ -65,13 +65,13 @@ def fit(
     stop = Stop(options.exit_duration_in_mins)
     watchdog = Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all)
     following = objective.follower and objective.follower.reference
-    checkpoints = Checkpoints(run, training, watchdog, log.note, following)
+    checkpoints = Checkpoints(run, training, watchdog, log.note, following, log.written)
     source = objective.source
     steps = source.steps(training, max_steps - start.step) if source else train.steps()
     if train.loss_tokens_are_local:
         steps = streamed(steps)
     if start.step >= max_steps:
-        log.note(f"step {start.step} is the last of the run: there is nothing left to train")
+        log.note(f"The checkpoint is of step {start.step}, the run's last: nothing is left to train.")
     record: Callable[[], None] | None = None  # of the last step, whose end the host has not seen
     reason: str | None = None
     clock = Clock()
@@ -148,7 +148,7 @@ def fit(
         stop.close()
     else:
         log.note(
-            f"stopped after step {step} of {max_steps}: {reason}. --resume_from_checkpoint auto goes on from there"
+            f"Stopped after step {step} of {max_steps}: {reason}. Set --resume_from_checkpoint auto to resume."
         )
     log.close(({"stopped": reason} if reason else {}) | _last(checkpoints))
     return reason

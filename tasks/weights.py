@@ -11,8 +11,7 @@ from ..bridge.distributed import load_distributed
 from ..bridge.heads import head_of, with_head
 from ..bridge.hub import has_weights, in_mcore_format, no_weights, read_config
 from ..bridge.load import load_weights
-from .console import file_size, timed
-from .folders import WEIGHTS
+from .folders import loading
 
 
 def read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
@@ -22,14 +21,8 @@ def read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed:
     ValueError where it has no weights.
     """
     tells = dist.is_initialized() and dist.get_rank() == 0
-    with timed(f"Loading {weights_size(folder)} of weights from {folder}") if tells else nullcontext():
+    with loading(folder) if tells else nullcontext():
         _read_weights(model, hf_config, folder, seed=seed)
-
-
-def weights_size(folder: Path) -> str:
-    """Return how large the files of weights in a folder are, for people."""
-    files = folder.glob("*" if has_weights(folder) else "**/*")  # a checkpoint's optimizer is in a folder of it
-    return file_size(sum(file.stat().st_size for file in files if file.name.endswith(WEIGHTS)))
 
 
 def _read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:

@@ -9,6 +9,7 @@ import socket
 
 from ...bridge.hub import model_folder, positions_of, read_config, vocab_size_of
 from ...bridge.safetensors_io import check_headers
+from ..folders import loading
 from .options import RolloutOptions, ServerOptions
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -47,7 +48,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         from .in_process import InProcess
         from .transformers_engine import TransformersEngine
 
-        backend = InProcess(TransformersEngine(folder, dtype=dtype), kind)
+        with loading(folder, by_bar=True):
+            backend = InProcess(TransformersEngine(folder, dtype=dtype), kind)
     server = Server(
         backend,
         options.model,

@@ -195,4 +195,4 @@ def test_sizes_and_times_for_people(capsys) -> None:
     assert [console.file_size(size) for size in (1500, 12_500_000, 8_100_000_000)] == ["1.5 kB", "12.5 MB", "8.1 GB"]
     with console.timed("Loading 8.1 GB of weights"):
         pass
-    assert capsys.readouterr().out == "Loading 8.1 GB of weights ... 0.0 s\n"
+    assert capsys.readouterr().err == "Loading 8.1 GB of weights ... 0.0 s\n"

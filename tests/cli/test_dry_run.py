@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from megaswift.cli.flags import flags_of
 from megaswift.cli.main import main
+from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms, reward
 
 from .conftest import DENSE, write_model, write_tokenizer
@@ -47,6 +49,21 @@ def test_weights_that_are_cut_short(model, tmp_path, capsys):
     (model / "model.safetensors").unlink()
     code, said = dry(capsys, grpo(model, data))
     assert (code, f"--model {model}: has no weights: no model.safetensors.index.json" in said) == (2, True)
+
+
+def test_only_what_is_set_is_listed(model, tmp_path, capsys):
+    data = written(tmp_path / "a.jsonl", "1")
+    said = dry(capsys, grpo(model, data, "--hub_token SECRET"))[1]
+    options, _, rest = said.partition("\nData\n")
+    first, *lines, last = options.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert (first, {"model", "dataset", "train_iters", "reward_funcs", "hub_token"} <= {*names}) == ("Options", True)
+    assert all(line.endswith(("(command line)", "(derived)")) for line in lines)
+    assert "SECRET" not in said
+    assert last.endswith(" options at the default: see docs/flags.md, or args.json in the run folder.")
+    assert int(last.split()[0]) + len(names) + 1 == len(flags_of(GrpoOptions))  # the last is --dry_run itself
+    assert "global batch      8 = 1 x DP 1 x 8 micro batches" in rest
+    assert len(said.splitlines()) < 45
 
 
 def test_columns_that_rewards_want(model, tmp_path, capsys):

@@ -83,7 +83,8 @@ def test_the_log_keeps_its_promise(alone):
     assert [row["step"] for row in training] == list(range(1, 10))  # 34 rows in batches of 4: every row is seen
     assert training[-1]["loss"] < training[0]["loss"]
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8, 9]
-    assert (alone / "images" / "loss.png").stat().st_size > 1000
+    for picture in ("loss", "overview"):
+        assert (alone / "images" / f"{picture}.png").stat().st_size > 1000
     assert list((alone / "runs").iterdir())
     kept = json.loads((alone / "args.json").read_text())
     assert kept["options"]["lr"] == {"value": 1e-3, "source": "command line"}
@@ -121,7 +122,7 @@ def test_the_checkpoint_is_a_model_for_transformers_and_eval_loss_is_its_loss(al
     ],
 )
 def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
-    megatron(
+    printed = megatron(
         place,
         f"sft --model qwen3 --dataset train.jsonl --val_dataset val.jsonl {COMMON} --num_train_epochs 1 {flags} "
         f"--save_steps 100 --output_dir {name}",
@@ -133,6 +134,13 @@ def test_two_processes_give_the_numbers_of_one(name, flags, alone, place):
     evaluated = [row["eval_loss"] for row in log_of(folder) if "eval_loss" in row]
     assert evaluated[-1] == pytest.approx([r["eval_loss"] for r in log_of(alone) if "eval_loss" in r][-1], rel=1e-5)
     assert log_of(folder)[-1]["tokens"] == log_of(alone)[-1]["tokens"]
+    if name == "tp":
+        _, command, torchrun, *lines = (folder / "console.log").read_text(encoding="utf-8").splitlines()
+        assert command.startswith("megatron sft --model qwen3 ")
+        assert "-m megaswift.cli.torchrun --nproc_per_node=2 " in torchrun
+        assert "megaswift.cli.torchrun" not in printed
+        shown = [line.rstrip() for line in printed.splitlines() if line != "Starting 2 processes"]
+        assert sorted(lines) == sorted(["Starting 2 processes", *shown])
 
 
 @pytest.mark.gpu
