@@ -76,6 +76,7 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
   `megatron rlhf --rlhf_type kto --help` shows those of one.
 - `--dry_run true` checks and prints everything, and trains nothing.
 - `MEGASWIFT_TRACEBACK=1` shows where an error was raised.
+- `NO_COLOR=1` prints no colours on a terminal.
 """
 
 

@@ -36,7 +36,8 @@ def prepare_streams() -> None:
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")  # transformers follows the hub's
     elif not columns(sys.stderr):
-        os.environ.setdefault("TQDM_NCOLS", "80")  # tqdm draws blank lines otherwise
+        for name, count in (("TQDM_NCOLS", "80"), ("TQDM_NROWS", "24")):  # tqdm draws blank lines otherwise
+            os.environ.setdefault(name, count)
 
 
 def columns(stream: TextIO) -> int:

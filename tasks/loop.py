@@ -147,9 +147,7 @@ def fit(
     if reason is None:
         stop.close()
     else:
-        log.note(
-            f"Stopped after step {step} of {max_steps}: {reason}. Set --resume_from_checkpoint auto to resume."
-        )
+        log.note(f"Stopped after step {step} of {max_steps}: {reason}. Set --resume_from_checkpoint auto to resume.")
     log.close(({"stopped": reason} if reason else {}) | _last(checkpoints))
     return reason
 

@@ -6,9 +6,11 @@ swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --p
 import importlib.util
 import logging
 import socket
+import sys
 
 from ...bridge.hub import model_folder, positions_of, read_config, vocab_size_of
 from ...bridge.safetensors_io import check_headers
+from ..console import labelled
 from ..folders import loading
 from .options import RolloutOptions, ServerOptions
 
@@ -27,10 +29,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     sock = bound(options.host, options.port)  # before the model is read, which may take minutes
     at = f"http://{options.host}:{sock.getsockname()[1]}"
     if options.api_key is None and options.host not in LOCAL:
-        print(
-            f"warning: --host {options.host}: other machines can reach the server, and no --api_key is set. "
-            "Set --api_key to keep others out."
-        )
+        text = f"warning: --host {options.host}: other machines can reach the server. Set --api_key to keep them out."
+        print(labelled(text, sys.stdout))
 
     import uvicorn
 

@@ -2,6 +2,8 @@
 
 import io
 import os
+import pty
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -180,7 +182,13 @@ def test_labels_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_libraries_draw_bars_on_terminals_only(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TQDM_DISABLE", "TQDM_NCOLS", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    for name in (
+        "TQDM_DISABLE",
+        "TQDM_NCOLS",
+        "TQDM_NROWS",
+        "HF_HUB_DISABLE_PROGRESS_BARS",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    ):
         monkeypatch.setenv(name, "")  # to be restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "stderr", Screen() if shown else io.StringIO())
@@ -189,6 +197,28 @@ def test_libraries_draw_bars_on_terminals_only(shown: bool, monkeypatch: pytest.
     assert ("HF_HUB_DISABLE_PROGRESS_BARS" in os.environ) is not shown
     assert ("HF_DATASETS_DISABLE_PROGRESS_BARS" in os.environ) is not shown
     assert os.environ.get("TQDM_NCOLS") == ("80" if shown else None)  # this one's width is not known
+
+
+BAR = """
+from megaswift.tasks import console
+console.prepare_streams()
+from tqdm import tqdm
+for _ in tqdm(range(3), desc="Answer", disable=None):
+    pass
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_are_no_blank_lines(terminal: bool) -> None:
+    """On a terminal of no known width; in a pipe there are none."""
+    leader, follower = pty.openpty() if terminal else os.pipe()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQDM_")}
+    subprocess.run([sys.executable, "-c", BAR], stderr=follower, check=True, env=environment)
+    os.write(follower, b"end")
+    shown = os.read(leader, 10_000).decode()
+    os.close(leader)
+    os.close(follower)
+    assert ("Answer: 100%" in shown) is terminal
 
 
 def test_sizes_and_times_for_people(capsys) -> None:
