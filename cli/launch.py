@@ -164,8 +164,8 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *,
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
     command = torchrun_command(processes, argv)
-    print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
     console.record(shown_command(command, settings))
+    print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
     os.environ |= {STARTED: secrets.token_hex(8), **console.handed_over()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
