@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -128,7 +129,7 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
 def result_path(folder: Path, options: InferOptions) -> Path:
     """Where the answers go: never a file that is there, always one in a folder that can be written."""
     if options.result_path is None:
-        path = folder / "infer_result" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        path = _default_path(folder.resolve(), time.strftime("%Y%m%d-%H%M%S"))
     else:
         path = Path(options.result_path).expanduser()
     if path.exists():
@@ -140,6 +141,13 @@ def result_path(folder: Path, options: InferOptions) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--result_path {path} cannot be written (its folder is read-only). Give another path.")
     return path
+
+
+def _default_path(folder: Path, now: str) -> Path:
+    """A file in the model's folder; for a run's checkpoint, which the run may delete, in the run's folder."""
+    if re.fullmatch(r"checkpoint-\d+(-merged)?", folder.name):
+        return folder.parent / "infer_result" / f"{folder.name}-{now}.jsonl"
+    return folder / "infer_result" / f"{now}.jsonl"
 
 
 def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOptions) -> None:

@@ -155,7 +155,9 @@ class GenerationOptions:
         default_factory=list
     )
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
-    result_path: Annotated[str | None, "Where the answers go; left out: infer_result/ in the model's folder."] = None
+    result_path: Annotated[
+        str | None, "Where the answers go; default: infer_result/ in the model's folder, for a checkpoint in its run's."
+    ] = None
     system: Annotated[str | None, "System prompt."] = None
     stream: Annotated[bool, "Print the answer as it comes."] = False
     temperature: Annotated[
