@@ -19,6 +19,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..tasks import console
+from ..tasks.exit_guard import guarded_exit
+from ..tasks.interrupt import EXIT_INTERRUPTED, finish
 from .flags import Flag, UsageError, flags_of, nearest, show
 
 
@@ -111,7 +113,7 @@ def _guarded(program: str, argv: list[str]) -> int:
         _say_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
             _say_once("error: another process of the run has ended. Its error, or torchrun's, says why.")
@@ -121,6 +123,8 @@ def _guarded(program: str, argv: list[str]) -> int:
             return 1
         _say_once(f"error: {error}")
         return 1
+    finally:
+        finish()
 
 
 def _main(program: str, argv: list[str]) -> int:
@@ -184,6 +188,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
     return *resolve(options, given, filed), notes
 
 
+@guarded_exit()
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from ..tasks.plan import Layout
     from .checks import check_lock, check_training, folder_of

@@ -1,8 +1,10 @@
 """torchrun, with what a run needs of it beyond torch's own:
 
-- SIGTERM and SIGUSR1 are passed on, and the processes get as long to save as whoever sent it leaves them; a SIGTERM
-  that comes again ends them at once. (torch's own gives them 30 s, and does not know SIGUSR1.)
-- Where one process fails, the others are ended by SIGINT: SIGTERM would tell them to save, and they cannot without it.
+- SIGTERM, SIGUSR1 and SIGHUP are passed on, and the processes get as long to save as whoever sent it leaves them; a
+  SIGTERM that comes again ends them at once. (torch's own gives them 30 s, and does not know SIGUSR1.)
+- Where one process fails, the others are ended by SIGUSR2, upon which they free their servers: SIGTERM would tell them
+  to save, and they cannot without it, SIGINT that a user has pressed Ctrl-C. Where one has found that the run hangs,
+  those that hang are ended by SIGKILL, which alone they obey.
 - No account of a failed process, which has told why itself; the exit code is that process's. A run that has saved and
   stopped, or whose command line is wrong, is not restarted.
 """
@@ -23,11 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
 
 from ..tasks import console
+from ..tasks.interrupt import OTHER_FAILED
 from ..tasks.resume import launched_folder
-from ..tasks.stop import AGAIN, EXIT_STOPPED
+from ..tasks.stop import AGAIN, EXIT_STOPPED, is_ignored
 from ..tasks.watchdog import EXIT_HANGS
 
 EXIT_USAGE = 2
+HANGING = 2.0  # seconds for the others to end, once one process has said that the run hangs
 
 
 class Agent(LocalElasticAgent):
@@ -37,8 +41,9 @@ class Agent(LocalElasticAgent):
     terminated: float | None = None  # when SIGTERM first came
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._pass_on)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if not is_ignored(number):
+                signal.signal(number, self._pass_on)
         ids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if Agent.signalled:  # while they were started
             self._send(Agent.signalled)
@@ -54,7 +59,17 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         if codes == {EXIT_STOPPED, None}:  # all have saved: the others are about to end, too
             return RunResult(state=WorkerState.HEALTHY)
+        if EXIT_HANGS in codes:
+            self._end_hanging()
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _end_hanging(self) -> None:
+        deadline = time.monotonic() + HANGING
+        while None in [process.poll() for process in self._processes()] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in self._processes():
+            if process.poll() is None:
+                process.kill()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         now, Agent.signalled = time.monotonic(), signal.Signals(number)
@@ -101,9 +116,9 @@ if __name__ == "__main__":
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
-    processes._get_default_signal = lambda: signal.SIGINT  # for the others where one has failed
+    processes._get_default_signal = lambda: OTHER_FAILED  # for the others where one has failed
     try:
-        run.main(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
+        run.main(["--signals_to_handle=SIGINT,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
         sys.exit(_exit_code(error))
     except processes.SignalException as error:

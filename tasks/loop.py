@@ -20,6 +20,7 @@ from ..templates.layout import Batch
 from .args import SECRET
 from .checkpoint import Checkpoints
 from .flops import Flops, peak_flops
+from .interrupt import Progress, report
 from .log import RunLog, Start, Waiting
 from .objective import Objective
 from .options import SftOptions
@@ -80,6 +81,7 @@ def fit(
     try:
         for step in range(start.step + 1, max_steps + 1):
             stop.exchange()
+            report(Progress(run.folder, step, max_steps, run.resumed.checkpoint if run.resumed else None))
             profile.before(step)
             watchdog.phase(f"data of step {step}")
             began, epoch = time.perf_counter(), train.epoch

@@ -71,12 +71,12 @@ def load_plugins(paths: Sequence[str]) -> None:
             sys.path.append(str(path.parent))
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit(0) would end the command as a success
             raise ValueError(f"--external_plugins {name}: {_reason(error, path)}") from error
         _loaded.add(path)
 
 
-def _reason(error: Exception, path: Path) -> str:
+def _reason(error: BaseException, path: Path) -> str:
     cure = "Fix the file, or remove the flag"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "swift":
         cure = (

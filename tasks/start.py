@@ -12,6 +12,7 @@ from ..bridge.build import Model, build_model
 from ..bridge.fp8 import reading_in_bf16
 from ..templates.plural import plural
 from .args import save_args
+from .interrupt import interruptible
 from .loop import fit
 from .memory import explained
 from .objective import Objective
@@ -33,7 +34,7 @@ Make = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
 
 def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
-    with explained(options):
+    with explained(options), interruptible():
         return _train(options, sources, make)
 
 

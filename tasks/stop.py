@@ -15,7 +15,12 @@ AGAIN = 2.0  # seconds: schedulers signal each process, and torchrun passes on w
 
 BEGAN = time.monotonic()  # this process, more or less
 TIME_IS_OVER = 1  # codes: the largest of all ranks counts
-CODES = {signal.SIGUSR1: 2, signal.SIGTERM: 3}
+CODES = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4}
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether whoever started this process (nohup) wants it to outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Stop:
@@ -25,8 +30,9 @@ class Stop:
         ...
         if reason := stop.reason():  # at its end, when the answer has long come
 
-    From its construction on, SIGTERM and SIGUSR1 are noted and do nothing else, save for a SIGTERM that comes again
-    later than `AGAIN`: that one ends the process at once.
+    From its construction on, SIGTERM, SIGUSR1 and SIGHUP (a terminal that is closed) are noted and do nothing else,
+    save for a SIGTERM that comes again later than `AGAIN`: that one ends the process at once. Under nohup SIGHUP stays
+    ignored.
     """
 
     def __init__(self, minutes: float | None):
@@ -38,7 +44,8 @@ class Stop:
         self._deadline = None if minutes is None or dist.get_rank() else BEGAN + 60 * minutes
         self._group = patient_group()
         self._exchanged: tuple[torch.Tensor, dist.Work] | None = None
-        self._former = {number: signal.signal(number, self._note) for number in CODES}
+        heeded = [number for number in CODES if not is_ignored(number)]
+        self._former = {number: signal.signal(number, self._note) for number in heeded}
 
     def exchange(self) -> None:
         """Begin to ask all ranks."""

@@ -303,7 +303,7 @@ class PlannedBatches(Dataset):
 
 def _ignore_signals(worker: int) -> None:
     """A scheduler tells every process that the run is to stop: these are needed until it has saved."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

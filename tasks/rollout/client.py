@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...bridge import runtime
+from ..interrupt import before_exit, forget
 from .alive import all_of, say
 from .answers import from_json
 from .engine import Completion, Request, Sampling
@@ -68,6 +69,7 @@ class ServerEngine:
         self._name = secrets.token_hex(4)  # is shown, and tells this run's versions from all others'
         self._links = [Link(url, run, api_key, adapters, vocab_size, wait, given) for url in urls]
         self._beat: Future | None = None
+        before_exit(self.release)  # also of those claimed by now, where one of them is not there
         try:
             self._run(all_of([link.connect(timeout) for link in self._links]))
         except BaseException:
@@ -205,6 +207,7 @@ class ServerEngine:
 
     def release(self) -> None:
         """Free the servers for other runs, in seconds. They need not be there any more."""
+        forget(self.release)
         if self._beat is not None:
             self._beat.cancel()
         self._run(all_of([link.release() for link in self._links]))

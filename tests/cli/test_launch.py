@@ -48,9 +48,11 @@ def run(options, sources):
     rank = os.environ["RANK"]
     what = os.environ["STAND_IN_DOES"]
     if what == "save":
-        save_at([signal.SIGTERM, signal.SIGUSR1], seconds=float(rank))  # rank 0 is the first to end
+        save_at([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], seconds=float(rank))  # rank 0 is the first to end
     if what == "save long":
-        save_at([signal.SIGTERM], seconds=600)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGHUP]
+)
     began()
     if what == "fail once" and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(70)
@@ -60,6 +62,11 @@ def run(options, sources):
         while rank == "1" or not os.path.exists(other):
             time.sleep(0.1)
         time.sleep(0.5)
+        os._exit(70)
+    if what == "stand still":
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)
         os._exit(70)
     if what == "fail" and rank == "1":
         raise KeyError("a fault of ours")
@@ -130,7 +137,9 @@ def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, den
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGHUP]
+)
 def test_a_signal_lets_every_process_save(number: int, stand_in: Path, dense: Path, monkeypatch) -> None:
     monkeypatch.setenv("MAX_RESTARTS", "1")
     parent, _ = begin("save", stand_in, dense, monkeypatch)
@@ -161,6 +170,39 @@ def test_where_one_fails_the_others_end(stand_in: Path, dense: Path, monkeypatch
     parent, pids = begin("hang", stand_in, dense, monkeypatch)
     assert parent.wait(300) == 70
     assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_ended_soon(stand_in: Path, dense: Path, monkeypatch) -> None:
+    """Where another has found that the run hangs: not after the 30 s that torchrun gives one which obeys no signal."""
+    parent, pids = begin("stand still", stand_in, dense, monkeypatch)
+    since = time.monotonic()
+    assert parent.wait(300) == 70
+    assert time.monotonic() - since < 25
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_once_how_to_continue(stand_in: Path, dense: Path, monkeypatch) -> None:
+    (stand_in / "checkpoint-5").mkdir()
+    parent, pids = begin("train", stand_in, dense, monkeypatch)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=300)
+    assert parent.returncode == 130
+    said = f"Interrupted at step 7 of 30. Last checkpoint: {stand_in}/checkpoint-5. Add --resume_from_checkpoint auto "
+    assert errors.count(said) == errors.count("Interrupted") == 1
+    assert "Traceback" not in errors
+    assert all((stand_in / f"freed-{rank}").exists() for rank in (0, 1))
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_servers_are_freed_where_another_process_fails(stand_in: Path, dense: Path, monkeypatch) -> None:
+    parent, _ = begin("train, rank 1 fails", stand_in, dense, monkeypatch)
+    _, errors = parent.communicate(timeout=300)
+    assert parent.returncode == 3
+    assert (stand_in / "freed-0").exists()
+    assert "Interrupted" not in errors
 
 
 @pytest.mark.slow
