@@ -1,5 +1,6 @@
 """Streaming: every rank reads its own share, and nothing but the seed decides."""
 
+import gzip
 import json
 from itertools import islice
 
@@ -131,3 +132,30 @@ def test_the_report_and_the_validation_set(data, make_tokenizer):
     assert len(prepared.val) == 20
     assert f"Training data, streamed: {data}/a.jsonl" in prepared.report
     assert "row 0?<|im_end|>\n<|im_start|>assistant\n⟦0. <|im_end|>⟧" in prepared.report
+
+
+def test_a_gzip_file_streams_as_it_is(data, make_tokenizer):
+    (data / "c.jsonl.gz").write_bytes(gzip.compress((data / "a.jsonl").read_bytes()))
+    tokenizer = make_tokenizer()
+    for rank in range(2):
+        plain, packed = (
+            make(data, tokenizer, rank, 2, shuffle=False, options={"dataset": [str(data / name)]})
+            for name in ("a.jsonl", "c.jsonl.gz")
+        )
+        order = rows(islice(plain.steps(), 5), tokenizer)
+        assert order[:3] == [rank, rank + 2, rank + 4]
+        assert rows(islice(packed.steps(), 5), tokenizer) == order
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_odd_rows_are_dropped_however_they_are_read(tmp_path, make_tokenizer, caplog, streaming, processes):
+    good = [{"query": f"row {i}?", "response": "yes"} for i in range(600)]
+    odd = [{"query": "q", "response": value} for value in (float("nan"), True, "", ["x"])]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*odd, *good]))
+    options = PrepareOptions(dataset=[str(path)], streaming=streaming, dataset_num_proc=processes)
+    prepared = prepare(options, make_tokenizer(), stage="sft")
+    said = prepared.report + caplog.text
+    for line, reason in enumerate(("is NaN", "is true or false, where text", "is empty", "is a list, where text"), 1):
+        assert any(f"{path} line {line}" in part and reason in part for part in said.splitlines()), reason
