@@ -103,8 +103,6 @@ def test_ctrl_c_says_how_to_continue(place: Place) -> None:
     ]
     assert line in said
     assert "Traceback" not in done.stderr
-    printed = place.megatron(place.line(f"--resume_from_checkpoint auto --train_iters {newest + 1}", "interrupted"))
-    assert f"checkpoint-{newest}" in printed
 
 
 def test_a_closed_terminal_saves(place: Place) -> None:
@@ -115,21 +113,12 @@ def test_a_closed_terminal_saves(place: Place) -> None:
     assert "SIGHUP" in done.stdout
 
 
-@pytest.mark.parametrize("how", ["error", "interrupt"])
-def test_a_server_is_released(how: str, place: Place, monkeypatch) -> None:
+def test_a_server_is_released(place: Place, monkeypatch) -> None:
     """Though it cannot see the run's process, as on another host: the next run need not wait out the silence."""
     monkeypatch.setattr("megaswift.tasks.rollout.server.is_local", lambda *_: False)
-    with serving() as (url, engine, server):
+    with serving() as (url, _, server):
         flags = f"--use_vllm true --vllm_mode server --vllm_server_base_url {url}"
-        if how == "error":
-            printed = place.megatron(place.line(flags, "failed"), code=1, script=FAILS)
-            assert "error: --lr 1: a fault before the first step" in printed
-        else:
-            engine.generate = lambda *_: time.sleep(30)
-            running = started(place, flags, "waiting", lambda _: server._generating > 0)
-            os.kill(running.pids[0], signal.SIGINT)
-            done = running.wait(60)
-            assert done.returncode == 130
-            assert "Interrupted at step 1 of 3000. No checkpoint has been saved." in done.stderr
+        printed = place.megatron(place.line(flags, "failed"), code=1, script=FAILS)
+        assert "--lr 1: a fault before the first step" in printed
         assert server._seen > 0  # it had been claimed
         assert server._run is None
