@@ -105,7 +105,7 @@ def right(folder: Path) -> float:
 
 @contextmanager
 def server(folder: Path, model: str, engine: str):
-    """A `swift rollout`: its port."""
+    """Start a `swift rollout`; yield its port and process id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -125,7 +125,7 @@ def server(folder: Path, model: str, engine: str):
         ]
         process = subprocess.Popen([BIN / "swift", *words], cwd=folder, stdout=log, stderr=log)
         try:
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -173,7 +173,7 @@ def main(folder: Path, names: list[str], engine: str) -> int:
         began = time.perf_counter()
         line = f"{RUNS[name]} --model {base.relative_to(folder)} --dataset questions.jsonl --logging_steps 1"
         if name == "server":
-            with server(folder, str(base), engine) as port:
+            with server(folder, str(base), engine) as (port, _):
                 checkpoint = megatron(folder, f"{line} --vllm_server_port {port}", name)
         else:
             checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
