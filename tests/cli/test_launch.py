@@ -50,9 +50,19 @@ def run(options, sources):
     if what == "save":
         save_at([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], seconds=float(rank))  # rank 0 is the first to end
     if what == "save long":
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGHUP]
-)
+        save_at([signal.SIGTERM], seconds=600)
+    if what in ("train", "train, rank 1 fails"):
+        from pathlib import Path
+        from megaswift.tasks.interrupt import Progress, before_exit, interruptible, report
+        with interruptible():
+            folder = Path(os.environ["STAND_IN"])
+            before_exit((folder / ("freed-" + rank)).touch)
+            report(Progress(folder, 7, 30))
+            began()
+            if rank == "1" and what != "train":
+                time.sleep(2)
+                os._exit(3)
+            time.sleep(600)
     began()
     if what == "fail once" and rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(70)
@@ -138,7 +148,8 @@ def test_a_signal_ends_every_process(number: int, code: int, stand_in: Path, den
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long), signal.SIGHUP]
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGUSR1, signal.SIGHUP))],
 )
 def test_a_signal_lets_every_process_save(number: int, stand_in: Path, dense: Path, monkeypatch) -> None:
     monkeypatch.setenv("MAX_RESTARTS", "1")
