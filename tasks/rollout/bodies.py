@@ -32,18 +32,25 @@ def fault(text: str, status: int = 422) -> Refused:
     return Refused(status, "request", text)
 
 
+def gone() -> Refused:
+    return Refused(499, "gone", "the client has gone")
+
+
 async def json_body(http: Http) -> dict[str, Any]:
     """The JSON object that a client sent. Raises Refused."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise fault(f"content-type {kind or '(none)'}: send JSON, with content-type: application/json", 415)
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > JSON_BYTES:
+        raise _too_long()
     data = bytearray()
     try:
         async with asyncio.timeout(JSON_SECONDS):
             async for chunk in http.stream():
                 data += chunk
                 if len(data) > JSON_BYTES:
-                    raise fault(f"the body has more than {JSON_BYTES} bytes: send it in several requests", 413)
+                    raise _too_long()
     except TimeoutError:
         raise fault(f"the body has not come within {JSON_SECONDS:g} s", 408) from None
     try:
@@ -55,6 +62,10 @@ async def json_body(http: Http) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise fault(f"the body is a JSON {_kind(body)}: send an object")
     return body
+
+
+def _too_long() -> Refused:
+    return fault(f"the body has more than {JSON_BYTES} bytes: send it in several requests", 413)
 
 
 def _no_json(constant: str) -> Any:

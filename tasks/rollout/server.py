@@ -31,10 +31,11 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from .answers import as_json
 from .backend import Backend
-from .bodies import Fields, Limits, Refused, fault, json_body, printable
+from .bodies import Fields, Limits, Refused, fault, gone, json_body, printable
 from .fit import foreign, unfit
 from .group import open_store
 from .reading import READING
@@ -265,7 +266,7 @@ class Server:
                 if await http.is_disconnected():
                     task.cancel()
                     await asyncio.wait({task})  # a thread ends its work between two tokens
-                    raise Refused(499, "gone", "the client has gone")
+                    raise gone()
             return await task
         finally:
             async with self._changed:
@@ -451,6 +452,8 @@ def _told(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]
             return await route(**arguments)
         except (Refused, ValueError):
             raise
+        except ClientDisconnect:  # before all of its body has come
+            raise gone() from None
         except Exception as error:
             log.exception("%s failed", route.__name__)
             raise Refused(500, "engine", f"{type(error).__name__}: {error}") from error

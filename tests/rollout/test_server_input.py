@@ -109,6 +109,35 @@ def test_a_body_that_is_too_large(server, monkeypatch) -> None:
     assert "more than 1000 bytes" in answer.json()["error"]
 
 
+def test_a_body_that_is_announced_too_large_is_refused_at_once(server) -> None:
+    head = (
+        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9999999999999\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", httpx.URL(server[0]).port or 0)) as sock:
+        sock.settimeout(5)
+        sock.sendall(head)
+        assert sock.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/octet-stream"])
+def test_a_client_that_goes_in_the_midst_of_a_body_is_no_fault_of_the_engine(kind: str, capfd, caplog) -> None:
+    with serving() as (url, _, server):
+        path, extra = "/generate", ""
+        if kind == "application/octet-stream":
+            httpx.post(f"{url}/claim", json=RUN)
+            httpx.post(f"{url}/weights/begin", json={}, headers={"x-run": "a"})
+            path, extra = "/weights/bucket", "x-run: a\r\n"
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as sock:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{extra}content-type: {kind}\r\ncontent-length: 100\r\n\r\n"
+            sock.sendall(head.encode() + b"{}")
+            time.sleep(0.3)  # until the server waits for the rest
+        time.sleep(0.5)
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"  # an update has ended
+        assert not server.backend.failed()
+    assert "Traceback" not in capfd.readouterr().err
+    assert "failed" not in caplog.text
+
+
 def test_a_completion_ends_at_the_last_position(server) -> None:
     """As with vLLM: a run whose longest prompts leave less room goes on."""
     body = generate(request_tokens=list(range(12)), sampling_max_new_tokens=10)
