@@ -210,6 +210,8 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: copy it again from the original checkpoint") from None
     if fault := _fault(config):
         raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 0
@@ -268,6 +270,8 @@ def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str,
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy the adapter again") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: copy the adapter again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no JSON object: copy the adapter again")
     return config

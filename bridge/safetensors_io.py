@@ -87,8 +87,10 @@ class SafetensorsFolder:
         try:
             placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             shards = sorted(set(placed.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
+        if not all(isinstance(shard, str) for shard in shards):
+            raise ValueError(f"{index} is not an index of safetensors files: its weight_map must hold file names")
         headers = {}
         for shard in shards:
             if shard.startswith(("/", "\\")) or ".." in shard.replace("\\", "/").split("/"):

@@ -145,6 +145,8 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
             raise wrong("JSON that is nested too deeply") from None
         if not isinstance(table, dict):
             raise wrong('a JSON object is needed, as in \'{"old": "new"}\'')
+        if get_args(kind)[1] is str and not all(isinstance(entry, str) for entry in table.values()):
+            raise wrong('each value must be text, as in \'{"old": "new"}\'')
         return table
     if isinstance(value, list | dict):
         raise wrong("one value is needed")

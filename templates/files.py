@@ -16,6 +16,7 @@ import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -272,6 +273,8 @@ class Csv(Parsed):
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             reader = csv.DictReader(text, strict=True, delimiter=self.delimiter)
             try:
+                if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                    raise ValueError(f"{self.name} line 1 names the column {repeated[0]!r} twice: rename one of them")
                 for row in reader:
                     if None in row or None in row.values():
                         columns = len(reader.fieldnames or [])

@@ -42,6 +42,8 @@ def split_count(name: str) -> tuple[str, int | None]:
 def check_there(name: str) -> None:
     """Raise ValueError for a name, without its `#rows`, that is a file's or folder's and not a hub's, and cannot be
     read: nothing has it, or a pipe or a device does."""
+    if not name:
+        raise ValueError("has an empty name. Set a file, a folder or a hub id")
     path = expanded(name)
     if not _exists(path):
         if extension(path) in EXTENSIONS or name.startswith(("/", ".", "~")):

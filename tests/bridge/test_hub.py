@@ -6,7 +6,7 @@ import types
 from fnmatch import fnmatch
 
 import pytest
-from megaswift.bridge.hub import adapter_folder, model_folder, read_config, with_base
+from megaswift.bridge.hub import adapter_folder, model_folder, read_adapter_config, read_config, with_base
 from megaswift.bridge.options import ModelOptions
 from megaswift.bridge.pretrained import load_tokenizer
 from megaswift.tasks.options import ExportOptions
@@ -26,6 +26,15 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     calls["modelscope"] = types.SimpleNamespace(snapshot_download=download, __spec__=object())
     return calls
+
+
+def test_a_config_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is nested too deeply: copy it again"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config\.json is nested too deeply: copy the adapter again"):
+        read_adapter_config(tmp_path, mcore=True)
 
 
 def test_a_folder_is_itself(tmp_path):

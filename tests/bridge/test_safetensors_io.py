@@ -109,9 +109,10 @@ def test_index_and_shards_that_differ(folder):
     shard.unlink()
     with pytest.raises(ValueError, match=r"00002-of-00002.safetensors is missing: .*index.json names it"):
         SafetensorsFolder(folder)
-    (folder / INDEX).write_text("[]")
-    with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
-        SafetensorsFolder(folder)
+    for text in ("[]", "{}", '{"weight_map": {"a": 3}}', "[" * 100_000):
+        (folder / INDEX).write_text(text)
+        with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
+            SafetensorsFolder(folder)
 
 
 @pytest.mark.parametrize("name", ["../other/x.safetensors", "/other/x.safetensors", "a/../../x.safetensors", "..\\x"])

@@ -62,6 +62,7 @@ def test_pt_has_its_own_defaults() -> None:
         (["--optimizer", "lion"], "--optimizer lion: choose one of adam, sgd."),
         (["--report_to", "tensorboard", "x"], "--report_to x: choose one of tensorboard, wandb, swanlab, none."),
         (["--columns", "{old: new}"], "--columns {old: new}: not valid JSON"),
+        (["--columns", '{"query": 3}'], '--columns {"query": 3}: each value must be text'),
         (["--columns", "[1]"], "--columns [1]: a JSON object is needed"),
         (["--lr", "1", "2"], "--lr 1 2: takes one value."),
         (["--lr"], "--lr needs a value: number."),

@@ -182,6 +182,8 @@ def test_a_large_file_is_read_once_for_its_facts(tmp_path, monkeypatch):
         ),
         ("a.json", '[{"text": "x"}, 3]', r"a\.json: element 2 is a number, where an object is expected"),
         ("a.csv", "text,more\n1,2\n1\n", r"a\.csv line 3 has 1 field, and the header has 2"),
+        ("a.csv", "text,more,text\n1,2,3\n", r"a\.csv line 1 names the column 'text' twice: rename one of them"),
+        ("a.tsv", "text\ttext\n1\t2\n", r"a\.tsv line 1 names the column 'text' twice"),
         ("a.csv", "text,more\n1,2,3\n", r"a\.csv line 2 has 3 fields, and the header has 2"),
         ("a.tsv", "text\tmore\n1\t2\n1\n", r"a\.tsv line 3 has 1 field, and the header has 2"),
         ("a.csv", 'text,more\n1,2\n"1"x,2\n', r"a\.csv line 3 is not CSV"),
@@ -244,6 +246,9 @@ def test_missing_and_empty(tmp_path):
             sources(flag, [str(tmp_path / "x.jsonl#3")])
         with pytest.raises(ValueError, match=rf"^{flag} x\.csv: there is no such file or folder"):
             sources(flag, ["x.csv"])
+        for empty in ("", "#5"):  # not the working directory
+            with pytest.raises(ValueError, match=rf"^{flag} has an empty name"):
+                sources(flag, [empty])
         with pytest.raises(ValueError, match=rf"^{flag} a#0: after # a number of rows is expected"):
             sources(flag, ["a#0"])
     with pytest.raises(ValueError, match="the folder holds no data file"):
