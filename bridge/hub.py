@@ -3,6 +3,7 @@ their config.json and adapter_config.json."""
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -308,4 +309,7 @@ def _fault(config: Any) -> str | None:
     for name, value in ((name, part.get(name)) for part in (config, text or {}) for name in _COUNTS):
         if value is not None and (not isinstance(value, int) or value <= 0):
             return f"has {name} {value!r}, which must be a whole number above 0"
+    for name, value in (config | (text or {})).items():
+        if name.endswith("_eps") and isinstance(value, float) and not math.isfinite(value):
+            return f"has {name} {value}, which must be a finite number"
     return None

@@ -66,7 +66,7 @@ class Processes:
 
 def _number(name: str, default: int, least: int = 0) -> int:
     text = os.environ.get(name) or str(default)
-    if not text.isdigit() or int(text) < least:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise UsageError(f"{name}={text}: a whole number of at least {least} is needed.")
     return int(text)
 

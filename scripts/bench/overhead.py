@@ -4,7 +4,7 @@
 
 The bare loop is transformers' model of the same config with torch's AdamW: forward, backward, clip, step. Both run in
 this process on a CPU with one thread, in turns, so that a busy machine slows both; what is printed, and guarded in
-tests/bench/test_overhead.py, is the median of the rounds' ratios.
+tests/bench/test_overhead.py, is that of each one's fastest round.
 """
 
 # pyright: reportMissingImports=false
@@ -14,7 +14,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -88,10 +87,14 @@ def seconds(step: Step, start: int) -> float:
 
 
 def compare(step: Step, reference: Step, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of both steps, and the median of their ratio, round by round; a round more warms up."""
+    """Return the least seconds of both steps over the rounds, and their ratio; a round more warms up.
+
+    The least: other processes on the machine make any round slower, and none faster.
+    """
     gc.collect()
     times = [(seconds(step, STEPS * n), seconds(reference, STEPS * n)) for n in range(rounds + 1)][1:]
-    return median(one for one, _ in times), median(two for _, two in times), median(one / two for one, two in times)
+    mine, theirs = (min(column) for column in zip(*times, strict=True))
+    return mine, theirs, mine / theirs
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -107,6 +107,7 @@ def test_config_that_is_missing_or_broken(tmp_path):
         ("[]", "is no JSON object"),
         ('{"text_config": [1]}', r"has text_config \[1\], which must be an object"),
         ('{"vocab_size": "x"}', "has vocab_size 'x', which must be a whole number above 0"),
+        ('{"rms_norm_eps": NaN}', "has rms_norm_eps nan, which must be a finite number"),
         ('{"text_config": {"num_attention_heads": 0}}', "has num_attention_heads 0, which must be a whole number"),
     ):
         (tmp_path / "config.json").write_text(text)

@@ -22,7 +22,7 @@ SERVED = f"{LORA} --vllm_mode server"
     [
         ("--vllm_enable_lora true", "--vllm_enable_lora true is for --tuner_type lora, and all weights are to be"),
         ("--vllm_max_lora_rank 8", "--vllm_max_lora_rank 8 is for --vllm_enable_lora true. Leave it out."),
-        (f"{LORA} --vllm_max_lora_rank 0", "--vllm_max_lora_rank 0: must be at least 1 and at most 512."),
+        (f"{LORA} --vllm_max_lora_rank 0", "--vllm_max_lora_rank 0: must be at least 1."),
         (f"{LORA} --use_vllm false", "--vllm_enable_lora true is for vLLM, and --use_vllm false: transformers takes"),
         (f"{LORA}", "--vllm_enable_lora true is for vLLM, and vLLM is not installed here"),
         (f"{SERVED} --vllm_max_lora_rank 8", "a server makes room when it is started. Give it to `swift rollout`"),

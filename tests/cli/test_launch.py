@@ -323,6 +323,7 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: a whole number of at least 1 is needed."),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: a whole number of at least 1"),
+        ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=²: a whole number of at least 1 is needed."),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: a port is from 1 to 65535."),
         ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: NNODES=2, and the first node is 0."),

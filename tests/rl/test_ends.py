@@ -90,7 +90,7 @@ def has_saved(folder: Path) -> bool:
 def test_ctrl_c_says_how_to_continue(place: Place) -> None:
     running = started(place, "", "interrupted", has_saved)
     os.kill(running.pids[0], signal.SIGINT)
-    done = running.wait(60)
+    done = running.wait(300)
     assert done.returncode == 130
     folder = place.folder / "interrupted"
     step = max(json.loads(line)["step"] for line in (folder / "logging.jsonl").read_text().splitlines())
@@ -108,7 +108,7 @@ def test_ctrl_c_says_how_to_continue(place: Place) -> None:
 def test_a_closed_terminal_saves(place: Place) -> None:
     running = started(place, "", "closed", has_saved)
     os.kill(running.pids[0], signal.SIGHUP)
-    done = running.wait(60)
+    done = running.wait(300)
     assert done.returncode == 75
     assert "SIGHUP" in done.stdout
 

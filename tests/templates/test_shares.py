@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from megaswift.templates.formats import UnusableRow
 from megaswift.templates.options import TemplateOptions
 from megaswift.templates.sources import open_source
 from megaswift.templates.store import Encoded, Refusals
@@ -28,7 +29,7 @@ class Encoder:
         for number, place, row in rows:
             self.encoded += 1
             if not (pieces := self.pieces(row["n"])):
-                refusals.add("it is refused", place)
+                refusals.add(UnusableRow("it is refused"), place)
             for piece in range(pieces):
                 ids = np.arange(3 + (row["n"] * 7 + piece) % 20, dtype=np.int32) + 1000 * (10 * row["n"] + piece + 1)
                 documents.append(Encoded(number, [(ids, [(1, 0.0), (len(ids) - 1, 1.0)])], []))

@@ -93,7 +93,7 @@ def test_sessions_stay_open():
     [
         (3, "returned 3 for row 10 of rows.jsonl, turn 1, completion 'a': None, a text, a message or a list of"),
         (["x"], "None, a text, a message or a list of messages is expected"),
-        ({"content": "x"}, "a message has the role None"),
+        ({"content": "x"}, "a message has no role"),
         ({"role": "user"}, "a message has no content"),
         ({"role": "assistant", "content": "x"}, "the assistant's turn is the model's own"),
     ],
