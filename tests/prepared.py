@@ -156,6 +156,7 @@ def reserve_port() -> tuple[int, socket.socket]:
 def _become(job: dict, rank: int | None, port: int) -> int:
     """The process that was asked for; its exit code."""
     _end_with_server()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest under nohup ignores it, and so would this process
     for number, file in enumerate([os.devnull, *job["files"]]):
         descriptor = os.open(file, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)

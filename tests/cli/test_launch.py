@@ -122,7 +122,9 @@ def begin(does: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch)
     """torchrun with two processes of the stand-in that do something, and their pids, once both have begun."""
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("STAND_IN_DOES", does)
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where pytest runs under nohup
     parent = subprocess.Popen([MEGATRON, *line(model)], stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGHUP, former)
     return parent, started(folder, 2)
 
 
