@@ -243,7 +243,7 @@ def vocab_size_of(config: dict[str, Any]) -> int | None:
 
 
 def positions_of(model: dict[str, Any]) -> int | None:
-    """How many positions a model is made for, as its config.json says; None where that does not say it.
+    """Return the number of positions that config.json gives a model; None if it gives none.
 
     With a rope that is stretched (YaRN and the like), what it is stretched to.
     """

@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         with _quiet():
             return AutoTokenizer.from_pretrained(folder, **_NO_CODE)
-    except Exception as error:  # of any kind: broken JSON, a class that this transformers does not know
+    except Exception as error:  # broken JSON, classes unknown to this transformers, ...
         if _needs_code(error):
             raise ValueError(
                 f"{folder}: its tokenizer is only available as Python code in the folder (auto_map in "
@@ -47,7 +47,7 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
 
     try:
         config = AutoConfig.from_pretrained(folder, **_NO_CODE)
-    except Exception as error:  # of any kind: what transformers' validators raise
+    except Exception as error:  # transformers' validators raise many kinds
         raise _unusable(folder, flag, error) from error
     described, text = _describe(read_config(folder)), config.get_text_config()
     if text is not config and described is not None:
@@ -78,7 +78,7 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
             model, report = auto.from_pretrained(
                 folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **settings, **_NO_CODE
             )
-    except Exception as error:  # of any kind: transformers and its quantizers raise what they like
+    except Exception as error:  # transformers and its quantizers raise many kinds
         raise _unusable(folder, flag, error) from error
     if mismatched := sorted(report["mismatched_keys"]):
         raise ValueError(f"{flag} {shape_misfit(folder, *mismatched[0])}")

@@ -32,7 +32,7 @@ ALIGNED = 64  # bytes: where a tensor may begin in a bucket
 class _Bucket(NamedTuple):
     """What is sent at once: `forms` by name, from global rank `root`, in `bytes`."""
 
-    order: tuple[int, int]  # of jobs_of's lists, and the layer of experts that several ranks send
+    order: tuple[int, int]  # place among jobs_of's lists; layer of experts that several ranks send
     root: int
     forms: dict[str, Form]
     jobs: list[Job]  # with which this rank helps to fill it

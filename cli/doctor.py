@@ -45,7 +45,7 @@ def build_environment() -> str:
 
 REQUIRED = ["torch", "megatron-core", "transformers", "datasets", "safetensors", "peft", "typer", "pyyaml", "numpy",
             "pyarrow", "tqdm", "tensorboard", "matplotlib"]  # fmt: skip
-OPTIONAL = {  # what it is for; how to get it
+OPTIONAL = {  # package: (purpose, how to install)
     "transformer-engine": (
         "the fastest layers on NVIDIA GPUs (without it: ours in plain PyTorch)",
         f"{INSTALL} pybind11 ninja && {build_environment()} {INSTALL} --no-build-isolation "
@@ -97,7 +97,10 @@ def _project() -> str:
 
 
 def fits(version: str, bounds: str) -> bool:
-    """Whether a version keeps bounds such as '>=0.19,<0.20'. Letters and local parts (2.11.0+cpu) do not count."""
+    """Return whether a version satisfies bounds such as '>=0.19,<0.20'.
+
+    Letters and local parts (2.11.0+cpu) do not count.
+    """
     have = _numbers(version)
     for operator, bound in re.findall(r"(>=|<=|==|>|<)\s*([\w.]+)", bounds):
         want = _numbers(bound)

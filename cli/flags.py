@@ -26,7 +26,7 @@ class Flag:
     default: Any
     help: str
     group: str
-    bounds: str = ""  # of a number: an interval, as in "[0, 1)"
+    bounds: str = ""  # interval of a number: "[0, 1)"
 
     @property
     def is_list(self) -> bool:

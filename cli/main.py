@@ -367,7 +367,7 @@ def _end(code: int, *, at_once: bool = False) -> NoReturn:
     wait for long, for other processes where this one has failed, else for its own threads and data loaders."""
     if at_once:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # who read it has gone
+            with contextlib.suppress(OSError, ValueError):  # the reader of the pipe has exited
                 stream.flush()
         os._exit(code)
     sys.exit(code)

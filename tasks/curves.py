@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-Rows = Sequence[dict[str, Any]]  # of logging.jsonl
+Rows = Sequence[dict[str, Any]]  # rows of logging.jsonl
 OVERVIEW = "overview.png"
 AT_MOST = 6  # plots in the overview
 POSITIONS = ("step", "max_steps", "elapsed", "remaining", "tokens")
@@ -119,7 +119,7 @@ def _band(rows: Rows, middle: str, spread: str) -> tuple[np.ndarray, np.ndarray,
 
 
 def _is_noisy(values: np.ndarray) -> bool:
-    """Whether a curve goes up and down much more than it gets on."""
+    """Return whether a curve's steps are much larger than its trend."""
     return len(values) >= SMOOTHED_FROM and bool(np.abs(np.diff(values)).sum() > 3 * np.ptp(values))
 
 

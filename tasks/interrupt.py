@@ -17,7 +17,7 @@ from . import console
 from .run_folder import checkpoints
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-OTHER_FAILED = signal.SIGUSR2  # what cli/torchrun.py sends where another process of the run has failed
+OTHER_FAILED = signal.SIGUSR2  # sent by cli/torchrun.py when another rank has failed
 AGAIN = 0.5  # seconds: `timeout` and terminals signal a process and its group, which is one Ctrl-C
 PATIENCE = 8.0  # seconds for what is to be done before the end
 STDERR = 2  # written to by its number: the main thread may hold the lock of sys.stderr
