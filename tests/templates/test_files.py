@@ -36,7 +36,7 @@ def write(folder, kind: str):
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(ROWS).schema) as writer:
                 writer.write_table(pa.Table.from_pylist(ROWS), max_chunksize=3)
         case _:
-            path.write_bytes(gzip.compress(write(folder, kind.removesuffix(".gz")).read_bytes()))
+            path.write_bytes(gzip.compress(write(folder, kind.removesuffix(".gz")).read_bytes(), mtime=0))
     return path
 
 
@@ -192,9 +192,17 @@ def test_a_large_file_is_read_once_for_its_facts(tmp_path, monkeypatch):
         ("a.arrow", "", r"a\.arrow is not Arrow"),
         ("a.arrow", "ARROW1", r"a\.arrow is not Arrow"),
         ("a.jsonl.gz", '{"text": "x"}', r"a\.jsonl\.gz is not a whole gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9], r"a\.jsonl\.gz is not a whole gzip file: Compressed file"),
-        ("a.json.gz", gzip.compress(b"[]")[:-9], r"a\.json\.gz is not a whole gzip file: Compressed file"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n\n[1]'), r"a\.jsonl\.gz line 3 is a list, where an object"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}', mtime=0)[:-9],
+            r"a\.jsonl\.gz is not a whole gzip file: Compressed file",
+        ),
+        ("a.json.gz", gzip.compress(b"[]", mtime=0)[:-9], r"a\.json\.gz is not a whole gzip file: Compressed file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n\n[1]', mtime=0),
+            r"a\.jsonl\.gz line 3 is a list, where an object",
+        ),
         (
             "a.jsonl",
             '{"text": "x"}\n' + "[" * 100_000,
