@@ -32,7 +32,8 @@ class AdapterOptions:
     """Adapters"""
 
     adapters: Annotated[
-        list[str], "The folder of an adapter in PEFT's format (or its hub id): to go on from, to merge, or to run."
+        list[str],
+        "Folder of an adapter in PEFT's format (or its hub id): to continue training, to merge, or to run.",
     ] = field(default_factory=list)
     merge_lora: Annotated[
         bool | None,

@@ -1,6 +1,7 @@
 """What options cannot be together, found before anything heavy is imported. Each error names flag, value and cure."""
 
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from ..bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ..tasks.log import require_reporters
-from ..tasks.option_groups import CompletionOptions, LoggingOptions
+from ..tasks.option_groups import TEMPERATURES, CompletionOptions, LoggingOptions
 from ..tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
 from ..tasks.resume import asked_for
@@ -82,15 +83,10 @@ def check_infer(options: InferOptions) -> list[str]:
         model = read_model_config(options, weights=SAFETENSORS)
         check_speaks(options, model)
         notes += check_base(options, options, model)
-    for name, least in (("temperature", 0), ("max_new_tokens", 1), ("max_batch_size", 1), ("vllm_max_model_len", 1)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise UsageError(f"--{name} {value}: must be at least {least}.")
+    least, most = TEMPERATURES
+    if options.temperature and not least <= options.temperature <= most:
+        raise UsageError(f"--temperature {options.temperature}: must be 0, or from {least} to {most:g}.")
     notes += beyond_positions(f"--max_new_tokens {options.max_new_tokens}", options.max_new_tokens or 0, model)
-    for name in ("top_p", "vllm_gpu_memory_utilization"):
-        if (value := getattr(options, name)) is not None and not 0 < value <= 1:
-            raise UsageError(f"--{name} {value}: must be above 0 and at most 1.")
-    if options.repetition_penalty is not None and options.repetition_penalty <= 0:
-        raise UsageError(f"--repetition_penalty {options.repetition_penalty}: must be above 0.")
     return notes
 
 
@@ -101,8 +97,6 @@ def check_rollout(options: RolloutOptions) -> list[str]:
     check_vllm(options)
     check_room(options)
     check_key("api_key", options.api_key)
-    if options.vllm_data_parallel_size < 1:
-        raise UsageError(f"--vllm_data_parallel_size {options.vllm_data_parallel_size}: must be at least 1.")
     if options.vllm_enable_return_routed_experts and model is not None and not experts_of(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Leave it out.")
     return []
@@ -376,7 +370,9 @@ def folder_of(options: SftOptions) -> Path:
 
 
 def _output(options: SftOptions) -> None:
-    """Writing is tried by the run itself; this finds what can be seen without writing."""
+    """Writing is tried by `check_writable`; this finds what can be seen without writing."""
+    if options.output_dir is not None and not options.output_dir.strip():
+        raise UsageError("--output_dir '': no folder. Set one, or remove the flag.")
     try:
         shard_bytes(options.max_shard_size)
     except ValueError as error:
@@ -393,6 +389,18 @@ def _output(options: SftOptions) -> None:
     else:
         return
     raise UsageError(f"--output_dir {folder}: {problem}. Give a folder that you may write.")
+
+
+def check_writable(options: SftOptions) -> None:
+    """Raise UsageError where nothing can be made in the output folder. Makes a folder there, and removes it."""
+    folder = folder_of(options)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+    except OSError as error:
+        raise UsageError(
+            f"--output_dir {folder}: {existing} cannot be written ({error.strerror}). Set a folder that you may write."
+        ) from None
 
 
 def _reporters(options: LoggingOptions) -> None:

@@ -1,6 +1,5 @@
 """What `--dry_run true` prints: the options, the layout, the steps and the command that would start the processes."""
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from ..tasks.options import GrpoOptions, SftOptions
 from ..tasks.plan import DataPlan, Layout, plan_data
 from ..tasks.resume import asked_for
 from ..templates.plural import plural
-from .checks import folder_of
-from .flags import UsageError, flags_of, show
+from .checks import check_writable
+from .flags import flags_of, show
 from .launch import Processes, shown_command, torchrun_command
 
 
@@ -24,7 +23,7 @@ def report(
 ) -> str:
     """Reads the dataset (its tokens are cached for the run itself), and of weights the headers. `argv`: program,
     command, flags. Raises what the run itself would raise of these, and of a folder that cannot be made."""
-    _check_output(options)
+    check_writable(options)
     _check_weights(options)
     data = plan_data(options, layout)
     notes = _check_rewards(options, data)
@@ -49,18 +48,6 @@ def report(
         "Nothing was trained: this was a dry run.",
     ]
     return "\n".join(lines)
-
-
-def _check_output(options: SftOptions) -> None:
-    """Whether something can be made where the run is to write. Nothing of it stays."""
-    wanted = folder_of(options)
-    existing = next(path for path in (wanted, *wanted.parents) if path.exists())
-    try:
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        raise UsageError(
-            f"--output_dir {wanted}: {existing} cannot be written ({error.strerror}). Give a folder that you may write."
-        ) from None
 
 
 def _check_weights(options: SftOptions) -> None:

@@ -27,6 +27,7 @@ from ..templates.plural import plural
 from .flags import UsageError, show
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
+MOST_PER_NODE = 1024
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,17 @@ class Processes:
         if port > 65535:
             raise UsageError(f"MASTER_PORT={port}: a port is from 1 to 65535.")
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        per_node, restarts = _number("NPROC_PER_NODE", max(1, gpus), least=1), _number("MAX_RESTARTS", 0)
+        per_node = _number("NPROC_PER_NODE", max(1, gpus), least=1, most=MOST_PER_NODE)
+        restarts = _number("MAX_RESTARTS", 0)
         return cls(per_node, nodes, node_rank, address, port or None, restarts)
 
 
-def _number(name: str, default: int, least: int = 0) -> int:
+def _number(name: str, default: int, least: int = 0, most: int = 999_999_999) -> int:
     text = os.environ.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise UsageError(f"{name}={text}: a whole number of at least {least} is needed.")
+    if int(text) > most:
+        raise UsageError(f"{name}={text}: must be at most {most}.")
     return int(text)
 
 

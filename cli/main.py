@@ -191,7 +191,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 @guarded_exit()
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
     from ..tasks.plan import Layout
-    from .checks import check_lock, check_training, folder_of
+    from .checks import check_lock, check_training, check_writable, folder_of
     from .launch import (
         Processes,
         environment,
@@ -220,6 +220,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
         print(report(argv, options, sources, layout, processes, settings))
         return 0
     if not under_torchrun() and processes.node_rank == 0:
+        check_writable(options)
         check_lock(options)
     start(processes, argv, settings, output=folder_of(options))
     wake_gpu(gpus)

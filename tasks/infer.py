@@ -127,17 +127,26 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
 
 
 def result_path(folder: Path, options: InferOptions) -> Path:
-    """Where the answers go: never a file that is there, always one in a folder that can be written."""
+    """Where the answers go: never a file that is there, always one in a folder that can be written.
+
+    Raises FileExistsError and ValueError.
+    """
     if options.result_path is None:
         path = _default_path(folder.resolve(), time.strftime("%Y%m%d-%H%M%S"))
     else:
         path = Path(options.result_path).expanduser()
-    if path.exists():
-        raise FileExistsError(f"--result_path {path} exists. Move it away, or give another path.")
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ValueError(f"--result_path {path}: {error.strerror}. Set another path.") from error
+    else:
+        raise FileExistsError(f"--result_path {path} exists. Move it away, or set another path.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--result_path {path} cannot be written ({error.strerror}). Give another path.") from error
+        raise ValueError(f"--result_path {path} cannot be written ({error.strerror}). Set another path.") from error
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"--result_path {path} cannot be written (its folder is read-only). Give another path.")
     return path
@@ -329,6 +338,7 @@ class VllmEngine(Engine):
             gpu_memory_utilization=options.vllm_gpu_memory_utilization,
             max_model_len=options.vllm_max_model_len,
             enforce_eager=options.vllm_enforce_eager,
+            use_tqdm_on_load=sys.stderr.isatty(),
             **lora,
         )
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None

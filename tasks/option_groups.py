@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+TEMPERATURES = 1e-3, 1e3  # of sampling, beside 0; outside, a logit divided by one is infinite or rounds to 0
+
 
 @dataclass
 class BatchOptions:
@@ -44,7 +46,7 @@ class OptimizerOptions:
     clip_grad: Annotated[float, "Clip the gradient to this norm; 0: never.", "[0, inf)"] = 1.0
     adam_beta1: Annotated[float, "Adam's decay of the mean.", "[0, 1)"] = 0.9
     adam_beta2: Annotated[float, "Adam's decay of the variance.", "[0, 1)"] = 0.95
-    adam_eps: Annotated[float, "Adam's epsilon.", "[0, inf)"] = 1e-8
+    adam_eps: Annotated[float, "Adam's epsilon.", "(0, inf)"] = 1e-8
     sgd_momentum: Annotated[float, "SGD's momentum.", "[0, 1)"] = 0.9
     lorap_lr_ratio: Annotated[
         float | None, "LoRA+: the B matrices of adapters learn at this multiple of --lr (2 to 16).", "(0, inf)"
@@ -89,7 +91,7 @@ class CheckpointOptions:
     greater_is_better: Annotated[bool | None, "Whether more of it is better; left out: unless it is a loss."] = None
     no_save_optim: Annotated[
         bool,
-        "Leave the optimizer's state out of checkpoints: they are smaller, and a run cannot go on from them exactly.",
+        "Leave the optimizer's state out of checkpoints: they are smaller, and a run cannot resume from them exactly.",
     ] = False
     no_save_rng: Annotated[bool, "Leave the states of random numbers out of checkpoints."] = False
     async_save: Annotated[bool, "Copy what a checkpoint has to the host, and train on while it is written."] = False
@@ -105,7 +107,7 @@ class ResumeOptions:
 
     resume_from_checkpoint: Annotated[
         str | None,
-        "The checkpoint to go on from: its folder; latest: the newest whole one under --output_dir; auto: the same, "
+        "The checkpoint to resume from: its folder; latest: the newest whole one under --output_dir; auto: the same, "
         "or a new run where there is none.",
     ] = None
     finetune: Annotated[
@@ -237,7 +239,7 @@ class CompletionOptions:
 
     max_completion_length: Annotated[int, "Longest completion, in tokens.", "[1, inf)"] = 512
     temperature: Annotated[
-        float, "Of the completions' sampling, and of the log-probabilities that are trained on.", "(0, inf)"
+        float, "Of the completions' sampling, and of the log-probabilities that are trained on.", "[0.001, 1000]"
     ] = 0.9
     top_p: Annotated[float, "Keep the likeliest tokens up to this mass.", "(0, 1]"] = 1.0
     top_k: Annotated[int, "Keep this many of the likeliest tokens; -1: all.", "[-1, inf)"] = -1

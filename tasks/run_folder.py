@@ -46,7 +46,7 @@ def new_run_folder(output_dir: str | Path, *, add_version: bool = True, replace:
     if not replace and (there := checkpoints(folder)):
         raise ValueError(
             f"--add_version false: {folder} has {', '.join(path.name for path in there)} of another run, which this "
-            "one would replace or delete. Give --resume_from_checkpoint auto to go on from there, or another "
+            "one would replace or delete. Set --resume_from_checkpoint auto to resume from there, or another "
             "--output_dir, or leave --add_version false out"
         )
     return folder

@@ -18,6 +18,7 @@ What is trained on is the template's text, but for two habits that would teach a
 - Where the thought of a turn after the last question is left out (DeepSeek-R1), the turn is given it.
 """
 
+import json
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,7 @@ from typing import Any
 
 from .dialect import CALLS, PROBE, Dialect, Turns, joined, learn, with_calls_as
 from .formats import Conversation, UnusableRow
+from .template_limits import excess_of
 from .thoughts import CLOSING, OPENING, is_shut, shows_calls, thought_of, with_thought, without_thought
 
 
@@ -310,8 +312,11 @@ def check_template(tokenizer: Any) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     templates = tokenizer.chat_template
+    cure = "Fix it, or copy the file again from the original checkpoint"
+    context = {"messages": PROBE[:2], "add_generation_prompt": False, **tokenizer.special_tokens_map}
     for name, template in templates.items() if isinstance(templates, dict) else [("", templates)]:
-        cure = "Fix it, or copy the file again from the original checkpoint"
+        if excess := excess_of(template, json.dumps(context, default=str)):
+            raise ValueError(f"{_template_file(tokenizer, name)}: the chat template cannot be used: {excess}. {cure}")
         try:
             render_jinja_template([PROBE[:2]], chat_template=template, **tokenizer.special_tokens_map)
         except TemplateSyntaxError as error:

@@ -125,9 +125,11 @@ class Share:
                 )
                 yield cursor, [document for _, document in documents]
             if epoch >= start.usual and not found:
+                names = ", ".join(source.name for source, _ in self.stream.sources)
                 raise ValueError(
-                    f"no row of share {start.share + 1} of {start.shares} of --dataset can be used: too small to "
-                    "stream, or every row is dropped (the warnings say why)"
+                    f"--dataset {names}: no row of share {start.share + 1} of {start.shares} can be used. The data is "
+                    "empty, has fewer rows than shares (data-parallel ranks x --dataloader_num_workers), or every row "
+                    "is dropped (the warnings say why)."
                 )
 
     def _rows(self, lane: Lane) -> Lines:

@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request as Http
 
+from ..option_groups import TEMPERATURES
 from .engine import Request, Sampling
 
 JSON_BYTES = 256 * 2**20  # of a body at most
 JSON_SECONDS = 60.0  # within which a body is to come
 LETTERS = 200  # of a name at most
 REQUESTS = 65536  # of one body at most
-TEMPERATURES = 1e-3, 1e3  # beyond these a logit divided by one is not finite, or rounds to nothing
 PENALTIES = 1e-2, 1e2
 SEEDS = -(2**63), 2**64 - 1  # that torch takes
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class VllmBackend:
                 enable_prefix_caching=options.vllm_enable_prefix_caching,
                 enable_sleep_mode=on_gpu,
                 enable_return_routed_experts=options.vllm_enable_return_routed_experts,
+                use_tqdm_on_load=sys.stderr.isatty(),
                 generation_config="vllm",  # nothing of its own beside Sampling
                 logprobs_mode="raw_logprobs",  # of logits that are divided by the temperature: `_at`
                 max_logprobs=-1,  # as many as a student asks for

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import secrets
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ class VllmEngine:
                 enable_sleep_mode=self._level > 0,
                 load_format="auto" if load or adapter_rank else "dummy",
                 enable_return_routed_experts=experts,
+                use_tqdm_on_load=sys.stderr.isatty(),
                 **arguments,
                 generation_config="vllm",  # nothing of its own beside Sampling
                 logprobs_mode="raw_logprobs",  # see _set_temperature

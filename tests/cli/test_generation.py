@@ -192,7 +192,7 @@ def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.M
             "--max_length 30 --truncation_strategy right",
             "--truncation_strategy right cannot be with --rlhf_type grpo: it cuts off the end of the question, and the",
         ),
-        ("--temperature 0", "--temperature 0.0: must be above 0"),
+        ("--temperature 0", "--temperature 0.0: must be at least 0.001"),
         ("--top_p 0", "--top_p 0.0: must be above 0 and at most 1."),
         ("--top_p 1.1", "--top_p 1.1: must be above 0 and at most 1."),
         ("--top_k 0", "--top_k 0: must be at least 1, or -1 for all."),

@@ -17,6 +17,23 @@ from tests import tiny
 from tests.prepared import ROOT
 from tests.rollout.test_vllm_runs import REWARD
 
+# Counts the captured graphs: a run that had fallen back to eager would prove nothing.
+COUNT = """
+from pathlib import Path
+
+import torch
+
+capture = torch.cuda.CUDAGraph.capture_end
+
+
+def capture_end(graph):
+    capture(graph)
+    with Path("captured.txt").open("a") as file:
+        file.write("x")
+
+
+torch.cuda.CUDAGraph.capture_end = capture_end
+"""
 # vLLM's attention on GPUs takes heads of 64.
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
 LINE = (
@@ -41,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
         tiny.save_tokenizer(root / family)
     rows = [{"messages": [{"role": "user", "content": f"say {number}"}]} for number in range(16)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "reward.py").write_text(REWARD)
+    (root / "reward.py").write_text(REWARD + COUNT)
     return root
 
 
@@ -55,6 +72,8 @@ def folder(tmp_path_factory) -> Path:
 def test_an_engine_over_two_gpus_captures_graphs(family, layout, folder):
     """The launcher's expandable segments, vLLM's sleep mode and its all-reduce of captured graphs go together."""
     line = LINE.replace("--model model", f"--model {family}").replace("--output_dir out", f"--output_dir {family}-run")
+    captured = folder / "captured.txt"
+    captured.write_text("")
     environment = os.environ | {
         "NPROC_PER_NODE": "2",
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
@@ -70,5 +89,6 @@ def test_an_engine_over_two_gpus_captures_graphs(family, layout, folder):
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-5000:]
     assert "CUDA Error" not in printed
+    assert captured.read_text(), printed[-5000:]
     steps = [json.loads(line) for line in (folder / f"{family}-run" / "logging.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "loss" in row] == [1, 2]

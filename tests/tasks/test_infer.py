@@ -242,8 +242,10 @@ def test_errors_name_the_cure(model, tmp_path, monkeypatch):
     assert prompt.conversation.messages == [{"role": "user", "content": "red"}]
     with pytest.raises(FileExistsError, match=r"--result_path .* exists"):
         failing(result_path=str(data))
-    with pytest.raises(ValueError, match=r"--result_path .* cannot be written .* another path"):
+    with pytest.raises(ValueError, match=r"--result_path .*: Not a directory\. Set another path"):
         failing(result_path=str(data / "below-a-file" / "answers.jsonl"))
+    with pytest.raises(ValueError, match=r"--result_path .*: File name too long\. Set another path"):
+        failing(result_path=str(tmp_path / ("a" * 300)))
     monkeypatch.setattr(infer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"vLLM is not installed.*megaswift\[vllm\]"):
         failing(infer_backend="vllm")

@@ -239,6 +239,7 @@ def test_a_template_that_refuses(make_tokenizer):
         ("{% for i in range(100000000) %}x{% endfor %}", r"cannot be used \(Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"cannot be used \(maximum recursion depth"),
         ("{{ 1 // 0 }}", r"cannot be used \(integer "),
+        ("{{ 'x' * 10**10 }}", r"cannot be used: it needs more than 2 GiB of memory"),
     ],
 )
 def test_a_broken_template_is_named_before_any_row(make_tokenizer, tmp_path, template, problem):
