@@ -90,6 +90,30 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     return model
 
 
+def check_weights(folder: Path, *, flag: str = "--model") -> None:
+    """Check a model folder's tensors against its config.json, by the headers of the files.
+
+    Raises ValueError where files are missing or cut short, where names are not those of the model, and where a shape is
+    not that of transformers' model. Shapes are compared where transformers has the tensor under the name of the file.
+    """
+    import torch
+
+    from .names import check_folder_names, shape_misfit
+    from .safetensors_io import SafetensorsFolder
+
+    if not has_weights(folder):
+        return
+    tensors, hf_config = SafetensorsFolder(folder).tensors, read_config(folder)
+    check_folder_names(folder, hf_config)
+    if "quantization_config" in hf_config or _describe(hf_config) is None:
+        return
+    with torch.device("meta"):
+        model = empty_model(load_config(folder, flag=flag))
+    for name, tensor in model.state_dict().items():
+        if name in tensors and tensors[name].shape != tensor.shape:
+            raise ValueError(f"{flag} {shape_misfit(tensors[name].file, name, tensors[name].shape, tensor.shape)}")
+
+
 def empty_model(config: Any, **settings: Any) -> Any:
     """A causal language model of transformers' `config` without weights."""
     from transformers import AutoModelForCausalLM

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from .hub import INDEX, has_weights, no_weights, read_config
+from .hub import INDEX, has_weights, no_weights
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,7 +41,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
 BLOCK = 8 * 2**20  # bytes that are read or written at a time
-EMBEDDING = "embed_tokens.weight"  # ends the name of the input embedding
 SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
 
@@ -177,35 +175,9 @@ def names_of(folder: str | Path) -> Collection[str]:
 
 
 def check_headers(folder: Path) -> None:
-    """Check a model folder by the headers of its safetensors files, if it has some.
-
-    Raises ValueError where files are missing, cut short or not safetensors, or where the number of layers or the shape
-    of the embedding is not that of config.json.
-    """
-    if not has_weights(folder):
-        return
-    tensors = SafetensorsFolder(folder).tensors
-    embedding = next((name for name in tensors if name.endswith(EMBEDDING)), None)
-    if embedding is None or not (folder / "config.json").is_file():  # an adapter, or names that the loader refuses
-        return
-    config = read_config(folder)
-    config = config.get("text_config") or config
-    sizes = {"vocab_size": 0, "hidden_size": 1}
-    for key, dim in sizes.items():
-        stored = tensors[embedding].shape[dim]
-        if config.get(key, stored) != stored:
-            raise ValueError(
-                f"{folder}: {embedding} is {list(tensors[embedding].shape)}, and {key} in config.json is "
-                f"{config[key]}. Copy both from the same checkpoint"
-            )
-    prefix = re.escape(embedding.removesuffix(EMBEDDING))
-    layers = {int(match[1]) for name in tensors if (match := re.match(rf"{prefix}layers\.(\d+)\.", name))}
-    missing = set(range(config.get("num_hidden_layers") or 0)) - layers
-    if missing:
-        raise ValueError(
-            f"{folder}: the weights have no layer {min(missing)}, and num_hidden_layers in config.json is "
-            f"{config['num_hidden_layers']}. Copy both from the same checkpoint"
-        )
+    """Raise ValueError where safetensors files of a model's folder are missing, cut short, or none. Reads headers."""
+    if has_weights(folder):
+        SafetensorsFolder(folder)
 
 
 def read_header(file: Path) -> dict[str, Stored]:

@@ -49,8 +49,11 @@ def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -
 def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Given:
     """The flags of a YAML or JSON file, or of an args.json. Variables of its `ENV:` block that are unset are set."""
     table = _table(path)
-    for name, value in (table.pop("ENV", None) or {}).items():
-        os.environ.setdefault(name, show(value))
+    variables = table.pop("ENV", None) or {}
+    if not isinstance(variables, dict):
+        raise UsageError(f"ENV: {show(variables)}: a table of variable: value is needed (from {path}).")
+    for name, value in variables.items():
+        os.environ.setdefault(str(name), show(value))
     given = Given()
     for name, (value, source) in _entries(table, path).items():
         _take(given, name, value if isinstance(value, list) else [value], flags, others, source)
@@ -114,6 +117,9 @@ def _table(path: str) -> dict[str, Any]:
         raise UsageError(f"--config {path}: cannot be read: it is nested too deeply.") from None
     if not isinstance(table, dict):
         raise UsageError(f"--config {path}: a table of flag: value is needed.")
+    for name in table:
+        if not isinstance(name, str):
+            raise UsageError(f"--config {path}: {show(name)} is not the name of a flag. Fix it, or put it in quotes.")
     return table
 
 
@@ -130,6 +136,15 @@ def _read(file: Path) -> Any:
     import yaml
 
     try:
+        with file.open() as stream:
+            tree = yaml.compose(stream, yaml.SafeLoader)
+        if isinstance(tree, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, _ in tree.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise ValueError(f"{name} is in line {lines[name]} and again in line {line}. Remove one")
+                lines[name] = line
         return yaml.safe_load(file.read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None

@@ -51,12 +51,12 @@ def report(
 
 
 def _check_weights(options: SftOptions) -> None:
-    """What headers tell of the weights in folders; a hub's are fetched by the run."""
-    from ..bridge.safetensors_io import check_headers
+    """Check the weights in local folders against their config.json; a hub's are fetched by the run."""
+    from ..bridge.pretrained import check_weights
 
-    names = "ref_model", "teacher_model", "reward_model", *([] if asked_for(options) else ["model"])
-    for folder in _folders(options, *names):
-        check_headers(folder)
+    for name in ("ref_model", "teacher_model", "reward_model", *([] if asked_for(options) else ["model"])):
+        for folder in _folders(options, name):
+            check_weights(folder, flag=f"--{name}")
 
 
 def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:

@@ -156,6 +156,8 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
             raise wrong("true or false is needed")
         return text in ("true", "1", "yes")
     if kind is str:
+        if isinstance(value, bool):  # YAML's words yes, no, on and off too
+            raise wrong("text is needed, in quotes where it is such a word")
         return show(value)
     try:
         if isinstance(value, bool):

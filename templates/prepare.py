@@ -5,18 +5,19 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from .encode import Encoder
+from .encode import Encoder, Row
 from .files import Source
 from .formats import PROMPTED, Stage
 from .options import PrepareOptions
@@ -30,6 +31,7 @@ from .streaming import Share, TokenStream
 
 logger = logging.getLogger(__name__)
 
+FIRST = 100  # rows of a source that are looked through for a column
 CHUNK = 500  # rows, at most, that a process tokenises at a time, and KTO's that lend each other their answers
 
 
@@ -120,9 +122,11 @@ def prepare(
             options.shuffle_buffer_size,
             options.strict,
         )
+        _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
         val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
     parts = _parts("--dataset", options.dataset, options, options.dataset_shuffle, encoder, hub)
+    _check_columns(options.columns, (part.source.rows(part.rows[:FIRST]) for part in (*parts, *val_parts)))
     if options.split_dataset_ratio and not val_parts:
         pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
         parts, val_parts = [first for first, _ in pairs], [second for _, second in pairs]
@@ -135,6 +139,22 @@ def prepare(
     # The tokenizer's threads have done their work: the loader's forks need not warn of them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, encoder))
+
+
+def _check_columns(columns: Collection[str], sources: Iterable[Iterator[Row]]) -> None:
+    """Raise ValueError where --columns renames a column that no source has in its first rows."""
+    if not columns:
+        return
+    names: set[str] = set()
+    for rows in sources:
+        for _, _, row in islice(rows, FIRST):
+            names |= row.keys()
+    for name in columns:
+        if name not in names:
+            raise ValueError(
+                f"--columns {name}: the first {FIRST} rows of the data have no such column. They have "
+                f"{', '.join(sorted(names))}."
+            )
 
 
 def _with_max_length(options: PrepareOptions) -> PrepareOptions:

@@ -79,17 +79,17 @@ def batches() -> list[Batch]:
 
 
 def seconds(step: Step, start: int) -> float:
-    """Of a step, over STEPS of them."""
-    began = time.perf_counter()
+    """Return the CPU seconds of a step, averaged over STEPS: waiting for a busy machine does not count."""
+    began = time.process_time()
     for number in range(start, start + STEPS):
         step(number)
-    return (time.perf_counter() - began) / STEPS
+    return (time.process_time() - began) / STEPS
 
 
 def compare(step: Step, reference: Step, rounds: int) -> tuple[float, float, float]:
     """Return the least seconds of both steps over the rounds, and their ratio; a round more warms up.
 
-    The least: other processes on the machine make any round slower, and none faster.
+    The least: other processes use the same caches, which makes a round slower, never faster.
     """
     gc.collect()
     times = [(seconds(step, STEPS * n), seconds(reference, STEPS * n)) for n in range(rounds + 1)][1:]

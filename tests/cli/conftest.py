@@ -1,4 +1,5 @@
 import json
+import math
 import os
 from pathlib import Path
 
@@ -44,11 +45,49 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_model(folder: Path, config: dict) -> Path:
-    """With weights, of which there are none."""
+    """Write config.json and a file of its weights, all zero, which takes no room on the disk."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    header, end = {}, 0
+    for name, shape in shapes(config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
     return folder
+
+
+def shapes(config: dict) -> dict[str, list[int]]:
+    """Return the tensors of a Qwen3 model, dense or with experts; none of another family."""
+    if config.get("model_type") not in ("qwen3", "qwen3_moe"):
+        return {}
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    queries, keys = head * heads, head * config["num_key_value_heads"]
+    layer = {
+        "input_layernorm.weight": [hidden],
+        "self_attn.q_proj.weight": [queries, hidden],
+        "self_attn.k_proj.weight": [keys, hidden],
+        "self_attn.v_proj.weight": [keys, hidden],
+        "self_attn.o_proj.weight": [hidden, queries],
+        "self_attn.q_norm.weight": [head],
+        "self_attn.k_norm.weight": [head],
+        "post_attention_layernorm.weight": [hidden],
+    }
+    experts = config.get("num_experts", 0)
+    width = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    for mlp in [f"mlp.experts.{n}" for n in range(experts)] or ["mlp"]:
+        layer |= {f"{mlp}.gate_proj.weight": [width, hidden], f"{mlp}.up_proj.weight": [width, hidden]}
+        layer[f"{mlp}.down_proj.weight"] = [hidden, width]
+    if experts:
+        layer["mlp.gate.weight"] = [experts, hidden]
+    ends = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    if not config.get("tie_word_embeddings"):
+        ends["lm_head.weight"] = ends["model.embed_tokens.weight"]
+    layers = range(config["num_hidden_layers"])
+    return ends | {f"model.layers.{n}.{name}": shape for n in layers for name, shape in layer.items()}
 
 
 @pytest.fixture

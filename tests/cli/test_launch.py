@@ -111,7 +111,7 @@ def line(model: Path, *words: str) -> list[str]:
 def started(folder: Path, ranks: int) -> list[int]:
     """The pids of the processes, once all have begun."""
     files = [folder / f"rank-{rank}" for rank in range(ranks)]
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900  # a busy machine starts them slowly
     while not all(file.exists() and file.read_text().endswith("\n") for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 
+import megaswift.tasks.rewards.load  # noqa: F401  (registers the project's own rewards, once)
 import pytest
 from megaswift.tasks import plugins
 from megaswift.tasks.rewards import orms

@@ -180,7 +180,7 @@ def whole(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "old", "new"), map(marked, GONE_ON))
+@pytest.mark.parametrize(("way", "old", "new"), [*map(marked, GONE_ON)])
 def test_goes_on_as_if_it_had_not_stopped(way, old, new, launched):
     wanted = result_of(launched.stopped, launched.place(way, old))
     found = result_of(launched.gone_on, launched.place(way, old, new))
