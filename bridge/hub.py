@@ -275,6 +275,10 @@ def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str,
         raise ValueError(f"{path} is nested too deeply: copy the adapter again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no JSON object: copy the adapter again")
+    for name, kinds in (("r", int), ("lora_alpha", int | float)):
+        value = config.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            raise ValueError(f"{path} has {name} {value!r}, which must be a number above 0: copy the adapter again")
     return config
 
 

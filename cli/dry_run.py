@@ -26,7 +26,7 @@ def report(
     check_writable(options)
     _check_weights(options)
     data = plan_data(options, layout)
-    notes = _check_rewards(options, data)
+    notes = [*_check_rewards(options, data), *_hub_adapters(options)]
     _check_vocabularies(options, data)
     share = options.micro_batch_size * layout.data
     lines = [
@@ -57,6 +57,12 @@ def _check_weights(options: SftOptions) -> None:
     for name in ("ref_model", "teacher_model", "reward_model", *([] if asked_for(options) else ["model"])):
         for folder in _folders(options, name):
             check_weights(folder, flag=f"--{name}")
+
+
+def _hub_adapters(options: SftOptions) -> list[str]:
+    """Return a note for each adapter that is no local folder, which a dry run does not fetch."""
+    names = [name for name in options.adapters if not Path(name).expanduser().is_dir()]
+    return [f"--adapters {name}: no such folder here. The run takes it as a hub id, not checked now." for name in names]
 
 
 def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:

@@ -1,6 +1,7 @@
 """Where `--model` comes from: a folder, Hugging Face, ModelScope. The hubs are fakes of their packages' functions."""
 
 import json
+import math
 import sys
 import types
 from fnmatch import fnmatch
@@ -113,6 +114,17 @@ def test_config_that_is_missing_or_broken(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"config\.json {fault}.*\. Fix it, or use the file of the original"):
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [({"r": 0}, "has r 0,"), ({"r": "two"}, "has r 'two',"), ({"lora_alpha": math.nan}, "has lora_alpha nan,")],
+)
+def test_numbers_of_an_adapter(config, fault, tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"adapter_config\.json {fault} which must be a number above 0"):
+        read_adapter_config(tmp_path)
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

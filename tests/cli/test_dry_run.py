@@ -67,6 +67,12 @@ def test_weights_of_another_config(model, tmp_path, capsys, changes, problem):
     assert (code, problem in printed) == (1, True), printed
 
 
+def test_an_adapter_of_a_hub_is_not_checked(model, tmp_path, capsys):
+    data = written(tmp_path / "a.jsonl", "1")
+    code, printed = dry(capsys, grpo(model, data, "--tuner_type lora --adapters owner/name"))
+    assert (code, "note: --adapters owner/name: no such folder here." in printed) == (0, True), printed
+
+
 def test_only_what_is_set_is_listed(model, tmp_path, capsys):
     data = written(tmp_path / "a.jsonl", "1")
     said = dry(capsys, grpo(model, data, "--hub_token SECRET"))[1]

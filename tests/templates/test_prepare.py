@@ -301,7 +301,7 @@ def test_bad_input(tmp_path, make_tokenizer, content, options, message, processe
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_that_no_row_has_cannot_be_renamed(data, make_tokenizer, streaming):
     options = PrepareOptions(dataset=[str(data)], columns={"frage": "system"}, streaming=streaming)
-    with pytest.raises(ValueError, match="--columns frage: the first 100 rows .* They have query, response"):
+    with pytest.raises(ValueError, match=r"--columns frage: the first 100 rows .* They have query, response"):
         prepare(options, make_tokenizer(), stage="sft")
 
 
