@@ -15,13 +15,16 @@ from typing import Any
 _loaded: set[Path] = set()
 
 
-def registrar[T: Callable](registry: dict[str, Any], name: str, what: str) -> Callable[[T], T]:
-    """A decorator, `@what(name)`, that puts a function or a class into `registry`.
+def registrar(registry: dict[str, Any], name: Any, what: str) -> Any:
+    """Return a decorator, `@what(name)`, that puts a function or a class into `registry`.
 
+    As a bare decorator, `@what`, it is called with the function, which is registered under its own name.
     Raises ValueError where the name is taken.
     """
+    if callable(name):
+        return registrar(registry, name.__name__, what)(name)
 
-    def register(function: T) -> T:
+    def register(function: Any) -> Any:
         if name in registry:
             raise ValueError(f'@{what}("{name}"): there is a {what} of this name. Choose another one')
         registry[name] = function

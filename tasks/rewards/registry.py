@@ -1,7 +1,7 @@
 """Rewards by name. A plugin puts its own in, by `@reward("name")` or, as in ms-swift, by `orms["name"] = Class`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from ..plugins import registrar
 
@@ -19,6 +19,13 @@ class ORM:
 AsyncORM = ORM
 
 
-def reward[T: Callable](name: str) -> Callable[[T], T]:
-    """Register a function or a class. Raises ValueError where the name is taken."""
+@overload
+def reward[T: Callable](name: str) -> Callable[[T], T]: ...
+@overload
+def reward[T: Callable](name: T) -> T: ...
+def reward(name: Any) -> Any:
+    """Register a function or a class: `@reward("name")`, or `@reward` under its own name.
+
+    Raises ValueError where the name is taken.
+    """
     return registrar(orms, name, "reward")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from ..plugins import registrar
 
@@ -27,8 +27,15 @@ class Turn:
     info: dict[str, Any]  # likewise, numbers, texts and lists: rewards get it as `rollout_infos`
 
 
-def scheduler[T: Callable](name: str) -> Callable[[T], T]:
-    """Register a function or a class. Raises ValueError where the name is taken."""
+@overload
+def scheduler[T: Callable](name: str) -> Callable[[T], T]: ...
+@overload
+def scheduler[T: Callable](name: T) -> T: ...
+def scheduler(name: Any) -> Any:
+    """Register a function or a class: `@scheduler("name")`, or `@scheduler` under its own name.
+
+    Raises ValueError where the name is taken.
+    """
     return registrar(multi_turns, name, "scheduler")
 
 

@@ -128,3 +128,13 @@ def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match=r'@reward\("mine"\)'):
         reward("mine")(sum)
     assert orms["mine"] is len
+
+
+def test_without_a_name_it_is_the_functions():
+    @reward
+    def shortest(completions):
+        return [0.0] * len(completions)
+
+    assert orms["shortest"] is shortest
+    with pytest.raises(ValueError, match=r'@reward\("shortest"\)'):
+        reward(shortest)
