@@ -11,7 +11,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 marks="not long and not proof"
 sample=(--sample-seed "$(date +%Y%m%d)")
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
-parallel=(-n $((cores < 4 ? cores : 4)) --no-loadscope-reorder)  # a worker imports torch: 1 to 2 GiB each
+# A worker imports torch: 1 to 2 GiB each. One that dies ends the run: pytest-xdist can wait for it forever.
+parallel=(-n $((cores < 4 ? cores : 4)) --no-loadscope-reorder --max-worker-restart 0)
 case "${1:-}" in
   --quick) marks="not slow and not long and not proof"; sample=(); shift ;;
   --long) marks=""; sample=(); parallel=(); shift ;;
