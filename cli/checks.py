@@ -392,7 +392,7 @@ def _output(options: SftOptions) -> None:
 
 
 def check_writable(options: SftOptions) -> None:
-    """Raise UsageError where nothing can be made in the output folder. Makes a folder there, and removes it."""
+    """Raise UsageError where the output folder cannot be written. Makes a temporary folder there, and removes it."""
     folder = folder_of(options)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

@@ -127,9 +127,9 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
 
 
 def result_path(folder: Path, options: InferOptions) -> Path:
-    """Where the answers go: never a file that is there, always one in a folder that can be written.
+    """Return the path of the result file, whose folder is made where it is missing.
 
-    Raises FileExistsError and ValueError.
+    Raises FileExistsError where the file exists, and ValueError where it cannot be written.
     """
     if options.result_path is None:
         path = _default_path(folder.resolve(), time.strftime("%Y%m%d-%H%M%S"))
@@ -148,7 +148,7 @@ def result_path(folder: Path, options: InferOptions) -> Path:
     except OSError as error:
         raise ValueError(f"--result_path {path} cannot be written ({error.strerror}). Set another path.") from error
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--result_path {path} cannot be written (its folder is read-only). Give another path.")
+        raise ValueError(f"--result_path {path} cannot be written (its folder is read-only). Set another path.")
     return path
 
 

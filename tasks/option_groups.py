@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-TEMPERATURES = 1e-3, 1e3  # of sampling, beside 0; outside, a logit divided by one is infinite or rounds to 0
+TEMPERATURES = 1e-3, 1e3  # sampling range beside 0; outside it a scaled logit is infinite or rounds to 0
 
 
 @dataclass

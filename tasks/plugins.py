@@ -10,27 +10,35 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, overload
 
 _loaded: set[Path] = set()
 
 
-def registrar(registry: dict[str, Any], name: Any, what: str) -> Any:
-    """Return a decorator, `@what(name)`, that puts a function or a class into `registry`.
+class Registrar:
+    """Decorator that puts a function or a class into a registry: `@reward("name")`, or `@reward` under its own name.
 
-    As a bare decorator, `@what`, it is called with the function, which is registered under its own name.
     Raises ValueError where the name is taken.
     """
-    if callable(name):
-        return registrar(registry, name.__name__, what)(name)
 
-    def register(function: Any) -> Any:
-        if name in registry:
-            raise ValueError(f'@{what}("{name}"): there is a {what} of this name. Choose another one')
-        registry[name] = function
-        return function
+    def __init__(self, registry: dict[str, Any], kind: str):
+        self._registry, self._kind = registry, kind
 
-    return register
+    @overload
+    def __call__[T: Callable](self, name: str) -> Callable[[T], T]: ...
+    @overload
+    def __call__[T: Callable](self, name: T) -> T: ...
+    def __call__(self, name: Any) -> Any:
+        if callable(name):
+            return self(name.__name__)(name)
+
+        def register(function: Any) -> Any:
+            if name in self._registry:
+                raise ValueError(f'@{self._kind}("{name}"): there is a {self._kind} of this name. Choose another one')
+            self._registry[name] = function
+            return function
+
+        return register
 
 
 def unknown(flag: str, name: str, known: Iterable[str], what: str) -> ValueError:

@@ -31,7 +31,7 @@ from .streaming import Share, TokenStream
 
 logger = logging.getLogger(__name__)
 
-FIRST = 100  # rows of a source that are looked through for a column
+FIRST = 100  # rows per source that are searched for the columns of --columns
 CHUNK = 500  # rows, at most, that a process tokenises at a time, and KTO's that lend each other their answers
 
 

@@ -1,4 +1,4 @@
-"""Limits on what a chat template, which is a program of whoever made the model, may take of this machine.
+"""CPU-time and memory limits for chat templates, which are programs that come with a model.
 
 A template is first compiled and rendered in a process of its own, which the operating system ends at the limits:
 Jinja's sandbox bounds neither the size of a text nor nested loops, and Python cannot interrupt `'x' * 10**10`.
@@ -11,8 +11,8 @@ import sys
 from functools import cache
 from typing import Any
 
-SECONDS = 10  # of CPU time; templates of known models take a few ms
-MEMORY = 2 * 2**30  # bytes of address space
+SECONDS = 10  # CPU-time limit; templates of known models take a few ms
+MEMORY = 2 * 2**30  # address-space limit in bytes
 EXCEEDED = 3  # exit code of the process where memory ran out
 
 
@@ -36,7 +36,7 @@ def excess_of(template: str, context: str) -> str | None:
 
 
 def render(template: str, context: dict[str, Any]) -> None:
-    """Render a template within the limits. What it raises is not of interest here; MemoryError ends the process."""
+    """Render a template as transformers does. Raises jinja2's errors and MemoryError."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,9 +1,8 @@
 """Rewards by name. A plugin puts its own in, by `@reward("name")` or, as in ms-swift, by `orms["name"] = Class`."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
-from ..plugins import registrar
+from ..plugins import Registrar
 
 # A function, or a class: then one instance is made, with the run's options where it takes `args`.
 orms: dict[str, Any] = {}
@@ -19,13 +18,4 @@ class ORM:
 AsyncORM = ORM
 
 
-@overload
-def reward[T: Callable](name: str) -> Callable[[T], T]: ...
-@overload
-def reward[T: Callable](name: T) -> T: ...
-def reward(name: Any) -> Any:
-    """Register a function or a class: `@reward("name")`, or `@reward` under its own name.
-
-    Raises ValueError where the name is taken.
-    """
-    return registrar(orms, name, "reward")
+reward = Registrar(orms, "reward")

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-from ..plugins import registrar
+from ..plugins import Registrar
 
 # A function, or a class; of ms-swift's kind too (`multi_turns["name"] = Class`).
 multi_turns: dict[str, Any] = {}
@@ -27,16 +27,7 @@ class Turn:
     info: dict[str, Any]  # likewise, numbers, texts and lists: rewards get it as `rollout_infos`
 
 
-@overload
-def scheduler[T: Callable](name: str) -> Callable[[T], T]: ...
-@overload
-def scheduler[T: Callable](name: T) -> T: ...
-def scheduler(name: Any) -> Any:
-    """Register a function or a class: `@scheduler("name")`, or `@scheduler` under its own name.
-
-    Raises ValueError where the name is taken.
-    """
-    return registrar(multi_turns, name, "scheduler")
+scheduler = Registrar(multi_turns, "scheduler")
 
 
 def tool[T: Callable](function: T) -> T:

@@ -40,7 +40,7 @@ class MultiTurnScheduler:
         self.infer_engine, self.max_turns = infer_engine, max_turns
 
     def step(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> dict[str, Any]:
-        raise NotImplementedError("a scheduler has a method `step`")
+        raise NotImplementedError(f"{type(self).__name__} needs a method `step`")
 
     def check_finished(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> bool:
         return response_choice.finish_reason == "length" or bool(self.max_turns and current_turn >= self.max_turns)
