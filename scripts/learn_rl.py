@@ -4,11 +4,11 @@
 
 First `megatron sft` teaches a random Qwen3 to answer sums, a fifth of them rightly. GRPO goes on, with completions
 by transformers, or (`--engine vllm`, where it is installed) by vLLM, in the process or behind `swift rollout`. Fails
-where the rewards of the first steps are not below 0.3, those of the last not above 0.8 (0.5 with an adapter, which
-learns more slowly), or the checkpoint's own answers, by transformers, are not as good.
+where the rewards of the first steps are not below 0.3, those of the last not above 0.8 (0.7 with an adapter: the frozen
+embeddings keep every probability below 0.87), or the checkpoint's own answers, by transformers, are not as good.
 
 gkd: a teacher says two words in one order or the other; a student that begins from nothing learns its distributions, on
-its own completions half of the time. Fails where its loss on held-out answers is not within 5 % of the teacher's.
+its own completions half of the time. Fails where its loss on held-out answers is not within 15 % of the teacher's.
 """
 
 import argparse
@@ -28,16 +28,15 @@ import torch
 from learn import PAIRS, WORDS, answer_log_probs, both, make_model, tokens_of, train, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.5, "server": 0.8}
+BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.7, "server": 0.8}
 BIN = Path(sys.executable).parent
+# With 8 completions of a prompt and a rate of 3e-3 a question's right answer can vanish before it is drawn: the rewards
+# then stay at 0.53 on a CPU with AVX2, where they reach 0.97 on another.
 GRPO = (
     "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
     "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
-    "--beta 0 --train_iters 200"
+    "--beta 0 --train_iters 200 --lr 1e-3"
 )
-# With 8 completions of a prompt and a rate of 3e-3 a question's right answer can vanish before it is drawn: the rewards
-# then stay at 0.53 on a CPU with AVX2, where they reach 0.97 on another.
-RATE = " --lr 1e-3"
 # Not `accuracy`: "1 + 2" is as good as 3 to it, and so the model learns to repeat the question.
 EXACT = """
 from megaswift.tasks.rewards import reward
@@ -48,9 +47,9 @@ def exact(completions, solution, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, solution)]
 """
 RUNS = {
-    "grpo": GRPO + RATE,
-    "lora": GRPO + " --lr 3e-3 --tuner_type lora --lora_rank 16 --target_modules all-linear",
-    "server": GRPO + RATE + " --vllm_mode server",
+    "grpo": GRPO,
+    "lora": GRPO + " --tuner_type lora --lora_rank 16 --lora_alpha 128 --target_modules all-linear",
+    "server": GRPO + " --vllm_mode server",
 }
 
 
@@ -146,7 +145,7 @@ def distilled(folder: Path, engine: str) -> bool:
     before, theirs, ours = (
         -float(answer_log_probs(each, rows).mean()) for each in (folder / "model", teacher, student)
     )
-    well = ours < 1.05 * theirs
+    well = ours < 1.15 * theirs
     print(f"\ngkd       held-out loss {ours:.4f}, the teacher's {theirs:.4f}, before {before:.4f}, {seconds:.0f} s")
     print("" if well else "WRONG")
     return well
