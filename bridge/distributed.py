@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -41,6 +41,7 @@ from .lora.attach import Lora
 from .lora.files import write_adapter_config
 from .lora.settings import LoraSettings
 from .names import some
+from .pickles import UnsafePickle, read_metadata
 from .proof import peak_memory, prove_loading, sources, write_proof
 from .rows import EMBEDDING, OUTPUT, Architecture, Family, table
 from .safetensors_io import names_of
@@ -279,8 +280,10 @@ def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
 def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """What a checkpoint says of its tensors, by name. Raises ValueError where it cannot be read."""
     try:
-        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # of any kind: it is a pickle
+        metadata = read_metadata(folder).state_dict_metadata
+    except UnsafePickle:
+        raise
+    except Exception as error:  # a damaged pickle raises many kinds
         raise ValueError(f"{folder / '.metadata'} cannot be read ({error}): copy the folder again") from None
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 

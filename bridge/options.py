@@ -163,6 +163,11 @@ class LayoutOptions:
     ddp_backend: Annotated[
         Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
     ] = None
+    preflight: Annotated[
+        bool,
+        "Measure GPUs, links between them, clocks, disks and host memory of all nodes before the model is loaded, in "
+        "ten seconds, and print a table.",
+    ] = False
     ddp_timeout: Annotated[
         int, "Seconds without progress after which a run ends, and writes all stacks.", "(0, inf)"
     ] = 1800

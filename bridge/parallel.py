@@ -35,13 +35,20 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         # Of megatron-core's own barriers: the device is the one set above.
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
         timeout = timedelta(seconds=options.ddp_timeout + LATER)
-        store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+        store, rank, world = _open_store(timeout)
         # Where torchrun has started the processes again, its store still has the addresses of the former ones.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = options.ddp_backend or ("nccl" if on_gpu else "gloo")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _lay_out(options)
     seed_ranks(options, seed)
+
+
+def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """Return the store through which the run's processes find each other, this one's rank, and their number."""
+    if os.environ["WORLD_SIZE"] == "1":
+        return dist.HashStore(), 0, 1  # opens no port  # pyright: ignore[reportPrivateImportUsage]
+    return next(iter(rendezvous("env://", timeout=timeout)))
 
 
 def _lay_out(options: ParallelOptions) -> None:

@@ -40,6 +40,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
+MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 BLOCK = 8 * 2**20  # bytes that are read or written at a time
 SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
@@ -181,28 +182,45 @@ def check_headers(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file. Raises ValueError where it is cut short or is not one."""
+    """The tensors of one safetensors file, by the format's own rules.
+
+    Raises ValueError where it is cut short or is not one: its header is over MAX_HEADER, nested, or has other types
+    than it should, or its tensors do not fill the rest of the file one after the other.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or 8 + length > size:
             raise ValueError(f"{file} is not a whole safetensors file ({size} bytes). Download it again")
         try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            tensors = {
-                name: Stored(file, 8 + length + about["data_offsets"][0], DTYPES[about["dtype"]], tuple(about["shape"]))
-                for name, about in header.items()
-            }
-            end = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
-            for name, stored in tensors.items():
-                start, stop = header[name]["data_offsets"]
-                if stop - start != stored.bytes:
-                    raise ValueError(f"{name} has {stop - start} bytes, and {stored.bytes} by its shape")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if length > MAX_HEADER:
+                raise ValueError(f"it has {length} bytes, and the format allows {MAX_HEADER}")
+            tensors = _tensors_of(file, 8 + length, json.loads(stream.read(length)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error!r})") from None
+    end = max((stored.offset + stored.bytes for stored in tensors.values()), default=8 + length)
     if end > size:
         raise ValueError(f"{file} is cut short: {size} bytes, {end} by its header. Download it again")
+    return tensors
+
+
+def _tensors_of(file: Path, begin: int, header: dict[str, Any]) -> dict[str, Stored]:
+    """The tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
+    header.pop("__metadata__", None)
+    tensors, places = {}, []
+    for name, about in header.items():
+        (start, stop), shape = about["data_offsets"], about["shape"]
+        if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
+            raise ValueError(f"{name} has shape {shape} at {start} to {stop}: whole numbers of at least 0 are needed")
+        tensors[name] = stored = Stored(file, begin + start, DTYPES[about["dtype"]], tuple(shape))
+        if stop - start != stored.bytes:
+            raise ValueError(f"{name} has {stop - start} bytes, and {stored.bytes} by its shape")
+        places.append((start, stop, name))
+    before = 0
+    for start, stop, name in sorted(places):
+        if start != before:
+            raise ValueError(f"{name} begins at {start}, and the tensor before it ends at {before}")
+        before = stop
     return tensors
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .proof import peak_memory
-from .safetensors_io import Form, Written, write_shard
+from .safetensors_io import DTYPES, NAMES, Form, Written, write_shard
 
 WAITING = 512 * 2**20  # bytes of tensors that may wait for the disk, or one tensor where that is larger
 PINNED = 64 * 2**20  # bytes of one copy in pinned memory: the allocator rounds each up to a power of two
@@ -129,6 +129,30 @@ class Report(NamedTuple):
 
     shards: list[Shard]
     peak_memory: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        shards = [
+            {
+                "name": shard.name,
+                "forms": {name: [NAMES[form.dtype], *form.shape] for name, form in shard.forms.items()},
+                "written": list(shard.written),
+            }
+            for shard in self.shards
+        ]
+        return {"shards": shards, "peak_memory": self.peak_memory}
+
+    @classmethod
+    def of_json(cls, report: dict[str, Any]) -> "Report":
+        """Inverse of `as_json`."""
+        shards = [
+            Shard(
+                shard["name"],
+                {name: Form(DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in shard["forms"].items()},
+                Written(*shard["written"]),
+            )
+            for shard in report["shards"]
+        ]
+        return cls(shards, report["peak_memory"])
 
 
 @dataclass

@@ -6,6 +6,7 @@ code are torchrun's own. One process: the task runs right here. Under somebody e
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ..tasks.resume import OUTPUT, STARTED
 from ..templates.plural import plural
 from .flags import UsageError, show
 
+HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # words of the command line with tokens and keys, as JSON
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
 MOST_PER_NODE = 1024
 
@@ -103,11 +105,11 @@ def unseen_gpus(gpus: int) -> list[str]:
 
 
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
-    """`argv`: program, command and flags, as typed. A secret among them is for the environment (HF_TOKEN)."""
+    """`argv`: program, command and flags."""
     port = processes.master_port or _free_port()
     return [
         sys.executable,
-        *("-m", "megaswift.cli.torchrun"),
+        *("-P", "-m", "megaswift.cli.torchrun"),
         f"--nproc_per_node={processes.per_node}",
         f"--nnodes={processes.nodes}",
         f"--node_rank={processes.node_rank}",
@@ -167,9 +169,11 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *,
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
-    command = torchrun_command(processes, argv)
+    command = torchrun_command(processes, [word for word, is_secret in _marked(argv) if not is_secret])
     console.record(shown_command(command, settings))
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
+    os.environ["PYTHONSAFEPATH"] = "1"  # else a file of the working folder, such as types.py, would replace a module
+    os.environ[HIDDEN] = json.dumps([word for word, is_secret in _marked(argv) if is_secret])
     os.environ |= {STARTED: secrets.token_hex(8), **console.handed_over()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
@@ -199,12 +203,29 @@ def end_with_torchrun() -> None:
 
 
 def shown_command(command: list[str], settings: Mapping[str, str]) -> str:
-    """As one would type it, on one line; tokens and keys left out."""
-    words, hide = [], False
-    for word in command:
-        name, is_given, _ = word.partition("=")
-        known = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        secret = re.fullmatch(r"hub_token|\w*api_key", known) is not None
-        words.append("..." if hide else f"{name}=..." if secret and is_given else word)
-        hide = secret and not is_given and not hide
+    """Return a command as one would type it, on one line; tokens and keys are shown as "..."."""
+    words = []
+    for word, is_secret in _marked(command):
+        name, equals, _ = word.partition("=")
+        if is_secret and not word.startswith("--"):
+            word = "..."
+        elif is_secret and equals:
+            word = f"{name}=..."
+        words.append(word)
     return shlex.join([f"{name}={show(value)}" for name, value in settings.items()] + words)
+
+
+def _marked(command: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the words of a command, each with whether it belongs to a flag that has a token or a key."""
+    follows = False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        flag = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+        starts = re.fullmatch(r"hub_token|\w*api_key", flag) is not None
+        yield word, starts or (follows and not flag)
+        follows = starts and not equals
+
+
+def hidden_words() -> list[str]:
+    """Return the words that `start` left out of the commands of this run's processes, which every user can list."""
+    return json.loads(os.environ.pop(HIDDEN, "[]"))

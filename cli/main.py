@@ -95,9 +95,10 @@ def swift() -> NoReturn:
 def main(program: str, argv: list[str]) -> int:
     """Do what a command line asks for. The exit code: 2 where the line is wrong, 1 where the task fails."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # at once: another process may fail while this one is importing
-        from .launch import end_with_torchrun
+        from .launch import end_with_torchrun, hidden_words
 
         end_with_torchrun()
+        argv = [*argv, *hidden_words()]
     console.prepare_streams()
     try:
         return _guarded(program, argv)
@@ -117,6 +118,12 @@ def _guarded(program: str, argv: list[str]) -> int:
     except Exception as error:
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
             _say_once("error: another process of the run has ended. Its error, or torchrun's, says why.")
+            return 1
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
+            _say_once(
+                f"error: a process that reads the data has ended ({str(error).rstrip('. ')}). Is the host short of "
+                "memory? Set a lower --dataloader_num_workers, then resume the run."
+            )
             return 1
         if not _for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
             sys.excepthook(type(error), error, error.__traceback__)  # here, so that console.log has it

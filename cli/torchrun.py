@@ -5,23 +5,28 @@
 - Where one process fails, the others are ended by SIGUSR2, upon which they free their servers: SIGTERM would tell them
   to save, and they cannot without it, SIGINT that a user has pressed Ctrl-C. Where one has found that the run hangs,
   those that hang are ended by SIGKILL, which alone they obey.
+- The store of a run on one node listens on 127.0.0.1, where torch's own listens on every address of the machine.
 - No account of a failed process, which has told why itself; the exit code is that process's. A run that has saved and
   stopped, or whose command line is wrong, is not restarted.
 """
 
 import contextlib
+import ipaddress
 import logging
 import signal
+import socket
 import sys
 import time
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from torch.distributed import run
+from torch.distributed import TCPStore, run  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.launcher import api as launcher
 
 from ..tasks import console
@@ -104,6 +109,17 @@ def _exit_code(error: ChildFailedError) -> int:
     return 128 + ended
 
 
+def open_store(host: str, port: int, world: int, is_master: bool, timeout: timedelta, **settings: Any) -> TCPStore:
+    """Return torchrun's store. At an address of this machine alone it listens at no other."""
+    if is_master and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+        settings["master_listen_fd"] = listener.detach()
+    return TCPStore(host, port, world, is_master, timeout, **settings)
+
+
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(console.labelled(text, sys.stderr), file=sys.stderr, flush=True)
@@ -115,6 +131,7 @@ if __name__ == "__main__":
     console.prepare_streams()
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    static_tcp_rendezvous.TCPStore = open_store  # pyright: ignore[reportPrivateImportUsage]
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
     processes._get_default_signal = lambda: OTHER_FAILED  # for the others where one has failed
     try:

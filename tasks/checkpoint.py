@@ -4,8 +4,8 @@ A folder has the model's weights or, with LoRA, the adapter alone; `--merge_lora
 In `training_state` it has what the run needs to go on from there (training_state.py, resume.py).
 """
 
+import errno
 import json
-import pickle
 import shutil
 import threading
 import time
@@ -28,14 +28,14 @@ from ..bridge.safetensors_io import Form
 from ..bridge.save import stage_weights
 from ..bridge.sentence_transformers import sentence_transformers_files
 from ..bridge.writer import Folder, Report, Writer
-from .folders import Entry, begin, commit_together, explained
+from .folders import Entry, FolderError, begin, commit_together, explained
 from .follow import REFERENCE
 from .options import EmbeddingOptions
 from .plan import shard_bytes
 from .ranks import on_first_rank
 from .resume import tidy_for
 from .run import Run
-from .run_folder import STATE, merged_beside
+from .run_folder import STATE, last_save, merged_beside
 from .train import Training
 from .training_state import rank_file
 from .watchdog import Watchdog
@@ -69,6 +69,7 @@ class Checkpoints:
         # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
         self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._saved = 0
+        self._before = last_save(run.folder)  # rank 0's counts
         self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
         self._saving: _Saving | None = None
         self._note, self._failed = note, False  # the last one was
@@ -103,7 +104,7 @@ class Checkpoints:
                     folders[path].append(self._stage_reference(self._following, temporary / path.name))
                 if merged:
                     folders[merged] = [self._stage_weights(temporary / merged.name)]
-                state = state | {"time": time.time(), "step": step}
+                state = state | {"saves": self._before + self._saved, "time": time.time(), "step": step}
                 self._saving = _Saving(
                     self._run, self._store, self._saved, temporary, paths, folders, state, self._written
                 )
@@ -213,7 +214,7 @@ class _Saving:
     def _work(self) -> None:
         try:
             reports = {path: [folder.report() for folder in folders] for path, folders in self._folders.items()}
-            said = pickle.dumps(reports)
+            said = json.dumps([[report.as_json() for report in reports[path]] for path in self.paths])
         except Exception as error:
             said = _told(error)
         self._store.set(self._key(dist.get_rank()), said)
@@ -224,7 +225,7 @@ class _Saving:
                     self._finish(self._reports())
                 with suppress(OSError):
                     self._written(_named(self.paths), time.perf_counter() - self._began)
-                said = pickle.dumps(None)
+                said = json.dumps(None)
             except Exception as error:
                 said = _told(error)
             self._store.set(self._key("outcome"), said)
@@ -235,10 +236,16 @@ class _Saving:
             while not self._store.check([key]):
                 time.sleep(POLL)
         self.waits_for_others = False
-        found = [_heard(self._store.get(key)) for key in keys]
+        answers = [_heard(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
-        return found
+        return [
+            {
+                path: [Report.of_json(report) for report in reports]
+                for path, reports in zip(self.paths, answer, strict=True)
+            }
+            for answer in answers
+        ]
 
     def _finish(self, ranks: list[dict[Path, list[Report]]]) -> None:
         known: dict[Path, dict[str, Entry]] = {}
@@ -274,17 +281,22 @@ def _named(paths: list[Path]) -> dict[str, Path]:
     return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
 
 
-def _told(error: Exception) -> bytes:
-    """An error, for other ranks: of a fault of ours, which nobody expects, with the way to it."""
-    expected = isinstance(error, OSError)
-    return pickle.dumps(error if expected else RuntimeError("".join(traceback.format_exception(error))))
+def _told(error: Exception) -> str:
+    """An error as JSON for other ranks: an OSError by its text, any other, which is a fault of ours, by its stack.
+
+    No pickle goes through the store: who reaches its port could put one there.
+    """
+    if isinstance(error, OSError):
+        return json.dumps({"errno": error.errno or errno.EIO, "error": str(error)})
+    return json.dumps({"errno": None, "error": "".join(traceback.format_exception(error))})
 
 
 def _heard(said: bytes) -> Any:
     """What a rank has said. Raises its error."""
-    answer = pickle.loads(said)
-    if isinstance(answer, Exception):
-        raise answer
+    answer = json.loads(said)
+    if isinstance(answer, dict):
+        number, text = answer["errno"], answer["error"]
+        raise RuntimeError(text) if number is None else FolderError(number, text)
     return answer
 
 

@@ -42,17 +42,18 @@ PLOTS = (  # by importance
 )
 
 
-def draw(rows: Rows, folder: Path, title: str) -> list[Path]:
+def draw(rows: Rows, folder: Path, title: str, *, overview_only: bool = False) -> list[Path]:
     """Draw the overview and one picture for each metric into `folder`, and return their paths, the overview first.
 
-    title: the run's name. loss.png has the training and the evaluation losses.
+    title: the run's name. overview_only: leave the single pictures out. loss.png has the training and the evaluation
+    losses.
     """
     metrics = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
     names = [name for name in metrics if name not in POSITIONS and not name.startswith(UNDRAWN)]
     folder.mkdir(exist_ok=True)
     plots = [plot for plot in PLOTS if set(plot.metrics) & metrics.keys()][:AT_MOST]
     pictures = [_picture(plots, rows, folder / OVERVIEW, title)] if plots else []
-    for name in names:
+    for name in names if not overview_only else ():
         if name.startswith("eval_") and name.removeprefix("eval_") in names:
             continue  # drawn beside the training's
         plot = Plot(name, tuple(each for each in (name, f"eval_{name}") if each in names))

@@ -222,7 +222,7 @@ def listed(path: str | Path) -> dict[str, Entry]:
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         return {name: {"size": entry["size"], "sha256": entry["sha256"]} for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{manifest} is not a manifest ({error!r}): copy the folder again") from None
 
 

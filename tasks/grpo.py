@@ -24,6 +24,7 @@ from ..templates.episodes import Plan
 from ..templates.layout import Batch
 from ..templates.prompts import Prompt, Prompts
 from .ahead import Ahead, Drawn
+from .append_file import AppendFile
 from .episodes import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
 from .generation import Generation
 from .judge import Judge
@@ -35,7 +36,7 @@ from .reference import entropies_of, log_probs_of, reference_of
 from .replay import by_episode, check_replay, replaying
 from .rollout.ending import end_tokens
 from .rollout.open import open_rollout
-from .rollout_log import RolloutLog, forget_completions, of_this_machine, write_completions
+from .rollout_log import COMPLETIONS, RolloutLog, forget_completions, of_this_machine, write_completions
 from .run import Run, episode_plan
 from .start import train
 from .texts import Texts
@@ -103,6 +104,7 @@ class Grpo:
         self.next: Drawn | None = None  # for the steps behind those that wait
         self.generations = 0
         self.log = RolloutLog()
+        self.completions: AppendFile | None = None  # of --log_completions, on the rank that writes
 
     def steps(self, training: Training, most: int) -> Iterator[list[Batch]]:
         """This rank's micro batches of one step after the other, of so many."""
@@ -240,7 +242,8 @@ class Grpo:
         for episode, advantage, group in zip(episodes, found.tolist(), groups.tolist(), strict=True):
             episode.advantage, episode.group = advantage, group
         if options.log_completions and self.run.writes:
-            write_completions(self.run.folder, self.generations, episodes)
+            self.completions = self.completions or AppendFile(self.run.folder / COMPLETIONS, print)
+            write_completions(self.completions, self.generations, episodes)
 
     def in_steps(self, episodes: list[Episode]) -> list[list[Episode]]:
         """The episodes of each step, in order: a step's hold whole prompts, as far as they fit."""
@@ -337,6 +340,8 @@ class Grpo:
             forget_completions(self.run.folder, self.generations)
 
     def close(self) -> None:
+        if self.completions:
+            self.completions.close()
         self.rollout.close()
 
     def let_go(self) -> None:

@@ -15,6 +15,8 @@ The keys of logging.jsonl are a promise to its readers:
     data_wait         seconds that a step waited for its data, mean since the row before
     elapsed, remaining   seconds since the start, and an estimate of those to come
 
+    skipped_steps     steps so far whose update was skipped as a spike, where there are any
+
 A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of a checkpoint has
 save_wait: the seconds that training waited for it. The last row sums it up. Of a run that is resumed, rows of later
 steps than the checkpoint's have gone: they come again.
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from ..templates.plural import plural
+from .append_file import AppendFile
 from .console import GREEN, columns, file_size, labelled, painted
 from .folders import explained
 from .option_groups import LoggingOptions
@@ -126,6 +129,22 @@ class Start:
     tokens: int = 0
     elapsed: float = 0.0  # seconds
     waiting: Waiting | None = None
+    spikes: int = 0
+
+
+class ThinnedRows:
+    """Rows at equal distances, at most `most` of however many are added: one, then every 2nd, then every 4th, ..."""
+
+    def __init__(self, most: int = 4000):
+        self.rows: list[dict[str, Any]] = []
+        self._most, self._every, self._added = most, 1, 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._added % self._every == 0:
+            self.rows.append(row)
+        self._added += 1
+        if len(self.rows) > self._most:
+            self.rows, self._every = self.rows[::2], 2 * self._every
 
 
 class RunLog:
@@ -162,9 +181,10 @@ class RunLog:
         self.logging_steps = options.logging_steps
         self._on_gpu = chip_peak_flops is not None or _has_gpu()
         self._six_n = six_n
-        self._rows: list[dict[str, Any]] = []
+        self._rows: dict[str, ThinnedRows] = {}  # for the curves, by kind
         start = start or Start()
         self._step = start.step
+        self.spikes = start.spikes  # steps whose update was skipped for one
         self._out = out or sys.stdout
         require_reporters(options)
         self._sinks = _sinks(options, folder, settings or {}, start.step) if folder else []
@@ -174,8 +194,9 @@ class RunLog:
         if folder is None:
             return
         if start.step:
-            self._rows = _rows_until(start.step, folder / "logging.jsonl")
-        self._file = (folder / "logging.jsonl").open("a", buffering=1)  # a line reaches the file as soon as it is whole
+            for row in _rows_until(start.step, folder / "logging.jsonl"):
+                self._keep(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
+        self._file = AppendFile(folder / "logging.jsonl", self._warn)
         show = sys.stderr.isatty() if bar is None else bar
         resizes = bool(columns(sys.stderr))
         self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not show)
@@ -205,9 +226,16 @@ class RunLog:
 
         row |= {"memory_gib": memory_gib(), "elapsed": self.elapsed()}
         row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
-        row |= metrics
+        row |= metrics | ({"skipped_steps": self.spikes} if self.spikes else {})
         self._write(row, "train")
         self.note(train_line(row, on_gpu=self._on_gpu))
+
+    def spike(self, step: int) -> None:
+        """Count a step whose update was skipped because its loss or gradient norm stood out."""
+        self.spikes += 1
+        self.note(
+            f"step {step}: no update, loss or gradient norm is a spike (--loss_spike_sigma; {self.spikes} so far)"
+        )
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log an evaluation's metrics, `eval_loss` among them."""
@@ -247,17 +275,22 @@ class RunLog:
         else:
             self._bar.write(text, file=self._out)
 
-    def draw(self) -> list[Path]:
-        """Draw the curves so far (at checkpoints; `close` does it too), and return the pictures."""
+    def draw(self, *, overview_only: bool = False) -> list[Path]:
+        """Draw the curves so far, or the overview of them, which takes less than a second; return the pictures."""
         if self.folder is None:
             return []
+        rows = sorted((row for kept in self._rows.values() for row in kept.rows), key=lambda row: row["step"])
         try:
             from .curves import draw  # numpy and matplotlib
 
-            return draw(self._rows, self.folder / "images", f"{self.folder.parent.name}/{self.folder.name}")
+            title = f"{self.folder.parent.name}/{self.folder.name}"
+            return draw(rows, self.folder / "images", title, overview_only=overview_only)
         except Exception as error:  # matplotlib's too: a picture is not worth a run
-            self.note(labelled(f"warning: curves could not be drawn: {error!r}", self._out))
+            self._warn(f"warning: curves could not be drawn: {error!r}")
             return []
+
+    def _warn(self, text: str) -> None:
+        self.note(labelled(text, self._out))
 
     def close(self, summary: dict[str, Any]) -> None:
         """Write the summary as the last row, draw the curves, and say how fast the run was."""
@@ -270,7 +303,10 @@ class RunLog:
         self._file.write(_json({**summary, "elapsed": self.elapsed()}))
         self._file.close()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._warn(f"warning: {sink.name} could not be closed: {error!r}")
         self.note(
             f"{plural(self.meter.tokens, 'token')} in {duration(self.elapsed())}; after the first step "
             f"{self._speed(rates)}"
@@ -291,12 +327,19 @@ class RunLog:
         return time.perf_counter() - self._start
 
     def _write(self, row: dict[str, Any], group: str) -> None:
-        self._rows.append(row)
-        with explained(self.folder or Path()):
-            self._file.write(_json(row))
+        self._keep(row, group)
+        self._file.write(_json(row))
         scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
-        for sink in self._sinks:
-            sink.write(row["step"], {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()})
+        named = {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()}
+        for sink in list(self._sinks):
+            try:
+                sink.write(row["step"], named)
+            except Exception as error:  # of a service that has gone, or a disk that is full
+                self._sinks.remove(sink)
+                self._warn(f"warning: {sink.name} takes no more rows: {error!r}. Training goes on without it.")
+
+    def _keep(self, row: dict[str, Any], group: str) -> None:
+        self._rows.setdefault(group, ThinnedRows()).add(row)
 
 
 def train_line(row: dict[str, Any], *, on_gpu: bool) -> str:
@@ -391,6 +434,8 @@ def _rows_until(step: int, file: Path) -> list[dict[str, Any]]:
 
 
 class _TensorBoard:
+    name = "TensorBoard"
+
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -405,6 +450,8 @@ class _TensorBoard:
 
 
 class _Wandb:
+    name = "wandb"
+
     def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -422,6 +469,8 @@ class _Wandb:
 
 
 class _Swanlab:
+    name = "swanlab"
+
     def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
         import swanlab  # pyright: ignore[reportMissingImports]
 

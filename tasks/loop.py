@@ -27,6 +27,7 @@ from .options import SftOptions
 from .profile import Profile
 from .run import Run, streamed
 from .stop import Stop
+from .stragglers import StepTimes
 from .train import (
     Clock,
     Fetched,
@@ -34,6 +35,7 @@ from .train import (
     Outcome,
     Training,
     evaluate_step,
+    run_again,
     sum_over_ranks,
     train_step,
 )
@@ -48,7 +50,7 @@ def fit(
     """Train to the last step, or until there is a reason to stop, which is returned: the run is saved then."""
     options, model = run.options, training.model
     flops = Flops.of_model(model, scores_tokens=objective.scores_tokens)
-    window = Window(objective)
+    window, times = Window(objective), StepTimes(training)
     start = _start(run, window, objective)
     log = RunLog(
         run.folder if run.writes else None,
@@ -87,22 +89,40 @@ def fit(
             began, epoch = time.perf_counter(), train.epoch
             batches = next(steps)
             data_wait = time.perf_counter() - began
-            watchdog.phase(f"step {step}")
+            watchdog.phase(f"step {step}", learn=True)
             learning_rate = training.learning_rate
             batches = objective.prepare(training, batches, False)
-            metrics, outcome = train_step(training, batches, objective.loss, step, objective.forward)
+            times.begin(data_wait)
+            passed_over = step in options.iterations_to_skip
+            metrics, outcome = train_step(
+                training, batches, objective.loss, step, objective.forward, passed_over=passed_over
+            )
             if objective.follower:
                 objective.follower(training, step)
             record = record and record()  # of the step before, whose numbers have come; the device has this one to do
+            if passed_over:
+                log.note(f"step {step}: no update (--iterations_to_skip)")
             if outcome.skipped:
                 log.note(f"step {step}: no update, fp16's gradients overflow; their scale is lowered")
             window.add(batches, metrics, flops, balancing(training))
             sums = window.close(training) if log.due(step) else None
+            slow = times.close() if sums else None
             more = source.metrics() if source and sums else {}
             first = sums is None and step == start.step + 1  # which is in no rate, as are the ones of its line before
             waiting = sum_over_ranks({}, [], window.tokens, window.flops) if first else None
             record = partial(
-                _record, log, step, sums, more, outcome, clock, log.meter.excluded, learning_rate, data_wait, waiting
+                _record,
+                log,
+                step,
+                sums,
+                more,
+                slow,
+                outcome,
+                clock,
+                log.meter.excluded,
+                learning_rate,
+                data_wait,
+                waiting,
             )
             reason = stop.reason() if step < max_steps else None
             saves = _saves(run, step, max_steps, epoch_ends=train.epoch != epoch)
@@ -126,13 +146,16 @@ def fit(
                     state = _state(run, training, train, log, window, evaluated)  # after what the tensors waited for
                     paths = checkpoints.save(step, state, tensors)
                     log.saved(step, paths, time.perf_counter() - began, being_written=options.async_save)
-                    log.draw()  # which fails where the checkpoint has filled the disk
+                    log.draw(overview_only=True)
             if reason is not None:
                 break
             if options.manual_gc and options.manual_gc_steps and step % options.manual_gc_steps == 0:
                 gc.collect()
         checkpoints.settle()
     except Exception as error:
+        if isinstance(error, NonFiniteError):
+            with suppress(Exception), watchdog.phase("the step that was not finite, once more"):
+                error.args = (f"{error}. {run_again(training, objective.loss, objective.forward)}",)
         with suppress(Exception):  # which is not to hide the error
             if source:
                 source.let_go()
@@ -167,7 +190,7 @@ def _start(run: Run, window: Window, objective: Objective) -> Start:
     else:  # the shares of other ranks than there are now
         tokens += state["window_tokens"]
     waiting = Waiting(*sum_over_ranks({}, [], window.tokens, window.flops).wait())
-    return Start(run.resumed.step, tokens, state["elapsed"], waiting)
+    return Start(run.resumed.step, tokens, state["elapsed"], waiting, state.get("spikes", 0))
 
 
 def _state(
@@ -177,6 +200,7 @@ def _state(
     options = run.options
     return {
         "tokens": log.meter.tokens,
+        "spikes": log.spikes,
         "window_tokens": int(sum_over_ranks({}, [], window.tokens).wait()[0]),
         "elapsed": log.elapsed(),
         "layout": run.layout,
@@ -224,6 +248,7 @@ def _record(
     step: int,
     sums: Sums | None,
     more: dict[str, float],
+    slow: Callable[[], str] | None,
     outcome: Outcome,
     clock: Clock,
     excluded: float,
@@ -233,6 +258,8 @@ def _record(
 ) -> None:
     """Record a step that has ended, and write its line where that is due."""
     ended = clock.end_of(outcome) - excluded
+    if outcome.is_spike:
+        log.spike(step)
     if sums is None:
         log.step(0, 0.0, data_wait, ended, Waiting(*waiting.wait()) if waiting else None)
         return
@@ -240,6 +267,8 @@ def _record(
     log.step(int(tokens), cost, data_wait, ended)
     norm = {} if outcome.grad_norm is None else {"grad_norm": outcome.grad_norm}
     log.train(step, means | more | norm | {"learning_rate": learning_rate})
+    if slow and (ranks := slow()):
+        log.note(f"step {step}: slow: {ranks}")
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -181,9 +181,12 @@ def build_schedule(
 
 
 @torch.no_grad()
-def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[Tensor, Tensor] | None:
+def update(
+    optimizer: MegatronOptimizer, clip_grad: float, skips: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor] | None:
     """Clip and step. Where the gradients' norm is not finite nothing changes; the host does not wait to know.
 
+    skips: from the norm, 1.0 where the weights are to stay as they are, else 0.0: fp32 [] on the device.
     Returns the norm before clipping, and that of the gradients which this rank updates by (so that the ranks with one
     that is not finite can be told): fp32 [] on the device. None where fp16's loss scale was too high: the scale is
     lowered, and the weights stay.
@@ -193,6 +196,8 @@ def update(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[Tensor, Tens
     norm, own = _gradient_norm(optimizer)
     grad_scale = ((norm + 1e-6) / clip_grad).clamp(min=1.0) if clip_grad > 0 else torch.ones_like(norm)
     found_inf = (~norm.isfinite()).float()
+    if skips is not None:
+        found_inf = found_inf.maximum(skips(norm))
     for part in parts(optimizer):
         if part.optimizer is not None:
             part.optimizer.grad_scale, part.optimizer.found_inf = grad_scale, found_inf

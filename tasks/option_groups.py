@@ -47,6 +47,15 @@ class OptimizerOptions:
     adam_beta1: Annotated[float, "Adam's decay of the mean.", "[0, 1)"] = 0.9
     adam_beta2: Annotated[float, "Adam's decay of the variance.", "[0, 1)"] = 0.95
     adam_eps: Annotated[float, "Adam's epsilon.", "(0, inf)"] = 1e-8
+    loss_spike_sigma: Annotated[
+        float | None,
+        "Skip the update of a step whose loss or gradient norm lies more than so many standard deviations above the "
+        "mean of the last 128 steps; 6 is usual, and left out: never.",
+        "(0, inf)",
+    ] = None
+    iterations_to_skip: Annotated[
+        list[int], "Steps whose update is skipped: their data is passed over.", "[1, inf)"
+    ] = field(default_factory=list)
     sgd_momentum: Annotated[float, "SGD's momentum.", "[0, 1)"] = 0.9
     lorap_lr_ratio: Annotated[
         float | None, "LoRA+: the B matrices of adapters learn at this multiple of --lr (2 to 16).", "(0, inf)"
@@ -284,7 +293,9 @@ class TeacherOptions:
         "The address (http://host:port) of a server of the teacher, `swift rollout` or `vllm serve`, in place of "
         "--teacher_model: then no process here has it. Needs --gkd_logits_topk.",
     ] = None
-    teacher_model_server_api_key: Annotated[str | None, "The key that the teacher's server was started with."] = None
+    teacher_model_server_api_key: Annotated[
+        str | None, "The key of the teacher's server; left out: on this machine as --api_key of `swift rollout`."
+    ] = None
     teacher_tensor_model_parallel_size: Annotated[
         int | None, "TP of the teacher, with SP; left out, here as below: the student's.", "[1, inf)"
     ] = None

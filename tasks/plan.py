@@ -131,7 +131,7 @@ def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
     return DataPlan(per_epoch, steps_of(options, batches.samples), prepared, tokenizer)
 
 
-def tokens_of(options: SftOptions, tokenizer: Any) -> "Prepared":
+def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
     """The tokens of the datasets, from their cache or made now: `prepare`, as the task wants it."""
     from ..templates.prepare import prepare
     from .turns.load import prompt_tools
@@ -143,6 +143,7 @@ def tokens_of(options: SftOptions, tokenizer: Any) -> "Prepared":
         use_hf=options.use_hf,
         hub_token=options.hub_token,
         tools=prompt_tools(options),
+        verify=verify,
     )
 
 

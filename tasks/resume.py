@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +25,9 @@ from .run_folder import (
     clean_others,
     default_output_dir,
     faults,
+    last_save,
     new_run_folder,
+    newest_first,
     run_folders,
     saved_at,
     state_of,
@@ -79,10 +80,10 @@ def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
     be written.
     """
     output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
-    output = output.expanduser().absolute()
+    output = output.expanduser().resolve()
     folder, checkpoint, notes = _choose(options, output)
     if (launch := _launch()) and _started(folder) is None:
-        (folder / LAUNCH).write_text(f"{launch}\n{time.time()}")
+        (folder / LAUNCH).write_text(f"{launch}\n{last_save(folder)}")
     clean_others(other for other in run_folders(output) if other != folder)
     if checkpoint is None:
         return folder, None
@@ -117,7 +118,7 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
     wanted, notes = asked_for(options), []
     if own := _own_folder(output):  # torchrun has started the processes once more
         take(own)
-        if checkpoint := _newest_whole([own], notes, since=_started(own) or 0.0):
+        if checkpoint := _newest_whole([own], notes, after=_started(own) or 0):
             return own, checkpoint, notes
     if wanted in ("auto", "latest"):
         if checkpoint := _newest_whole(run_folders(output), notes):
@@ -139,21 +140,34 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
     return own or new_run_folder(output, add_version=options.add_version, replace=wanted == "auto"), None, notes
 
 
-def _newest_whole(folders: list[Path], notes: list[str], since: float = 0.0) -> Path | None:
+def _newest_whole(folders: list[Path], notes: list[str], after: int = -1) -> Path | None:
     """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not.
 
-    `since`: those that were saved before, in seconds since 1970, do not count.
+    `after`: only saves into its folder with higher numbers count.
     """
-    found = sorted((path for folder in folders for path in checkpoints(folder)), key=saved_at, reverse=True)
-    found = [path for path in found if saved_at(path)[0] >= since]
-    for path in found:
+    for path in newest_first(folders):
+        if saved_at(path).number <= after:
+            continue
         take(path.parent)
         if not path.is_dir():  # a run that has just ended has deleted it
             continue
         if not (wrong := faults(path)):
+            notes += _later_dates(path)
             return path
         notes.append(f"{path} is damaged and left aside: {'; '.join(wrong)}")
     return None
+
+
+def _later_dates(newest: Path) -> list[str]:
+    """Return a note if a checkpoint that was saved before the newest one of its folder has a later date."""
+    when = saved_at(newest)
+    later = [path.name for path in checkpoints(newest.parent) if (at := saved_at(path)) < when and at.time > when.time]
+    if not later:
+        return []
+    return [
+        f"{newest.name} was saved after {', '.join(later)}, though its date is earlier: a clock has been set back. The "
+        "order of the saves counts"
+    ]
 
 
 def _check_whole(checkpoint: Path) -> None:
@@ -207,11 +221,11 @@ def _launch() -> str | None:
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {began}"
 
 
-def _started(folder: Path) -> float | None:
-    """When this same torchrun began its run in a folder, in seconds since 1970; None where it did not."""
+def _started(folder: Path) -> int | None:
+    """The number of the last save into a folder before this torchrun began its run there; None where it did not."""
     try:
-        launch, began = (folder / LAUNCH).read_text().split("\n")
-        return float(began) if launch == _launch() else None
+        launch, before = (folder / LAUNCH).read_text().split("\n")
+        return int(before) if launch == _launch() else None
     except (OSError, ValueError):
         return None
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from .append_file import AppendFile
 from .episodes import Episode
 from .rollout.weights import Sync
+
+COMPLETIONS = "completions.jsonl"
 
 
 class RolloutLog:
@@ -121,27 +124,23 @@ def of_this_machine(name: str) -> bool:
     return name.startswith(("seconds", "sync", "memory/"))
 
 
-COMPLETIONS = "completions.jsonl"
-
-
-def write_completions(folder: Path, generation: int, episodes: Sequence[Episode]) -> None:
+def write_completions(file: AppendFile, generation: int, episodes: Sequence[Episode]) -> None:
     """--log_completions: a row for each, behind those of earlier generations."""
-    with (folder / COMPLETIONS).open("a", encoding="utf-8") as file:
-        for episode in episodes:
-            row = {
-                "generation": generation,
-                "messages": episode.columns.get("messages"),
-                "completion": episode.text,
-                "completion_ids": episode.tokens[episode.trained > 0].tolist(),
-                **({"turns": episode.turns, "info": episode.info} if episode.info else {}),
-                "rewards": episode.rewards,
-                "reward": None if math.isnan(episode.reward) else episode.reward,
-                "advantage": episode.advantage,
-                "finish": episode.finish,
-                "length": episode.length,
-            }
-            row |= {"kl_penalty": episode.penalty} if episode.penalty else {}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    for episode in episodes:
+        row = {
+            "generation": generation,
+            "messages": episode.columns.get("messages"),
+            "completion": episode.text,
+            "completion_ids": episode.tokens[episode.trained > 0].tolist(),
+            **({"turns": episode.turns, "info": episode.info} if episode.info else {}),
+            "rewards": episode.rewards,
+            "reward": None if math.isnan(episode.reward) else episode.reward,
+            "advantage": episode.advantage,
+            "finish": episode.finish,
+            "length": episode.length,
+        }
+        row |= {"kl_penalty": episode.penalty} if episode.penalty else {}
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def forget_completions(folder: Path, generation: int) -> None:

@@ -27,6 +27,7 @@ from .args import save_args
 from .labels import headed
 from .options import SftOptions
 from .plan import Layout, batches_of, length_multiple, tokens_of
+from .preflight import preflight
 from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
 from .resume import Resumed, open_folder
 
@@ -89,6 +90,10 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     initialize(options, seed=options.seed)
     if options.manual_gc:
         gc.disable()
+    if options.preflight:
+        lines = preflight(Path(options.output_dir or ".").expanduser().absolute())
+        if dist.get_rank() == 0:
+            print(*lines, sep="\n", flush=True)
     model_folder = first_of_each_node(lambda: hub.source_folder(options, options.mcore_model))
     adapter_folder = first_of_each_node(lambda: hub.adapter_folder(options, options.adapters))
     if options.mcore_adapter:
@@ -100,7 +105,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     # The others find what the first has built, also where `--load_from_cache_file false` asked for it.
     found = replace(options, load_from_cache_file=True)
     data = first_of_each_cache(
-        cache_root(), lambda: tokens_of(options, tokenizer), then=lambda: tokens_of(found, tokenizer)
+        cache_root(), lambda: tokens_of(options, tokenizer), then=lambda: tokens_of(found, tokenizer, verify=False)
     )
     hf_config = on_every_rank(lambda: headed(options, config, data, tokenizer.pad_token_id))
     folder, resumed = on_first_rank(lambda: open_folder(options), patient_group())  # which may read checkpoints whole

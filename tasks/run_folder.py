@@ -9,12 +9,13 @@ import errno
 import fcntl
 import json
 import math
+import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .folders import MANIFEST, damage, explained, hidden, listed, of_export, remove_leftovers, sync
 
@@ -103,12 +104,23 @@ def _wait_for(stream: Any, folder: Path, patience: float) -> None:
 
 
 def clean_others(folders: Iterable[Path]) -> None:
-    """Remove what runs of this machine that are dead have left half-written in their folders."""
+    """Remove what runs of this machine that are dead have left half-written in their folders.
+
+    Folders that this process has locked are skipped, by whatever path: POSIX drops a process's locks on a file as soon
+    as the process closes any descriptor of it.
+    """
     for folder in folders:
         lock = folder / ".lock"
+        if _is_ours(lock):
+            continue
         with contextlib.suppress(OSError), lock.open("a") if lock.exists() else contextlib.nullcontext() as stream:
             if stream is None or _locked(stream):  # a process of this machine's other containers is not seen
                 remove_leftovers(folder)
+
+
+def _is_ours(lock: Path) -> bool:
+    """Return whether this process has locked a file."""
+    return lock.exists() and any(os.path.samestat(lock.stat(), os.fstat(stream.fileno())) for stream in _locks)
 
 
 def _clean(folder: Path) -> None:
@@ -170,10 +182,38 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) else None
 
 
-def saved_at(checkpoint: Path) -> tuple[float, int]:
-    """When (seconds since 1970) and at which step it was saved, as far as it says so."""
-    when = (state_of(checkpoint) or {}).get("time")
-    return when if isinstance(when, float) else checkpoint.stat().st_mtime, _step(checkpoint)
+class Saved(NamedTuple):
+    """Place of a checkpoint in the order in which its run folder's checkpoints were saved; compares by that order."""
+
+    number: int  # counts the saves into the folder from 1; 0 where state.json has none, as in those of version 0.1
+    time: float  # seconds since 1970, by the clock of the machine that saved it
+    step: int
+
+
+def saved_at(checkpoint: Path) -> Saved:
+    """Return when a checkpoint was saved.
+
+    Within a folder the numbers decide, since a clock may be set back; between folders there is the time alone.
+    """
+    state = state_of(checkpoint) or {}
+    number, when = state.get("saves"), state.get("time")
+    return Saved(
+        number if isinstance(number, int) else 0,
+        when if isinstance(when, float) else checkpoint.stat().st_mtime,
+        _step(checkpoint),
+    )
+
+
+def last_save(folder: Path) -> int:
+    """Return the highest number of a save into a run folder; 0 where there is none."""
+    return max((saved_at(path).number for path in checkpoints(folder)), default=0)
+
+
+def newest_first(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the checkpoints of run folders: those of one folder in the order of saving, and folders by time."""
+    queues = [sorted(checkpoints(folder), key=saved_at, reverse=True) for folder in folders]
+    while queues := [queue for queue in queues if queue]:
+        yield max(queues, key=lambda queue: saved_at(queue[0]).time).pop(0)
 
 
 def best(folder: Path, metric: str, *, greater: bool) -> Path | None:

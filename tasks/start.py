@@ -22,6 +22,7 @@ from .plan import Layout
 from .ranks import on_every_rank, on_first_rank
 from .restore import place_data, restore, steps_left
 from .run import Run, eval_batches, open_run, train_batches
+from .spikes import SpikeFilter
 from .stop import EXIT_STOPPED
 from .train import Training
 from .tuner import choose_trained
@@ -56,7 +57,8 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, steps)
-    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
+    spikes = SpikeFilter(options.loss_spike_sigma) if options.loss_spike_sigma else None
+    training = Training(model, chunks, optimizer, schedule, options.clip_grad, spikes)
     notes += about + restore(opened, training)
     on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:

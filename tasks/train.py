@@ -27,6 +27,7 @@ from ..bridge.layers.segments import to_device
 from ..templates.layout import Batch
 from .losses.tokens import cross_entropy
 from .optimizer import update
+from .spikes import SpikeFilter
 from .vocabulary import check_tokens
 
 # (micro batch, what `Forward` gives of it) -> (this micro batch's share of the loss, metrics)
@@ -45,7 +46,9 @@ class Training:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     clip_grad: float
+    spikes: SpikeFilter | None = None  # of --loss_spike_sigma
     outcome: "Outcome | None" = None  # of the last step
+    batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's, of the last step
 
     @property
     def learning_rate(self) -> float:
@@ -78,23 +81,35 @@ class NonFiniteError(RuntimeError):
 class Outcome:
     """What came of a step: numbers on their way to the host, which waits for them only where it looks."""
 
-    def __init__(self, step: int, norms: tuple[Tensor, Tensor] | None, metrics: dict[str, Tensor]):
-        self.step = step
+    def __init__(
+        self,
+        step: int,
+        norms: tuple[Tensor, Tensor] | None,
+        metrics: dict[str, Tensor],
+        spike: Tensor | None = None,
+        *,
+        passed_over: bool = False,
+    ):
+        """spike: 1.0 where the weights stayed because loss or norm stood out. passed_over: they stayed in any case."""
+        self.step, self.passed_over = step, passed_over
         self.skipped = norms is None  # fp16: too high a scale makes gradients infinite, and never the loss
         zero = torch.zeros((), device=runtime.device())
         losses = torch.stack([zero, *metrics.values()]).sum()
-        self._numbers = Fetched(torch.stack([*(norms or (zero, zero)), losses]))
+        self._numbers = Fetched(torch.stack([*(norms or (zero, zero)), losses, zero if spike is None else spike]))
         self.arrival = self._numbers.arrival
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """Before clipping; None where fp16's loss scale was too high and the weights stayed.
+        """Before clipping; None where it is not finite, and the weights stayed: fp16's loss scale was too high, or the
+        step was passed over.
 
         Raises NonFiniteError. Every rank asks for it, and it is the same on all.
         """
-        norm, own, losses = self._numbers.wait()
+        norm, own, losses, _ = self._numbers.wait()
         if not self.skipped and math.isfinite(norm):
             return norm
+        if self.passed_over:
+            return None
         found = {"loss": _ranks_where(not math.isfinite(losses)), "gradient": _ranks_where(not math.isfinite(own))}
         if self.skipped and not found["loss"]:
             return None
@@ -107,13 +122,23 @@ class Outcome:
             "the warmup, or look at the data of this step"
         )
 
+    @property
+    def is_loss_finite(self) -> bool:
+        """Whether this rank's loss and metrics are finite. Waits as `grad_norm` does."""
+        return math.isfinite(self._numbers.wait()[2])
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the weights stayed because the loss or the gradient norm stood out. Waits as `grad_norm` does."""
+        return self._numbers.wait()[3] > 0
+
 
 class Fetched:
     """A tensor's numbers on their way from the device: the copy is in line behind what the device was given before."""
 
     def __init__(self, tensor: Tensor):
         self._numbers = tensor.to("cpu", non_blocking=True)  # of a GPU: into pinned memory
-        self.arrival = _event() if tensor.is_cuda else None
+        self.arrival = recorded_event() if tensor.is_cuda else None
 
     def wait(self) -> list[float]:
         if self.arrival is not None:
@@ -127,7 +152,7 @@ class Clock:
     def __init__(self):
         runtime.synchronize()
         self._time = time.perf_counter()
-        self._event = _event() if runtime.device().type == "cuda" else None
+        self._event = recorded_event() if runtime.device().type == "cuda" else None
 
     def end_of(self, outcome: Outcome) -> float:
         """Of a step that has ended. Asked for each step in turn."""
@@ -138,7 +163,7 @@ class Clock:
         return self._time
 
 
-def _event() -> torch.cuda.Event:
+def recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -175,9 +200,17 @@ def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]
 
 
 def train_step(
-    training: Training, batches: list[Batch], loss: Loss, step: int, forward: Forward = log_probs
+    training: Training,
+    batches: list[Batch],
+    loss: Loss,
+    step: int,
+    forward: Forward = log_probs,
+    *,
+    passed_over: bool = False,
 ) -> tuple[dict[str, Tensor], Outcome]:
     """One optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
+
+    passed_over: the weights stay as they are.
 
     Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the outcome.
     A step whose gradient is not finite changes no weight, on the device alone; the host learns of it when it looks at
@@ -191,11 +224,52 @@ def train_step(
     training.optimizer.zero_grad()
     metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False, forward=forward)
     training.look()
-    norms = update(training.optimizer, training.clip_grad)
-    training.outcome = Outcome(step, norms, metrics)
+    spike: Tensor | None = None
+
+    def skips(norm: Tensor) -> Tensor:
+        nonlocal spike
+        if passed_over:
+            return torch.ones_like(norm)
+        assert training.spikes is not None
+        spike = training.spikes.judge(_loss_of_all_ranks(metrics), norm)
+        return spike
+
+    norms = update(training.optimizer, training.clip_grad, skips if passed_over or training.spikes else None)
+    training.outcome, training.batches = Outcome(step, norms, metrics, spike, passed_over=passed_over), batches
     if norms is not None:
         training.schedule.step(1)
     return metrics, training.outcome
+
+
+def _loss_of_all_ranks(metrics: dict[str, Tensor]) -> Tensor:
+    """The loss of the global batch, fp32 [] on the device."""
+    counts = "loss" in metrics and parallel_state.get_tensor_model_parallel_rank() == 0
+    loss = metrics["loss"].float().clone() if counts else torch.zeros((), device=runtime.device())
+    dist.all_reduce(loss)
+    return loss
+
+
+def run_again(training: Training, loss: Loss, forward: Forward = log_probs) -> str:
+    """Compute the last step once more, which was not finite, and return what this tells of the cause.
+
+    Its weights are still there. Every rank calls this; no weight changes.
+    """
+    assert training.outcome is not None
+    for chunk in training.chunks:
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    metrics = run_schedule(training.model, training.chunks, training.batches, loss, forward_only=False, forward=forward)
+    norms = update(training.optimizer, training.clip_grad, torch.ones_like)
+    outcome = Outcome(training.outcome.step, norms, metrics, passed_over=True)
+    losses_finite = not _ranks_where(not outcome.is_loss_finite)
+    if outcome.grad_norm is None or not losses_finite:
+        return (
+            "Computed once more, it is not finite either: the data or the weights are the cause, not a fault of a GPU."
+        )
+    return (
+        "Computed once more, it is finite: a GPU or its memory may be faulty. Check those of the ranks above "
+        "(nvidia-smi -q -d ECC, dcgmi diag), or run on others"
+    )
 
 
 @torch.no_grad()

@@ -51,6 +51,8 @@ def rank_tensors(training: Training, hf_config: dict[str, Any], *, optimizer: bo
 def optimizer_numbers(training: Training) -> dict[str, Any]:
     """What all ranks have alike: steps of the optimizer and of the schedule, fp16's loss scale. For JSON."""
     numbers: dict[str, Any] = {"schedule_steps": training.schedule.num_steps}
+    if training.spikes:
+        numbers["spikes"] = training.spikes.state()
     for part in parts(training.optimizer):
         for group in part.param_groups:
             if "step" in group:
@@ -124,6 +126,8 @@ def _load_numbers(training: Training, numbers: dict[str, Any]) -> None:
         if (scaler := getattr(part, "grad_scaler", None)) and (scalers := numbers.get("grad_scalers")):
             saved = scalers[min(number, len(scalers) - 1)]
             scaler.load_state_dict(saved | {"scale": torch.tensor([saved["scale"]], dtype=torch.float32)})
+    if training.spikes and "spikes" in numbers:
+        training.spikes.load(numbers["spikes"])
     training.schedule.num_steps = numbers["schedule_steps"]
     training.schedule.step(0)  # the learning rate of the next step
 

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
@@ -18,6 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from . import console
 
+LEARNED_FROM = 10  # phases
+SLOWEST = 10
+LEAST = 300.0  # seconds: a file system or a switch that hesitates comes back within minutes
 EXIT_HANGS = 70  # EX_SOFTWARE
 STDERR = 2  # written to by its number: who hangs may hold the lock of sys.stderr
 
@@ -34,8 +38,10 @@ class Status:
 class Watchdog:
     """Ends the process where this rank, or another that says so, makes no progress for `seconds`.
 
+    In phases that `learn` it ends sooner: after SLOWEST times the longest of the last 50, and LEAST seconds at least.
+
         watchdog = Watchdog(options.ddp_timeout, run.folder)
-        watchdog.phase("step 7")  # from now on
+        watchdog.phase("step 7", learn=True)  # from now on
         with watchdog.phase("saving checkpoint-10"):
             ...  # and afterwards it is "step 7" again
         watchdog.tick()  # progress within a phase
@@ -59,6 +65,9 @@ class Watchdog:
         self._interval = min(max(seconds / 10, 0.05), 10.0)
         self._patience = 4 * self._interval + 2  # in which the others notice and write their stacks
         self._status = Status(None, 0, time.time())
+        self._durations: deque[float] = deque(maxlen=50)  # of the last phases that learn
+        self._learns: float | None = None  # when the present one began, if it does
+        self._limit = seconds  # without progress, in the present phase
         self._told, self._closed = threading.Event(), threading.Event()
         self._beats: list[bytes] | None = None  # of those that this rank listens to
         self._listens = 0.0  # when it does so again
@@ -68,9 +77,17 @@ class Watchdog:
         for work in [self._watch] + [self._talk] * (self._world > 1):
             threading.Thread(target=work, name="watchdog", daemon=True).start()
 
-    def phase(self, text: str | None) -> AbstractContextManager[None]:
-        """This rank has come to `text`. As a context it returns to the phase of before."""
-        former = self._status.phase
+    def phase(self, text: str | None, *, learn: bool = False) -> AbstractContextManager[None]:
+        """This rank has come to `text`. As a context it returns to the phase of before.
+
+        learn: a phase that takes about as long each time.
+        """
+        former, now = self._status.phase, time.monotonic()
+        if self._learns is not None:
+            self._durations.append(now - self._learns)
+        self._learns = now if learn else None
+        learned = learn and len(self._durations) >= LEARNED_FROM
+        self._limit = min(self.seconds, max(LEAST, SLOWEST * max(self._durations))) if learned else self.seconds
         self._enter(text)
         return self._return_to(former)
 
@@ -105,6 +122,7 @@ class Watchdog:
         try:
             yield
         finally:
+            self._learns, self._limit = None, self.seconds
             self._enter(phase)
 
     def _talk(self) -> None:
@@ -125,7 +143,7 @@ class Watchdog:
             stands = status is seen[0] and self._progress() == seen[1] and status.phase is not None
             idle = idle + min(now - last, 2 * self._interval) if stands else 0.0
             seen, last = (status, self._progress()), now
-            if idle >= self.seconds or self._told.is_set():
+            if idle >= self._limit or self._told.is_set():
                 self._end(status)
 
     def _end(self, status: Status) -> None:
@@ -148,6 +166,10 @@ class Watchdog:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"rank-{self._rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
+        with suppress(Exception):  # torch's flight recorder: the last collectives, and which of them have not ended
+            trace: Any = dist.distributed_c10d._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore
+            text = trace if isinstance(trace, str) else trace.decode()
+            (self.folder / f"rank-{self._rank}-collectives.json").write_text(text)
         return True
 
     def _gather(self) -> tuple[dict[int, Status], list[int]] | tuple[()]:
@@ -173,7 +195,8 @@ class Watchdog:
         return {rank: Status(*json.loads(value)) for rank, value in zip(known, values, strict=True)}, silent
 
     def _say(self, where: str) -> None:
-        text = f"error: no progress for {self.seconds:g} s (--ddp_timeout): {where}. Stacks: {self.folder}/"
+        why = "--ddp_timeout" if self._limit == self.seconds else f"{SLOWEST} times the slowest of the last steps"
+        text = f"error: no progress for {self._limit:.4g} s ({why}): {where}. Stacks: {self.folder}/"
         with suppress(OSError):
             os.write(STDERR, f"\n{text}\n".encode())
         _within(self._interval, lambda: console.record(text))  # the disk may be what hangs

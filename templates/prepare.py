@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
@@ -89,11 +89,12 @@ def prepare(
     use_hf: bool = False,
     hub_token: str | None = None,
     tools: list[dict] | None = None,
+    verify: bool = True,
 ) -> Prepared:
     """Find the tokens of the datasets in the cache, or make them. `tools`: of prompts whose rows have none.
 
-    Knows nothing of ranks. Call it on the first rank of each node, then on the others, with load_from_cache_file true:
-    these find what the first has made.
+    Knows nothing of ranks. Call it on the first rank of each node, then on the others, with load_from_cache_file true
+    and verify false: these find what the first has made or checked.
     Raises ValueError, naming the flag or the file and line, where the options or the data cannot be used, and OSError
     where the cache cannot be written.
     """
@@ -114,7 +115,8 @@ def prepare(
     hub = {"use_hf": use_hf, "hub_token": hub_token}
     random = np.random.default_rng(options.data_seed)
 
-    val_parts = _parts("--val_dataset", options.val_dataset, options, options.val_dataset_shuffle, encoder, hub)
+    parts_of = partial(_parts, options=options, encoder=encoder, hub=hub, verify=verify)
+    val_parts = parts_of("--val_dataset", options.val_dataset, options.val_dataset_shuffle)
     if options.streaming:
         stream = TokenStream(
             sources("--dataset", options.dataset, streaming=True, **hub),
@@ -125,7 +127,7 @@ def prepare(
         _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
         val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
-    parts = _parts("--dataset", options.dataset, options, options.dataset_shuffle, encoder, hub)
+    parts = parts_of("--dataset", options.dataset, options.dataset_shuffle)
     _check_columns(options.columns, (part.source.rows(part.rows[:FIRST]) for part in (*parts, *val_parts)))
     if options.split_dataset_ratio and not val_parts:
         pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
@@ -171,7 +173,7 @@ def _with_max_length(options: PrepareOptions) -> PrepareOptions:
 
 
 def _parts(
-    flag: str, names: list[str], options: PrepareOptions, shuffle: bool, encoder: Encoder, hub: dict
+    flag: str, names: list[str], shuffle: bool, *, options: PrepareOptions, encoder: Encoder, hub: dict, verify: bool
 ) -> list[_Part]:
     """The sources of a flag with the rows that are taken of each, tokenised."""
     parts = []
@@ -182,11 +184,11 @@ def _parts(
         rows = np.arange(min(total, available))
         if shuffle and total < available:
             rows = np.sort(np.random.default_rng(options.data_seed).permutation(available)[:total])
-        parts.append(_Part(source, _tokens(source, rows, encoder, options), rows, total))
+        parts.append(_Part(source, _tokens(source, rows, encoder, options, verify=verify), rows, total))
     return parts
 
 
-def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: PrepareOptions) -> TokenFile:
+def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: PrepareOptions, *, verify: bool) -> TokenFile:
     """The tokens of these rows, from the cache or made now."""
     name = hashlib.blake2b(f"{source.fingerprint} {encoder.fingerprint}".encode(), digest_size=16)
     if len(rows) < len(source):
@@ -202,7 +204,7 @@ def _tokens(source: Source, rows: np.ndarray, encoder: Encoder, options: Prepare
                 yield batch, refusals
 
     folder = cache_root() / "tokens" / name.hexdigest()
-    file = open_or_build(folder, build, rebuild=not options.load_from_cache_file)
+    file = open_or_build(folder, build, rebuild=not options.load_from_cache_file, verify=verify)
     _be_strict(file.refusals, options)
     return file
 

@@ -1,7 +1,8 @@
 """Tokens on disk: written once, memory-mapped, found again by what made them.
 
 A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per sample) and `manifest.json` (its
-size, and which rows were dropped and why). It is written beside its place and renamed into it: it is whole or absent.
+size and checksum, and which rows were dropped and why). It is written beside its place and renamed into it: it is whole
+or absent.
 """
 
 import errno
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from xxhash import xxh3_128
 
 from .formats import Stage, UnusableRow
 from .packing import round_up
@@ -27,6 +29,8 @@ from .plural import plural
 
 logger = logging.getLogger(__name__)
 
+CHECKSUM = "xxh3_128"  # of tokens.arrow, in hexadecimal, in its manifest
+BLOCK = 8 * 2**20  # bytes that are read at a time
 FORMAT = 6  # part of every cache key: raise it when what is stored changes
 
 SCHEMA = pa.schema(
@@ -151,14 +155,19 @@ def _to_numpy(values: pa.Array) -> np.ndarray:
 
 
 class TokenFile:
-    """One cache entry, memory-mapped. Raises OSError, ValueError or KeyError where it is damaged."""
+    """One cache entry, memory-mapped. Raises OSError, ValueError or KeyError where it is damaged.
 
-    def __init__(self, folder: Path):
+    verify: read the whole file, and compare its checksum; an entry of version 0.1 has none.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = False):
         self.folder = folder
         manifest = json.loads((folder / "manifest.json").read_text())
         path = folder / "tokens.arrow"
         if path.stat().st_size != manifest["bytes"]:
             raise ValueError(f"{path} holds {path.stat().st_size} bytes, not {manifest['bytes']}")
+        if verify and manifest.get(CHECKSUM, checksum := _checksum(path)) != checksum:
+            raise ValueError(f"{path} has other bytes than were written")
         self.refusals = Refusals(**manifest["refusals"])
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -329,17 +338,22 @@ def cache_root() -> Path:
 
 
 def open_or_build(
-    folder: Path, build: Callable[[], Generator[tuple[pa.RecordBatch, Refusals]]], *, rebuild: bool
+    folder: Path,
+    build: Callable[[], Generator[tuple[pa.RecordBatch, Refusals]]],
+    *,
+    rebuild: bool,
+    verify: bool = True,
 ) -> TokenFile:
     """The cache entry `folder`, built first where it is absent, damaged or not wanted as it is.
 
+    verify: damage is looked for by the checksum too, which reads the whole file.
     Runs that build the same entry at once do not disturb each other: the first to finish gives the entry its name.
     Raises OSError, naming the folder and the cure, where the disk is full or cannot be written.
     """
     if folder.exists():
         if not rebuild:
             try:
-                return TokenFile(folder)
+                return TokenFile(folder, verify=verify)
             except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own errors are among these
                 logger.warning("the cached tokens in %s are damaged and are made anew: %s", folder, error)
         _remove(folder)
@@ -367,13 +381,44 @@ def open_or_build(
 def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, Refusals]]) -> None:
     refusals = Refusals()
     path = folder / "tokens.arrow"
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        for batch, refused in batches:
-            refusals.merge(refused)
-            if batch.num_rows:
-                writer.write_batch(batch)
-    manifest = {"bytes": path.stat().st_size, "refusals": vars(refusals)}
+    with path.open("wb") as stream:
+        sink = _Summed(stream)
+        with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            for batch, refused in batches:
+                refusals.merge(refused)
+                if batch.num_rows:
+                    writer.write_batch(batch)
+    manifest = {"bytes": path.stat().st_size, CHECKSUM: sink.sum.hexdigest(), "refusals": vars(refusals)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+class _Summed:
+    """File that is written from its beginning to its end, with a checksum of what was written."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self.sum = stream, xxh3_128()
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self.sum.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _checksum(path: Path) -> str:
+    total = xxh3_128()
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            total.update(block)
+    return total.hexdigest()
 
 
 def _remove_leftovers(folder: Path) -> None:

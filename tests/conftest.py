@@ -17,6 +17,12 @@ if find_spec("triton") and not Path("/dev/nvidiactl").exists():
     del os.environ["TRITON_INTERPRET"]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where rollout servers and runs keep their key."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def own_environment() -> Iterator[None]:
     """What a module's tests set (a rank, a world size) is not there for the processes that the next ones start."""

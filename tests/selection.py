@@ -13,7 +13,7 @@ import pytest
 from megaswift.templates.plural import plural
 
 SHARED = ("gkd", "lora", "preference", "rl")  # folders whose files share what a fixture has made for the session
-SAMPLE = 4  # long tests that join a default run, each of another file: about a minute together
+SAMPLE = 2  # long tests that join a default run, of different files: about half a minute together
 COUNTS = pytest.StashKey[dict[str, int]]()
 
 

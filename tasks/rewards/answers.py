@@ -72,7 +72,7 @@ def _next(worker: "_Checker", waiting: Iterator[tuple[int, Pair]]) -> dict["_Che
 class _Checker:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],  # -P: no module comes from the working folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches the run alone, which ends this by closing its pipe

@@ -9,7 +9,7 @@ from .answers import Checkers
 from .options import RewardOptions
 from .registry import reward
 
-FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+SEAM = re.compile(r"</think>\s*<answer>")
 
 
 @reward("accuracy")
@@ -32,7 +32,14 @@ class Accuracy:
 @reward("format")
 def thinks_then_answers(completions: list[str]) -> list[float]:
     """1 where a completion is <think>...</think><answer>...</answer> and nothing else, 0 where not."""
-    return [float(FORMAT.fullmatch(text) is not None) for text in completions]
+    return [float(_is_formed(text)) for text in completions]
+
+
+def _is_formed(text: str) -> bool:
+    """Equal to a full match of <think>.*</think>\\s*<answer>.*</answer>, but linear in the length of any text."""
+    begins, ends = "<think>", "</answer>"
+    seam = SEAM.search(text, len(begins), max(len(text) - len(ends), 0))
+    return text.startswith(begins) and text.endswith(ends) and seam is not None
 
 
 @reward("cosine")

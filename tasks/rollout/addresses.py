@@ -1,5 +1,6 @@
 """Where servers are. No torch: the command line looks whether the flags fit together."""
 
+import ipaddress
 from urllib.parse import urlsplit
 
 from .options import EngineOptions
@@ -39,6 +40,15 @@ def server_urls(options: EngineOptions) -> list[str]:
             "each host, or one of either."
         )
     return [f"http://{hosts[i % len(hosts)]}:{ports[i % len(ports)]}" for i in range(count)]
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether an address names this machine, by its name or number on the loopback interface."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def flags_given(options: EngineOptions) -> str:

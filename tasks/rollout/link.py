@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .alive import ANSWER, POLL, cure, say, silence
+from .keys import VARIABLE, client_key
 from .wire import Memory, Packing, table
 
 CHUNK = 4 * 2**20  # bytes of a body that are handed over at a time
@@ -64,11 +65,12 @@ class Link:
         self._store: tuple[str, int, int] | None = None  # where `meet` found the group's, and the group's size
         self._group: Any = None  # group.Group, once weights went that way
         self._run_token, self._adapters, self._vocab_size, self._wait = run, adapters, vocab_size, wait
-        self._given = given
-        headers = {"x-run": run} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._given, self._api_key = given, api_key
         limits = httpx.Limits(keepalive_expiry=30)  # sooner than the server lets go of an idle connection
         timeout = httpx.Timeout(None, connect=ANSWER)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers={"x-run": run}, timeout=timeout, limits=limits, trust_env=False
+        )
 
     async def connect(self, patience: float, lost: ServerLost | None = None) -> None:
         """Wait for the server, and for another run to let go of it, then claim it. After `patience` seconds raises
@@ -106,6 +108,8 @@ class Link:
 
     async def claim(self) -> None:
         """Claim the server, or say that this run is still there. Raises Claimed where another run has it."""
+        if key := client_key(self._api_key, self.url, own=True):  # read now: a server that has just started made it
+            self._http.headers["authorization"] = f"Bearer {key}"
         memory = Memory(16)
         try:
             secret = secrets.token_bytes(16)
@@ -234,7 +238,7 @@ class Link:
         if kind in ("weights", "unclaimed"):  # it does not know this run: it was started again
             return WeightsLost(f"{where}: {text}")
         if kind == "key":
-            return PermissionError(f"{where}: {text}. Give it as --vllm_server_api_key.")
+            return PermissionError(f"{where}: {text}. Set --vllm_server_api_key or {VARIABLE}.")
         if kind == "claimed":
             return Claimed(f"{where}: {text}")
         return RuntimeError(f"{where}, {path}: {text} (status {response.status_code})")

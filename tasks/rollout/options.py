@@ -35,9 +35,13 @@ class ServerOptions(VllmOptions):
     """Rollout server"""
 
     vllm_gpu_memory_utilization: Annotated[float, "Share of a GPU's memory that vLLM may take.", "(0, 1]"] = 0.9
-    host: Annotated[str, "Address to listen on; 0.0.0.0 lets other machines in: give an --api_key then."] = "127.0.0.1"
+    host: Annotated[str, "Address to listen on; 0.0.0.0 lets other machines in."] = "127.0.0.1"
     port: Annotated[int, "Port to listen on; 0: one that is free.", "[0, 65535]"] = 8000
-    api_key: Annotated[str | None, "Only who has this key is answered."] = None
+    api_key: Annotated[
+        str | None,
+        "Only who has this key is answered; left out: MEGASWIFT_API_KEY, else a key in the user's "
+        "~/.config/megaswift/rollout.key, which is made where it is missing and which runs of the user read.",
+    ] = None
     infer_backend: Annotated[
         Literal["transformers", "vllm"] | None, "What generates; left out: vLLM where it is installed."
     ] = None
@@ -66,7 +70,9 @@ class EngineOptions(VllmOptions):
     vllm_server_base_url: Annotated[
         list[str], "Addresses of the servers (http://host:port), in place of hosts and ports."
     ] = field(default_factory=list)
-    vllm_server_api_key: Annotated[str | None, "The --api_key that the servers were started with."] = None
+    vllm_server_api_key: Annotated[str | None, "The key of the servers; left out: as --api_key of `swift rollout`."] = (
+        None
+    )
     vllm_server_timeout: Annotated[
         float,
         "Seconds to wait for the servers when the run begins, also for another run to let go of them.",

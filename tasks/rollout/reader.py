@@ -17,6 +17,7 @@ import numpy as np
 from .alive import ANSWER, POLL, all_of, cure, say, silence
 from .answers import from_json
 from .engine import Completion, Request, Sampling, Top
+from .keys import client_key
 from .reading import unpacked
 
 AT_ONCE = 256  # requests of one process
@@ -37,7 +38,7 @@ class ServerReader:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 240.0, wait: float = 0.0):
         self.url, self._wait = url.rstrip("/").removesuffix("/v1"), wait
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._model = asyncio.run(self._connect(timeout))  # None: a `swift rollout`
 
     @property
@@ -239,9 +240,9 @@ class ServerReader:
     def _client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE)
         timeout = httpx.Timeout(None, connect=ANSWER)
-        return httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=timeout, limits=limits, trust_env=False
-        )
+        key = client_key(self._api_key, self.url, own=False)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
 
 def _of_openai(answer: Any, places: np.ndarray, top: int) -> Top:

@@ -6,12 +6,11 @@ swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --p
 import importlib.util
 import logging
 import socket
-import sys
 
 from ...bridge.hub import model_folder, positions_of, read_config, vocab_size_of
 from ...bridge.safetensors_io import check_headers
-from ..console import labelled
 from ..folders import loading
+from .keys import server_key
 from .options import RolloutOptions, ServerOptions
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -28,9 +27,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     check_headers(folder)
     sock = bound(options.host, options.port)  # before the model is read, which may take minutes
     at = f"http://{options.host}:{sock.getsockname()[1]}"
-    if options.api_key is None and options.host not in LOCAL:
-        text = f"warning: --host {options.host}: other machines can reach the server. Set --api_key to keep them out."
-        print(labelled(text, sys.stdout))
+    key, about_key = server_key(options.api_key)
 
     import uvicorn
 
@@ -53,7 +50,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     server = Server(
         backend,
         options.model,
-        options.api_key,
+        key,
         vocab_size=vocab_size_of(described),
         positions=options.vllm_max_model_len or positions_of(described),
         hosts=hosts_of(options.host),
@@ -67,6 +64,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         timeout_keep_alive=75,  # longer than clients keep idle connections
         timeout_graceful_shutdown=5,
     )
+    print(about_key)
     print(f"Rollout server: {options.model} by {kind} on {at}", flush=True)
     uvicorn.Server(config).run(sockets=[sock])
 

@@ -158,6 +158,35 @@ def test_header_that_contradicts_itself(tmp_path):
         SafetensorsFolder(tmp_path)
 
 
+def test_a_header_without_end(tmp_path):
+    """A sparse file of a few bytes on the disk, whose header would take all memory."""
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write((2**36).to_bytes(8, "little"))
+        stream.truncate(2**37)
+    with pytest.raises(ValueError, match=rf"{file} is not a safetensors file: .*the format allows 100000000"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"a": ("F32", [2], [0, 8]), "b": ("F32", [2], [4, 12])}, "b begins at 4, and the tensor before it ends at 8"),
+        ({"a": ("F32", [2], [4, 12])}, "a begins at 4, and the tensor before it ends at 0"),
+        ({"a": ("F32", [2], [-8, 0])}, "whole numbers of at least 0"),
+        ({"a": ("F32", [-2, -1], [0, 8])}, "whole numbers of at least 0"),
+        ({"a": ("F32", [2.0], [0, 8])}, "whole numbers of at least 0"),
+        ({"a": ("F32", [True], [0, 4])}, "whole numbers of at least 0"),
+    ],
+)
+def test_offsets_and_shapes_that_cannot_be(tensors, said, tmp_path):
+    names = ("dtype", "shape", "data_offsets")
+    header = json.dumps({name: dict(zip(names, about, strict=True)) for name, about in tensors.items()}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(ValueError, match=said):
+        SafetensorsFolder(tmp_path)
+
+
 def test_links_are_followed(folder, tmp_path_factory):
     """A hub's cache is a folder of links to files that are called otherwise."""
     elsewhere = tmp_path_factory.mktemp("cache") / "snapshot"

@@ -105,7 +105,7 @@ def test_the_launcher_finds_the_log_of_its_run(tmp_path: Path, monkeypatch: pyte
     for version, launch in enumerate(("aa", "bb", "cc")):
         folder = tmp_path / f"v{version}-20260101-000000"
         folder.mkdir()
-        (folder / resume.LAUNCH).write_text(f"{launch}\n1.0")
+        (folder / resume.LAUNCH).write_text(f"{launch}\n1")
     assert resume.launched_folder() is None
     monkeypatch.setenv(resume.STARTED, "bb")
     monkeypatch.setenv(resume.OUTPUT, str(tmp_path))

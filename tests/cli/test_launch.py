@@ -15,6 +15,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.launch import (
     Processes,
     environment,
+    hidden_words,
     shown_command,
     start,
     torchrun_command,
@@ -251,6 +252,29 @@ def test_a_killed_torchrun_leaves_no_process(stand_in: Path, dense: Path, monkey
 
 
 @pytest.mark.slow
+def test_others_on_the_machine_see_no_key_and_no_port(stand_in: Path, dense: Path, monkeypatch, tmp_path: Path) -> None:
+    """Nor does a file of the working folder take the place of a module."""
+    (tmp_path / "types.py").write_text("raise SystemExit('a file of the working folder was imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setenv("STAND_IN_DOES", "wait")
+    parent = subprocess.Popen([MEGATRON, *line(dense), "--hub_token", "sesame"], stderr=subprocess.PIPE, text=True)
+    pids = started(stand_in, 2)
+    assert not [pid for pid in (parent.pid, *pids) if b"sesame" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert listening(parent.pid) == {"127.0.0.1"}
+    os.kill(pids[1], signal.SIGKILL)
+    parent.communicate(timeout=300)
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process listens for TCP connections."""
+    files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    found = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
+    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address for address in found}
+
+
+@pytest.mark.slow
 def test_an_error_is_said_once_and_ends_all(stand_in: Path, dense: Path, monkeypatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("STAND_IN_DOES", "refuse")
@@ -315,7 +339,7 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert (processes.world, processes.node_rank, processes.master_port) == (6, 1, 29500)
     command = torchrun_command(processes, ["megatron", "sft", "config.yaml"])
     assert "--max_restarts=3" in torchrun_command(replace(processes, max_restarts=3), ["megatron"])
-    assert command[3:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host",
+    assert command[4:] == ["--nproc_per_node=2", "--nnodes=3", "--node_rank=1", "--master_addr=host",
                            "--master_port=29500",
                            "-m", "megaswift.cli.main", "megatron", "sft", "config.yaml"]  # fmt: skip
 
@@ -362,6 +386,18 @@ def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for shown, count in (("1", 1), ("0,1", 2), ("0,1,2,3", 2), ("MIG-a,MIG-b", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         assert visible_gpus() == count
+
+
+def test_tokens_and_keys_reach_the_processes_by_the_environment(monkeypatch) -> None:
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    monkeypatch.setenv("MEGASWIFT_STARTED", "")
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    secret = ["--hub_token", "se=same", "--vllm-server-api-key=open"]
+    start(Processes(2), ["megatron", "sft", "--lr", "1e-5", *secret, "--packing", "true"], {})
+    assert commands[0][-6:] == ["megatron", "sft", "--lr", "1e-5", "--packing", "true"]
+    assert hidden_words() == secret
+    assert hidden_words() == []
 
 
 def test_a_token_is_not_shown() -> None:

@@ -64,14 +64,16 @@ FAMILIES = ("phi3", "glm4", "gemma3", "Moonlight", "shared experts", "hybrid")
 KEPT = {
     "qwen3": ("one process", "TP2 SP"),
     "some projections": ("TP2",),
-    "embedding": ("one process", "TP2 SP"),
-    "DoRA": ("one process", "TP2 SP"),
+    "embedding": ("TP2 SP",),
+    "DoRA": ("TP2 SP",),
     "tied embeddings": ("PP2",),
     "experts": ("one process", "TP2 SP EP2"),
     **dict.fromkeys(FAMILIES, ("one process",)),
 }
 KEPT_LONG = {
     "qwen3": ("PP2 VPP2",),
+    "embedding": ("one process",),
+    "DoRA": ("one process",),
     "all biases": ("TP2 SP",),
     "experts": ("TP2 SP ETP2",),
     "experts and routers": ("one process", "TP2 SP EP2"),

@@ -1,6 +1,7 @@
 """The rewards that are built in, beside TRL's, the papers' formulas, and values by hand."""
 
 import random
+import re
 import time
 
 import pytest
@@ -126,6 +127,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 )
 def test_format(text, wanted):
     assert thinks_then_answers([text]) == [wanted]
+
+
+def test_format_equals_a_regular_expression_in_linear_time():
+    dice = random.Random(0)
+    parts = ["<think>", "</think>", "<answer>", "</answer>", " ", "\n", "a"]
+    for _ in range(20_000):
+        text = "".join(dice.choices(parts, k=dice.randint(1, 7)))
+        text = f"<think>{text}</answer>" if dice.random() < 0.5 else text
+        wanted = re.fullmatch(r"<think>.*?</think>\s*<answer>.*?</answer>", text, re.DOTALL) is not None
+        assert thinks_then_answers([text]) == [wanted], text
+    began = time.process_time()
+    assert thinks_then_answers(["<think>" + "</think><answer>" * 100_000]) == [0]
+    assert thinks_then_answers(["<think>" + "</think> " * 100_000]) == [0]
+    assert time.process_time() - began < 2  # a backtracking expression takes minutes
 
 
 LENGTHS = [0, 1, 10, 49, 50, 51, 75, 99, 100, 101, 250]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megaswift.tasks import judge
+from megaswift.tasks.append_file import AppendFile
 from megaswift.tasks.episodes import Episode
 from megaswift.tasks.grpo import Grpo, _differ
 from megaswift.tasks.options import GrpoOptions
@@ -81,7 +82,7 @@ def test_the_template_s_part_of_an_answer(tokenizer, tmp_path):
     assert episode.rewards == {"accuracy": 1.0, "format": 1.0}
     assert tokenizer.decode(episode.tokens[episode.trained > 0]) == f"{SAID}<|im_end|>"
     assert [*prompt.tokens, *tokenizer.encode(f"{SAID}<|im_end|>")] == episode.tokens.tolist()
-    write_completions(tmp_path, 1, [episode])
+    write_completions(AppendFile(tmp_path / COMPLETIONS, print), 1, [episode])
     assert json.loads((tmp_path / COMPLETIONS).read_text())["completion"] == episode.text
 
 
@@ -185,7 +186,7 @@ def test_a_run_goes_on_behind_any_text(character, tmp_path):
     episode = Episode("", 0, tokens, tokens.astype(np.float32), tokens.astype(np.float32), "stop", {"messages": []})
     episode.text = f"one{character}two"
     for generation in (1, 2, 3):
-        write_completions(tmp_path, generation, [episode] * 2)
+        write_completions(AppendFile(tmp_path / COMPLETIONS, print), generation, [episode] * 2)
     file = tmp_path / COMPLETIONS
     with file.open("a", encoding="utf-8") as lines:
         lines.write('{"generation": 1, "info": {}')

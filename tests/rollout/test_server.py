@@ -49,6 +49,21 @@ def test_completions_come_in_the_order_of_the_requests() -> None:
     assert found == [*expected, Completion([3, 2], [-0.1] * 2, "stop")]  # log-probabilities to the last bit, too
 
 
+def test_readiness_and_metrics() -> None:
+    with serving() as (url, _, server), connected(url) as client:
+        client.generate([Request([1, 2, 3], 0), Request([4, 5], 1)], SAMPLING)
+        client.update(tensors().items())
+        assert httpx.get(f"{url}/ready").status_code == 200
+        rows = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
+        counts = {name.removeprefix("megaswift_rollout_"): float(value) for name, value in rows}
+        assert counts.pop("generation_seconds_total") > 0
+        assert counts == {"requests_total": 2, "prompt_tokens_total": 5, "completion_tokens_total": 5,
+                          "weight_updates_total": 1, "generating": 0, "ready": 1}  # fmt: skip
+        server._asleep = True
+        assert httpx.get(f"{url}/ready").json() == {"ready": False, "reason": "it is asleep"}
+        assert httpx.get(f"{url}/ready").status_code == 503
+
+
 def test_the_run_says_what_ends_a_completion() -> None:
     with serving() as (url, _, _), connected(url) as client:
         found = client.generate([Request([4, 3, 2, 1], 0)], replace(SAMPLING, ends=(3, 7)))
@@ -193,9 +208,12 @@ def test_a_run_that_falls_silent_loses_the_server() -> None:
 
 
 def test_the_api_key() -> None:
-    with serving(api_key="open sesame") as (url, _, _):
+    with serving(api_key="open sesame") as (url, _, server):
         assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.post(f"{url}/generate", json={}).status_code == 401
+        for path in [route.path for route in server.app.routes if "POST" in route.methods]:
+            assert httpx.post(f"{url}{path}", json={}, headers={"authorization": "Bearer open"}).status_code == 401
+        for path in ("/health", "/ready", "/metrics"):
+            assert httpx.get(f"{url}{path}").status_code == 200
         with pytest.raises(PermissionError, match="--vllm_server_api_key"):
             ServerEngine([url], timeout=5.0, api_key="wrong")
         with connected(url, api_key="open sesame") as client:

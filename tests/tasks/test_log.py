@@ -1,10 +1,15 @@
 """The log: promised keys, right rates, and output that a person and a program can read."""
 
+import errno
 import io
+import itertools
 import json
+import os
 import time
+from pathlib import Path
 
 import pytest
+from megaswift.tasks import append_file
 from megaswift.tasks import log as run_log
 from megaswift.tasks.log import Meter, RunLog, Waiting, duration, task_fields, train_line
 from megaswift.tasks.option_groups import LoggingOptions
@@ -183,6 +188,65 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path):
     log.close({"last_checkpoint": None})
     assert out.getvalue().count("warning: curves could not be drawn: FileExistsError") == 1
     assert rows(tmp_path)[-1]["last_checkpoint"] is None
+
+
+def test_a_line_that_cannot_be_written_waits_for_room(tmp_path, monkeypatch):
+    out, write, room = io.StringIO(), os.write, [None]
+    monkeypatch.setattr(append_file.os, "write", lambda file, data: _write(write, room, file, data))
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 4, None, 1, out=out, bar=False)
+    for step, left in ((1, None), (2, 10), (3, 0), (4, None)):
+        room[0] = left
+        log.step(1, 1.0, 0.0)
+        log.train(step, METRICS)
+    log.close({})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 4]
+    assert out.getvalue().count("logging.jsonl cannot be written (No space left on device). Training goes on") == 1
+
+
+def _write(write, room, file, data):
+    """Write as much as there is room for, as a disk that fills does."""
+    if room[0] == 0:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    done = write(file, data[: room[0]])
+    room[0] = None if room[0] is None else room[0] - done
+    return done
+
+
+def test_lines_that_are_lost_are_counted(tmp_path):
+    notes: list[str] = []
+    file = append_file.AppendFile(Path("/dev/full"), notes.append)
+    file.write("one\n")
+    file.write("two\n")
+    file.close()
+    assert [note.split(" (")[0] for note in notes] == [
+        "warning: /dev/full cannot be written", "warning: 8 bytes of /dev/full could not be written and are lost."
+    ]  # fmt: skip
+
+
+def test_a_reporter_that_fails_is_left_out(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = io.StringIO()
+    log = RunLog(tmp_path, LoggingOptions(), 2, None, 1, out=out, bar=False)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    for step in (1, 2):
+        log.step(1, 1.0, 0.0)
+        log.train(step, METRICS)
+    log.close({})
+    assert out.getvalue().count("warning: TensorBoard takes no more rows") == 1
+    assert len(rows(tmp_path)) == 3
+
+
+def test_rows_of_curves_are_bounded():
+    kept = run_log.ThinnedRows(most=100)
+    for step in range(1, 10_001):
+        kept.add({"step": step})
+    steps = [row["step"] for row in kept.rows]
+    assert 50 < len(steps) <= 100
+    assert steps[0] == 1
+    assert steps[-1] > 9_800
+    assert len({later - step for step, later in itertools.pairwise(steps)}) == 1
 
 
 def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys):

@@ -9,7 +9,7 @@ from megaswift.tasks import loop
 
 def test_a_run_that_fails_frees_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends with what went wrong first, whatever they say to it."""
-    for name in ("Flops", "Window", "RunLog", "Profile", "Stop", "Watchdog", "Checkpoints", "dist"):
+    for name in ("Flops", "Window", "RunLog", "Profile", "Stop", "StepTimes", "Watchdog", "Checkpoints", "dist"):
         monkeypatch.setattr(loop, name, MagicMock())
     run, objective, order = MagicMock(resumed=None), MagicMock(), []
 

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-import time
+import subprocess
+import sys
 
 import pytest
 from megaswift.tasks import folders, resume
@@ -46,6 +47,45 @@ def test_auto_takes_the_newest_of_all_versions_or_starts_afresh(out):
     folder, resumed = resume.open_folder(options(out))
     assert (folder, resumed.checkpoint, resumed.step) == (out / V1, newest, 10)
     assert os.readlink(folder / "last") == "checkpoint-10"
+
+
+def test_the_order_of_saves_counts_and_not_the_clock(out):
+    """Steps 20 and 40 were saved while the clock was two hours ahead."""
+    for number, step, time in ((1, 20, 8000.0), (2, 40, 8100.0), (3, 60, 900.0), (4, 80, 1000.0)):
+        newest = save(out / V0, step, time=time, saves=number)
+    folder, resumed = resume.open_folder(options(out, save_total_limit=2))
+    assert resumed.checkpoint == newest
+    assert resumed.notes == [
+        "checkpoint-80 was saved after checkpoint-20, checkpoint-40, though its date is earlier: a clock has been set "
+        "back. The order of the saves counts"
+    ]
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-60", "checkpoint-80"]
+
+
+def test_saves_without_a_number_come_first_and_folders_go_by_time(out):
+    """A checkpoint of version 0.1 has no number; those of two folders have nothing but their dates in common."""
+    save(out / V0, 40, time=8100.0)
+    newest = save(out / V0, 60, time=900.0, saves=1)
+    save(out / V1, 10, time=800.0, saves=7)
+    assert resume.open_folder(options(out))[1].checkpoint == newest
+
+
+def test_a_run_through_a_link_is_refused_while_another_is_at_work(out, tmp_path):
+    older, _ = save(out / V0, 1), save(out / V0, 2)
+    linked = tmp_path / "link"
+    linked.symlink_to(out)
+    code = (
+        "import sys; from megaswift.tasks import resume; from megaswift.tasks.options import SftOptions;"
+        "resume.open_folder(SftOptions(output_dir=sys.argv[1], resume_from_checkpoint=sys.argv[2]));"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    line = [sys.executable, "-c", code, str(linked), str(linked / V0 / older.name)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"open\n"
+        with pytest.raises(ValueError, match="another run is at work in"):
+            take(out / V0, patience=0.5)
+        first.communicate()
 
 
 def test_a_damaged_one_is_named_and_the_one_before_taken(out):
@@ -103,7 +143,7 @@ def test_processes_that_torchrun_starts_again_find_their_folder(out, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert resume.open_folder(options(out, None)) == (mine, None)
     save(mine, 9)  # of an earlier run into this folder
-    path = save(mine, 3, time=time.time())
+    path = save(mine, 3, saves=1)
     assert resume.open_folder(options(out, None))[1].checkpoint == path
     monkeypatch.setenv(resume.STARTED, "another launch")
     assert resume.open_folder(options(out, None))[0] not in (mine, None)

@@ -110,3 +110,15 @@ def test_what_a_live_run_is_writing_stays(tmp_path):
         other.communicate()
     run_folder.clean_others([tmp_path])
     assert not half.exists()
+
+
+def test_a_lock_survives_a_look_through_a_link(tmp_path):
+    """POSIX drops the locks of a process on a file when it closes any descriptor of it."""
+    folder, linked = tmp_path / "real", tmp_path / "link"
+    folder.mkdir()
+    linked.symlink_to(folder)
+    run_folder.take(folder)
+    run_folder.clean_others([linked])
+    tries = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = subprocess.run([sys.executable, "-c", tries, folder / ".lock"], capture_output=True, text=True)
+    assert "BlockingIOError" in other.stderr

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from megaswift.templates import prepare as module
 from megaswift.templates.options import PrepareOptions
@@ -121,7 +120,7 @@ def test_the_cache_is_found_by_what_made_it(data, make_tokenizer, built):
     assert built == [60] * 7 + [61]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "no manifest", "bad manifest", "no tokens"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "no manifest", "bad manifest", "no tokens", "changed"])
 def test_a_damaged_cache_is_made_anew(data, make_tokenizer, cache, built, damage, caplog):
     options = PrepareOptions(dataset=[str(data)])
     before = texts(prepare(options, make_tokenizer(), stage="sft").train, make_tokenizer())
@@ -138,6 +137,10 @@ def test_a_damaged_cache_is_made_anew(data, make_tokenizer, cache, built, damage
             manifest.write_text("{")
         case "no tokens":
             tokens.unlink()
+        case "changed":
+            bytes_ = bytearray(tokens.read_bytes())
+            bytes_[len(bytes_) // 2] ^= 1
+            tokens.write_bytes(bytes_)
     assert texts(prepare(options, make_tokenizer(), stage="sft").train, make_tokenizer()) == before
     assert built == [60, 60]
     assert "are damaged and are made anew" in caplog.text
@@ -167,8 +170,10 @@ def test_two_runs_build_at_once(data, make_tokenizer, cache):
 
 
 def test_a_full_disk_leaves_nothing_behind(data, make_tokenizer, cache, monkeypatch):
-    real = pa.OSFile
-    monkeypatch.setattr("megaswift.templates.store.pa.OSFile", lambda path, mode: real("/dev/full", mode))
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megaswift.templates.store._Summed.write", full)
     with pytest.raises(OSError, match=r"no space left for tokens in .*set MODELSCOPE_CACHE .*on a larger disk"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
     assert list((cache / "megaswift" / "tokens").iterdir()) == []

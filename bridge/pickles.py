@@ -1,0 +1,54 @@
+"""Pickles of torch.distributed.checkpoint, read without running the code that a pickle may name.
+
+Megatron-core describes a checkpoint in a pickle, `.metadata`. Unpickling calls whatever function a pickle names, so
+only exact names are allowed: the modules that hold the classes of the metadata hold functions that run code, too.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+_DCP = "torch.distributed.checkpoint"
+ALLOWED = {
+    f"{_DCP}.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata"},
+    "torch": {
+        "Size", "bfloat16", "bool", "complex64", "complex128", "float16", "float32", "float64", "float8_e4m3fn",
+        "float8_e5m2", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    },
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "builtins": {"bool", "bytearray", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
+}  # fmt: skip
+
+
+class UnsafePickle(ValueError):
+    """Names of a pickle that the metadata of a checkpoint never has."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name not in ALLOWED.get(module_name, ()):
+            raise UnsafePickle(f"{module_name}.{global_name}")
+        return super().find_class(module_name, global_name)
+
+
+def read_metadata(folder: Path) -> Any:
+    """Return the Metadata of the checkpoint in a folder.
+
+    Raises UnsafePickle where it names what is not allowed, and what unpickling raises where it is damaged.
+    """
+    file = folder / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            return _Unpickler(stream).load()
+    except UnsafePickle as error:
+        raise UnsafePickle(
+            f"{file} names {error}, which the metadata of a checkpoint never has: to load it could run code. Do not "
+            "use this checkpoint"
+        ) from None

@@ -1,0 +1,75 @@
+"""Keys of rollout servers: by flag, by MEGASWIFT_API_KEY, or from a file that one user's servers and runs share."""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from .addresses import is_loopback
+
+VARIABLE = "MEGASWIFT_API_KEY"
+
+
+def key_file() -> Path:
+    """Return the path of the user's key file."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "megaswift" / "rollout.key"
+
+
+def server_key(api_key: str | None) -> tuple[str, str]:
+    """Return a server's key, and a line that says where clients find it. The key file is made where it is missing.
+
+    Raises ValueError where that file is unsafe.
+    """
+    if api_key:
+        return api_key, "Key: as given by --api_key"
+    if key := os.environ.get(VARIABLE):
+        return key, f"Key: as given by {VARIABLE}"
+    file = key_file()
+    if key := _read(file):
+        return key, f"Key: in {file}, where runs of this user find it. Set {VARIABLE} for others"
+    key = secrets.token_urlsafe(24)
+    try:
+        _write(file, key)
+    except FileExistsError:  # another server has just made it
+        return server_key(None)
+    except OSError as error:
+        return key, f"Key: {key}. Set {VARIABLE} to it for runs: {file} cannot be written ({error.strerror})"
+    return key, f"Key: {key}, written to {file}, where runs of this user find it. Set {VARIABLE} for others"
+
+
+def client_key(api_key: str | None, url: str, *, own: bool) -> str | None:
+    """Return the key to send to a server; None: send none.
+
+    own: the server is a rollout server of this user. To others a key of the environment or the file is sent only on
+    this machine: whoever runs them would learn it.
+    """
+    if api_key or not (own or is_loopback(url)):
+        return api_key
+    return os.environ.get(VARIABLE) or _read(key_file())
+
+
+def _write(file: Path, key: str) -> None:
+    """Write the key file, which exists with all of its content or not at all. Raises FileExistsError, OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+        stream.write(f"{key}\n")
+    try:
+        os.link(temporary, file)
+    finally:
+        temporary.unlink()
+
+
+def _read(file: Path) -> str | None:
+    """Return the key in a file; None where there is no such file. Raises ValueError where it is unsafe."""
+    try:
+        with file.open() as stream:
+            status, key = os.fstat(stream.fileno()), stream.read(4096).strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}). Remove it, and start the server again") from None
+    if not key or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        problem = "others can read or write it" if key else "it is empty"
+        raise ValueError(f"{file}: {problem}. Remove it, and start the server again")
+    return key

@@ -1,0 +1,32 @@
+"""Metrics of a rollout server in Prometheus' text format, version 0.0.4."""
+
+from collections.abc import Mapping
+
+CONTENT_TYPE = "text/plain; version=0.0.4"
+
+
+COUNTERS = {
+    "requests": "Prompts that were answered.",
+    "prompt_tokens": "Tokens of these prompts.",
+    "completion_tokens": "Tokens that were generated.",
+    "generation_seconds": "Seconds of calls of /generate, summed over calls.",
+    "weight_updates": "Versions of the weights that were taken in.",
+}
+GAUGES = {
+    "generating": "Calls that are at work.",
+    "ready": "1 if completions can be asked for, else 0.",
+}
+
+
+def as_text(counters: Mapping[str, float], **gauges: float) -> str:
+    """Return the values of COUNTERS and GAUGES as text."""
+    lines = []
+    for name, text in COUNTERS.items():
+        lines += _lines(f"megaswift_rollout_{name}_total", "counter", text, counters[name])
+    for name, text in GAUGES.items():
+        lines += _lines(f"megaswift_rollout_{name}", "gauge", text, gauges[name])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _lines(name: str, kind: str, text: str, value: float) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]

@@ -1,0 +1,67 @@
+"""Keys of rollout servers: where servers and runs find them."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from megaswift.tasks.rollout.keys import VARIABLE, client_key, key_file, server_key
+
+OURS, THEIRS = "http://10.0.0.7:8000", "https://models.example:443"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_server_makes_a_key_once_and_runs_of_its_user_find_it() -> None:
+    assert client_key(None, OURS, own=True) is None
+    key, line = server_key(None)
+    assert len(key) >= 32
+    assert key in line
+    assert stat.S_IMODE(key_file().stat().st_mode) == 0o600
+    assert list(key_file().parent.iterdir()) == [key_file()]
+    again, line = server_key(None)
+    assert again == key
+    assert key not in line
+    assert str(key_file()) in line
+    assert client_key(None, OURS, own=True) == key
+
+
+def test_the_flag_and_the_variable_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    server_key(None)
+    monkeypatch.setenv(VARIABLE, "of the variable")
+    assert server_key(None)[0] == client_key(None, OURS, own=True) == "of the variable"
+    assert server_key("typed")[0] == client_key("typed", OURS, own=True) == "typed"
+
+
+def test_a_key_is_sent_to_no_server_of_others() -> None:
+    key, _ = server_key(None)
+    assert client_key(None, THEIRS, own=False) is None
+    assert client_key("typed", THEIRS, own=False) == "typed"
+    for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
+        assert client_key(None, url, own=False) == key
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_that_others_can_use_is_refused(mode: int) -> None:
+    server_key(None)
+    key_file().chmod(mode)
+    for get in (lambda: server_key(None), lambda: client_key(None, OURS, own=True)):
+        with pytest.raises(ValueError, match=r"rollout\.key: others can read or write it\. Remove it"):
+            get()
+
+
+def test_an_empty_file_is_refused() -> None:
+    server_key(None)
+    key_file().write_text("")
+    with pytest.raises(ValueError, match="it is empty"):
+        server_key(None)
+
+
+def test_a_home_that_cannot_be_written(home: Path) -> None:
+    (home / "megaswift").write_text("a file where the folder should be")
+    key, line = server_key(None)
+    assert f"Key: {key}. Set {VARIABLE} to it for runs" in line

@@ -1,0 +1,88 @@
+"""SECURITY.md says nothing that no test holds: its sentences, each with the tests of it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FUZZ, INPUT, LAUNCH = "test_fuzz.py", "rollout/test_server_input.py", "cli/test_launch.py"
+SERVER, KEYS = "rollout/test_server.py", "rollout/test_keys.py"
+
+# Words of SECURITY.md: the tests that hold them.
+HELD = {
+    "`auto_map` code of configs, tokenizers and models never runs and never asks": [
+        "bridge/test_pretrained.py::test_code_of_a_folder_never_runs",
+        "bridge/test_pretrained.py::test_all_of_transformers_loading_is_in_one_place",
+    ],
+    "pickled weights are refused": ["bridge/test_pretrained.py::test_a_folder_of_pickles_is_refused"],
+    "chat templates render in a sandbox with 2 GiB and 10 s of CPU": [
+        "templates/test_template_limits.py::test_a_text_without_bound",
+        "templates/test_template_limits.py::test_loops_without_bound",
+    ],
+    "a header of safetensors over 100 MB": ["bridge/test_safetensors_io.py::test_a_header_without_end"],
+    "wrong offsets": [f"{FUZZ}::test_headers_of_safetensors"],
+    "an index that leaves its folder": [
+        "bridge/test_safetensors_io.py::test_an_index_that_leaves_its_folder",
+        f"{FUZZ}::test_indexes",
+    ],
+    "the `.metadata` pickle may name nothing but the classes of its format": [
+        "bridge/test_pickles.py::test_nothing_that_a_stranger_names_is_called",
+        f"{FUZZ}::test_metadata_pickles",
+    ],
+    "all other state is read by `weights_only`": ["bridge/test_pickles.py::test_common_state_runs_no_code"],
+    "rows are data": [f"{FUZZ}::test_rows"],
+    "answers are compared in processes with limits of time and memory": [
+        "rewards/test_functions.py::test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds"
+    ],
+    "read files, or get anything without the key": [
+        f"{INPUT}::test_no_file_is_read_by_a_claim",
+        f"{INPUT}::test_weights_come_from_the_memory_of_the_run_alone",
+        f"{SERVER}::test_the_api_key",
+        f"{FUZZ}::test_routes",
+    ],
+    "requests with an `Origin`, or for another name than the server's, are refused": [
+        f"{INPUT}::test_pages_in_a_browser_are_refused"
+    ],
+    "read keys and tokens in the list of processes": [
+        f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port",
+        f"{LAUNCH}::test_tokens_and_keys_reach_the_processes_by_the_environment",
+    ],
+    "reach the store of a run on one node": [f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port"],
+    "or read the server's key": [f"{KEYS}::test_a_file_that_others_can_use_is_refused"],
+    "replace a Python module of the run": [f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port"],
+    "It listens on 127.0.0.1": [f"{INPUT}::test_names_of_a_server"],
+    "needs the key": [f"{SERVER}::test_the_api_key", f"{SERVER}::test_readiness_and_metrics"],
+    "which the first server makes with mode 0600 and prints": [
+        f"{KEYS}::test_a_server_makes_a_key_once_and_runs_of_its_user_find_it"
+    ],
+    "Only the run that has claimed the server sends weights": [
+        f"{SERVER}::test_only_the_run_that_claimed_it_changes_weights"
+    ],
+    "and from no file": [f"{INPUT}::test_no_file_is_read_by_a_claim"],
+    "A body has at most 256 MiB": [f"{INPUT}::test_a_body_that_is_too_large"],
+    "headers come within 10 s": [f"{INPUT}::test_half_requests_do_not_stop_the_server"],
+    "a request whose client has gone is cancelled": [f"{INPUT}::test_a_request_whose_client_has_gone_is_given_up"],
+    "in no file of the run": [
+        "cli/test_console.py::test_what_ends_a_run_is_in_its_log",
+        "cli/test_flags.py::test_saved_arguments_can_be_given_back",
+    ],
+    "get them by the environment": [f"{LAUNCH}::test_tokens_and_keys_reach_the_processes_by_the_environment"],
+}
+
+
+def test_the_words_are_there() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+    assert not [words for words in HELD if words not in text]
+    rows = re.search(r"\| Who \|.*?\n\n", (ROOT / "SECURITY.md").read_text(), re.DOTALL)
+    assert rows
+    for row in rows[0].strip().splitlines()[2:]:
+        assert any(words in row for words in HELD), row
+
+
+@pytest.mark.parametrize("name", sorted({name for names in HELD.values() for name in names}))
+def test_the_tests_are_there(name: str) -> None:
+    file, _, function = name.partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
