@@ -29,9 +29,8 @@ def server_key(api_key: str | None) -> tuple[str, str]:
         return key, f"Key: in {file}, where runs of this user find it. Set {VARIABLE} for others"
     key = secrets.token_urlsafe(24)
     try:
-        _write(file, key)
-    except FileExistsError:  # another server has just made it
-        return server_key(None)
+        if not _write(file, key):  # another server has just made it
+            return server_key(None)
     except OSError as error:
         return key, f"Key: {key}. Set {VARIABLE} to it for runs: {file} cannot be written ({error.strerror})"
     return key, f"Key: {key}, written to {file}, where runs of this user find it. Set {VARIABLE} for others"
@@ -48,14 +47,17 @@ def client_key(api_key: str | None, url: str, *, own: bool) -> str | None:
     return os.environ.get(VARIABLE) or _read(key_file())
 
 
-def _write(file: Path, key: str) -> None:
-    """Write the key file, which exists with all of its content or not at all. Raises FileExistsError, OSError."""
+def _write(file: Path, key: str) -> bool:
+    """Write the key file, whole or not at all. Returns False where there is one. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
         stream.write(f"{key}\n")
     try:
         os.link(temporary, file)
+        return True
+    except FileExistsError:
+        return False
     finally:
         temporary.unlink()
 
