@@ -157,7 +157,7 @@ def test_indexes(place: Path, data: st.DataObject) -> None:
     [
         (MANIFEST, damage, {"files": {"a": {"size": 1, "sha256": "00"}, "b": {"size": 2, "sha256": "11"}}}),
         ("config.json", read_config, {"model_type": "qwen2", "hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}}),
-        ("adapter_config.json", partial(read_adapter_config, mcore=True), {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}),
+        ("adapter_config.json", partial(read_adapter_config, mcore=True), {"r": 8, "lora_alpha": 16, "bias": "none"}),
     ],
 )  # fmt: skip
 @fuzz

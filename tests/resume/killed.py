@@ -140,9 +140,9 @@ class Watch:
         """tasks/train.py's train_step, with a note of the data that it is given and of what came of them."""
         from megatron.core import parallel_state
 
-        def call(training: Any, batches: list[Any], loss: Any, step: int, *more: Any) -> Any:
+        def call(training: Any, batches: list[Any], loss: Any, step: int, *more: Any, **settings: Any) -> Any:
             self.see(f"step {step}")
-            metrics, outcome = train_step(training, batches, loss, step, *more)
+            metrics, outcome = train_step(training, batches, loss, step, *more, **settings)
             data = hashlib.sha256(repr([(b.lengths, b.loss_tokens) for b in batches]).encode())
             for batch in batches:
                 for tensor in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids):
@@ -192,7 +192,7 @@ def main() -> None:
     import numpy
     from megaswift.tasks import curves, train
 
-    curves.draw = lambda rows, folder, title: []  # takes longer than the training
+    curves.draw = lambda *_, **__: []  # takes longer than the training
     step, watched = train.train_step, watch.step(train.train_step)
     for module in list(sys.modules.values()):
         if vars(module).get("train_step") is step:

@@ -26,8 +26,8 @@ def note(what, **more):
         file.write(json.dumps({"what": what, "thread": thread} | more) + "\n")
 
 
-def noted_step(training, batches, loss, number, *more):
-    found = train_step(training, batches, loss, number, *more)
+def noted_step(training, batches, loss, number, *more, **settings):
+    found = train_step(training, batches, loss, number, *more, **settings)
     note("step", number=number)
     step.set()
     return found

@@ -66,7 +66,7 @@ def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None
     grpo: Any = Grpo.__new__(Grpo)
     grpo.run, grpo.options, grpo.complete, grpo.log = run, options, complete, RolloutLog()
     grpo.prompts = Prompts(data.train, samples_each=2, shuffle=False, seed=0)  # type: ignore[arg-type]
-    grpo.texts = play.Texts(run, options)
+    grpo.texts, grpo.completions = play.Texts(run, options), None
     grpo.judge = judge.Judge(run, options)
     grpo.turns = play.Turns(run, options) if options.multi_turn_scheduler else None
     return grpo
