@@ -287,16 +287,18 @@ def _told(error: Exception) -> str:
     No pickle goes through the store: who reaches its port could put one there.
     """
     if isinstance(error, OSError):
-        return json.dumps({"errno": error.errno or errno.EIO, "error": str(error)})
-    return json.dumps({"errno": None, "error": "".join(traceback.format_exception(error))})
+        kind = "explained" if isinstance(error, FolderError) else "os"
+        return json.dumps({"kind": kind, "errno": error.errno or errno.EIO, "text": error.strerror or str(error)})
+    return json.dumps({"kind": "fault", "errno": 0, "text": "".join(traceback.format_exception(error))})
 
 
 def _heard(said: bytes) -> Any:
     """What a rank has said. Raises its error."""
     answer = json.loads(said)
     if isinstance(answer, dict):
-        number, text = answer["errno"], answer["error"]
-        raise RuntimeError(text) if number is None else FolderError(number, text)
+        if answer["kind"] == "fault":
+            raise RuntimeError(answer["text"])
+        raise (FolderError if answer["kind"] == "explained" else OSError)(answer["errno"], answer["text"])
     return answer
 
 

@@ -161,7 +161,11 @@ def _newest_whole(folders: list[Path], notes: list[str], after: int = -1) -> Pat
 def _later_dates(newest: Path) -> list[str]:
     """Return a note if a checkpoint that was saved before the newest one of its folder has a later date."""
     when = saved_at(newest)
-    later = [path.name for path in checkpoints(newest.parent) if (at := saved_at(path)) < when and at.time > when.time]
+    later = [
+        path.name
+        for path in checkpoints(newest.parent)
+        if 0 < (at := saved_at(path)).number < when.number and at.time > when.time
+    ]
     if not later:
         return []
     return [

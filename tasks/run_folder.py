@@ -197,11 +197,10 @@ def saved_at(checkpoint: Path) -> Saved:
     """
     state = state_of(checkpoint) or {}
     number, when = state.get("saves"), state.get("time")
-    return Saved(
-        number if isinstance(number, int) else 0,
-        when if isinstance(when, float) else checkpoint.stat().st_mtime,
-        _step(checkpoint),
-    )
+    if not isinstance(when, float):
+        with contextlib.suppress(FileNotFoundError):  # another run has deleted it by now
+            when = checkpoint.stat().st_mtime
+    return Saved(number if isinstance(number, int) else 0, when if isinstance(when, float) else 0.0, _step(checkpoint))
 
 
 def last_save(folder: Path) -> int:
@@ -210,10 +209,27 @@ def last_save(folder: Path) -> int:
 
 
 def newest_first(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints of run folders: those of one folder in the order of saving, and folders by time."""
-    queues = [sorted(checkpoints(folder), key=saved_at, reverse=True) for folder in folders]
+    """Yield the checkpoints of run folders: those of one folder in the order of saving, and folders by time.
+
+    Those whose state.json is lost, and with it their place in the order, come first: whoever checks them names them.
+    """
+    queues = []
+    for folder in folders:
+        lost = [path for path in checkpoints(folder) if _has_lost_state(path)]
+        yield from reversed(lost)
+        queues.append(
+            sorted(((saved_at(path), path) for path in checkpoints(folder) if path not in lost), reverse=True)
+        )
     while queues := [queue for queue in queues if queue]:
-        yield max(queues, key=lambda queue: saved_at(queue[0]).time).pop(0)
+        yield max(queues, key=lambda queue: queue[0][0].time).pop(0)[1]
+
+
+def _has_lost_state(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was saved with a state.json, which cannot be read."""
+    try:
+        return state_of(checkpoint) is None and f"{STATE}/state.json" in listed(checkpoint)
+    except ValueError:
+        return True
 
 
 def best(folder: Path, metric: str, *, greater: bool) -> Path | None:

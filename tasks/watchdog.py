@@ -14,6 +14,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -166,10 +167,10 @@ class Watchdog:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"rank-{self._rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
-        with suppress(Exception):  # torch's flight recorder: the last collectives, and which of them have not ended
-            trace: Any = dist.distributed_c10d._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore
-            text = trace if isinstance(trace, str) else trace.decode()
-            (self.folder / f"rank-{self._rank}-collectives.json").write_text(text)
+        with suppress(Exception):  # private to torch
+            recorder: Any = torch._C._distributed_c10d
+            dump = recorder._dump_nccl_trace_json if dist.get_backend() == "nccl" else recorder._dump_fr_trace_json
+            (self.folder / f"rank-{self._rank}-collectives.json").write_bytes(dump())
         return True
 
     def _gather(self) -> tuple[dict[int, Status], list[int]] | tuple[()]:

@@ -53,7 +53,7 @@ def test_the_message_says_where_it_hangs(job: str, where: str, jobs) -> None:
 def test_every_rank_that_can_writes_its_stacks(jobs) -> None:
     folder, _ = jobs
     stacks = {
-        job: {file.name: file.read_text() for file in (folder / job / "hang").iterdir()}
+        job: {file.name: file.read_text() for file in (folder / job / "hang").glob("*.txt")}
         for job in ("data", "stopped", "loop", "host", "told", "one")
     }
     assert {job: sorted(files) for job, files in stacks.items()} == {
@@ -69,6 +69,14 @@ def test_every_rank_that_can_writes_its_stacks(jobs) -> None:
     assert "in loop\n" in stacks["loop"]["rank-1.txt"]
     for rank in (0, 1):  # where the disk does not take them
         assert "watchdog_worker.py" in (folder / "disk" / f"err-{rank}").read_text()
+
+
+@pytest.mark.slow
+def test_the_last_collectives_are_there(jobs) -> None:
+    """Rank 0 waits in one for a rank that never comes to it."""
+    folder, _ = jobs
+    last = json.loads((folder / "data" / "hang" / "rank-0-collectives.json").read_text())["entries"][-1]
+    assert (last["profiling_name"], last["state"]) == ("gloo:all_reduce", "scheduled")
 
 
 @pytest.mark.slow
