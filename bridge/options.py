@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+STORE = "MEGASWIFT_STORE"  # variable: the file through which the processes of a run on one node find each other
+
 
 @dataclass
 class ModelOptions:

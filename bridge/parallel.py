@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from . import runtime
-from .options import ParallelOptions
+from .options import STORE, ParallelOptions
 
 LATER = 300  # seconds: a run that hangs is ended by its watchdog, which tells more than a collective's timeout
 
@@ -45,9 +45,17 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
 
 
 def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """Return the store through which the run's processes find each other, this one's rank, and their number."""
-    if os.environ["WORLD_SIZE"] == "1":
-        return dist.HashStore(), 0, 1  # opens no port  # pyright: ignore[reportPrivateImportUsage]
+    """Return the store through which the run's processes find each other, this one's rank, and their number.
+
+    On one node that is a file of this user or, of one process, its memory: a port would be open to other users.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        return dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
+    if path := os.environ.get(STORE):
+        store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
+        store.set_timeout(timeout)
+        return store, rank, world
     return next(iter(rendezvous("env://", timeout=timeout)))
 
 

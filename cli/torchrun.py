@@ -5,30 +5,33 @@
 - Where one process fails, the others are ended by SIGUSR2, upon which they free their servers: SIGTERM would tell them
   to save, and they cannot without it, SIGINT that a user has pressed Ctrl-C. Where one has found that the run hangs,
   those that hang are ended by SIGKILL, which alone they obey.
-- The store of a run on one node listens on 127.0.0.1, where torch's own listens on every address of the machine.
+- The store of a run on one node is a file that its user alone can open: torch's own listens on every address of the
+  machine, and asks nobody for a password.
 - No account of a failed process, which has told why itself; the exit code is that process's. A run that has saved and
   stopped, or whose command line is wrong, is not restarted.
 """
 
 import contextlib
-import ipaddress
 import logging
+import os
 import signal
-import socket
 import sys
+import tempfile
 import time
-from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore, run  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, run  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher
 
+from ..bridge.options import STORE
 from ..tasks import console
 from ..tasks.interrupt import OTHER_FAILED
 from ..tasks.resume import launched_folder
@@ -109,15 +112,22 @@ def _exit_code(error: ChildFailedError) -> int:
     return 128 + ended
 
 
-def open_store(host: str, port: int, world: int, is_master: bool, timeout: timedelta, **settings: Any) -> TCPStore:
-    """Return torchrun's store. At an address of this machine alone it listens at no other."""
-    if is_master and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-        settings["master_listen_fd"] = listener.detach()
-    return TCPStore(host, port, world, is_master, timeout, **settings)
+class LocalRendezvous(StaticTCPRendezvous):
+    """Rendezvous of a run on one node, which opens no port: torchrun keeps its own store in memory."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = self._store or HashStore()
+        store = PrefixStore(self.run_id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
+
+
+def rendezvous(address: str, port: int, rank: int, nodes: int, *settings: Any) -> StaticTCPRendezvous:
+    kind = LocalRendezvous if nodes == 1 else StaticTCPRendezvous
+    return kind(address, port, rank, nodes, *settings)
 
 
 def _say(text: str) -> None:
@@ -131,9 +141,12 @@ if __name__ == "__main__":
     console.prepare_streams()
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    static_tcp_rendezvous.TCPStore = open_store  # pyright: ignore[reportPrivateImportUsage]
+    static_tcp_rendezvous.StaticTCPRendezvous = rendezvous
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
     processes._get_default_signal = lambda: OTHER_FAILED  # for the others where one has failed
+    folder = tempfile.TemporaryDirectory(prefix="megaswift-")  # of mode 0700
+    if "--nnodes=1" in sys.argv:
+        os.environ[STORE] = str(Path(folder.name) / "store")
     try:
         run.main(["--signals_to_handle=SIGINT,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:

@@ -30,7 +30,7 @@ QUERY = "temperature.gpu,ecc.errors.uncorrected.volatile.total,clocks_event_reas
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank found of its GPU and its node."""
+    """State of a rank's GPU and node."""
 
     host: str
     tflops: float  # of a matrix product in bf16; in fp32 on a CPU

@@ -124,12 +124,12 @@ class Outcome:
 
     @property
     def is_loss_finite(self) -> bool:
-        """Whether this rank's loss and metrics are finite. Waits as `grad_norm` does."""
+        """Return whether this rank's loss and metrics are finite. Waits as `grad_norm` does."""
         return math.isfinite(self._numbers.wait()[2])
 
     @property
     def is_spike(self) -> bool:
-        """Whether the weights stayed because the loss or the gradient norm stood out. Waits as `grad_norm` does."""
+        """Return whether the weights stayed because loss or gradient norm stood out. Waits as `grad_norm` does."""
         return self._numbers.wait()[3] > 0
 
 

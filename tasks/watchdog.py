@@ -168,7 +168,7 @@ class Watchdog:
         with (self.folder / f"rank-{self._rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
         with suppress(Exception):  # private to torch
-            recorder: Any = torch._C._distributed_c10d
+            recorder: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
             dump = recorder._dump_nccl_trace_json if dist.get_backend() == "nccl" else recorder._dump_fr_trace_json
             (self.folder / f"rank-{self._rank}-collectives.json").write_bytes(dump())
         return True

@@ -245,7 +245,7 @@ class Server:
         }
 
     def _not_ready(self) -> str | None:
-        """Why no completions can be asked for; None if they can."""
+        """Return why no completions can be asked for; None if they can."""
         return "it is taking new weights" if self._updating else "it is asleep" if self._asleep else self._unfit
 
     async def ready(self) -> Response:
