@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
-from ..tasks.log import require_reporters
 from ..tasks.option_groups import TEMPERATURES, CompletionOptions, LoggingOptions
 from ..tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
 from ..tasks.plan import Layout, shard_bytes
+from ..tasks.reporters import require_reporters
 from ..tasks.resume import asked_for
 from ..tasks.run_folder import check_idle, default_output_dir
 from ..templates.names import check_there, split_count, text_of

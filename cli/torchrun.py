@@ -144,7 +144,7 @@ if __name__ == "__main__":
     static_tcp_rendezvous.StaticTCPRendezvous = rendezvous
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
     processes._get_default_signal = lambda: OTHER_FAILED  # for the others where one has failed
-    folder = tempfile.TemporaryDirectory(prefix="megaswift-")  # of mode 0700
+    folder = tempfile.TemporaryDirectory(prefix="megaswift-")  # its mode is 0700
     if "--nnodes=1" in sys.argv:
         os.environ[STORE] = str(Path(folder.name) / "store")
     try:

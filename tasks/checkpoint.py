@@ -206,7 +206,7 @@ class _Saving:
     def result(self) -> None:
         """Raise what stood against it."""
         self._thread.join()
-        _heard(self._store.get(self._key("outcome")))
+        _answer(self._store.get(self._key("outcome")))
 
     def _key(self, name: object) -> str:
         return f"{self._number}/{name}"
@@ -214,10 +214,10 @@ class _Saving:
     def _work(self) -> None:
         try:
             reports = {path: [folder.report() for folder in folders] for path, folders in self._folders.items()}
-            said = json.dumps([[report.as_json() for report in reports[path]] for path in self.paths])
+            message = json.dumps([[report.as_json() for report in reports[path]] for path in self.paths])
         except Exception as error:
-            said = _told(error)
-        self._store.set(self._key(dist.get_rank()), said)
+            message = _error_as_json(error)
+        self._store.set(self._key(dist.get_rank()), message)
         self.waits_for_others = True
         if dist.get_rank() == 0:
             try:
@@ -225,10 +225,10 @@ class _Saving:
                     self._finish(self._reports())
                 with suppress(OSError):
                     self._written(_named(self.paths), time.perf_counter() - self._began)
-                said = json.dumps(None)
+                outcome = json.dumps(None)
             except Exception as error:
-                said = _told(error)
-            self._store.set(self._key("outcome"), said)
+                outcome = _error_as_json(error)
+            self._store.set(self._key("outcome"), outcome)
 
     def _reports(self) -> list[dict[Path, list[Report]]]:
         keys = [self._key(rank) for rank in range(dist.get_world_size())]
@@ -236,7 +236,7 @@ class _Saving:
             while not self._store.check([key]):
                 time.sleep(POLL)
         self.waits_for_others = False
-        answers = [_heard(self._store.get(key)) for key in keys]
+        answers = [_answer(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
         return [
@@ -281,10 +281,10 @@ def _named(paths: list[Path]) -> dict[str, Path]:
     return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
 
 
-def _told(error: Exception) -> str:
-    """An error as JSON for other ranks: an OSError by its text, any other, which is a fault of ours, by its stack.
+def _error_as_json(error: Exception) -> str:
+    """Return an error as JSON for other ranks: an OSError by its text, any other, a fault of the program, by its stack.
 
-    No pickle goes through the store: who reaches its port could put one there.
+    The store carries no pickles: whoever reaches its port could put one there.
     """
     if isinstance(error, OSError):
         kind = "explained" if isinstance(error, FolderError) else "os"
@@ -292,9 +292,9 @@ def _told(error: Exception) -> str:
     return json.dumps({"kind": "fault", "errno": 0, "text": "".join(traceback.format_exception(error))})
 
 
-def _heard(said: bytes) -> Any:
-    """What a rank has said. Raises its error."""
-    answer = json.loads(said)
+def _answer(message: bytes) -> Any:
+    """Return the report that a rank has sent. Raises its error."""
+    answer = json.loads(message)
     if isinstance(answer, dict):
         if answer["kind"] == "fault":
             raise RuntimeError(answer["text"])

@@ -104,7 +104,7 @@ class Grpo:
         self.next: Drawn | None = None  # for the steps behind those that wait
         self.generations = 0
         self.log = RolloutLog()
-        self.completions: AppendFile | None = None  # of --log_completions, on the rank that writes
+        self.completions: AppendFile | None = None  # --log_completions, on the rank that writes it
 
     def steps(self, training: Training, most: int) -> Iterator[list[Batch]]:
         """This rank's micro batches of one step after the other, of so many."""

@@ -23,16 +23,13 @@ steps than the checkpoint's have gone: they come again.
 """
 
 import contextlib
-import hashlib
-import importlib.util
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -40,85 +37,9 @@ from ..templates.plural import plural
 from .append_file import AppendFile
 from .console import GREEN, columns, file_size, labelled, painted
 from .folders import explained
+from .meter import Meter, Waiting
 from .option_groups import LoggingOptions
-
-
-class Waiting(NamedTuple):
-    """What of steps since the last line of the log comes with the next one, over all ranks."""
-
-    tokens: float
-    flops: float
-
-
-class Meter:
-    """Rates of training over a window of steps, and over the whole run, without the first step, which warms up.
-
-    Times are those at which steps ended: on a GPU the device tells them, since the host is elsewhere by then.
-    """
-
-    def __init__(self, world_size: int, chip_peak_flops: float | None, tokens: int = 0, waiting: Waiting | None = None):
-        """`tokens`: those trained on before, by the run that is resumed, without the `waiting`."""
-        self.world_size = world_size
-        self.chip_peak_flops = chip_peak_flops
-        self.steps = 0  # since the start
-        self.tokens = tokens  # over all ranks, of the whole run
-        self.excluded = 0.0  # seconds spent on other things than steps
-        self._ended = time.perf_counter()
-        self._flops = 0.0
-        self._data_wait = 0.0
-        self._origin = self._window = self._whole = self._mark(waiting)
-
-    def step(
-        self, tokens: int, flops: float, data_wait: float, ended: float | None = None, waiting: Waiting | None = None
-    ) -> None:
-        """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data.
-
-        ended: by time.perf_counter(), less what was excluded until then; None: now. waiting: of steps so far.
-        """
-        self._ended = time.perf_counter() - self.excluded if ended is None else ended
-        self.steps += 1
-        self.tokens += tokens
-        self._flops += flops
-        self._data_wait += data_wait
-        if self.steps == 1:
-            self._window = self._whole = self._mark(waiting)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time within is not training's: an evaluation, a checkpoint."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.excluded += time.perf_counter() - start
-
-    def window(self) -> dict[str, float | None]:
-        """Rates since the last call (the first step counts only while there is no other)."""
-        rates = self._rates(self._window)
-        self._window = self._mark()
-        return rates
-
-    def whole(self) -> dict[str, float | None]:
-        """Rates since the first step."""
-        return self._rates(self._whole)
-
-    def _mark(self, waiting: Waiting | None = None) -> tuple[float, int, float, float, float]:
-        tokens, flops = waiting or (0.0, 0.0)
-        return self._ended, self.steps, self.tokens + tokens, self._flops + flops, self._data_wait
-
-    def _rates(self, since: tuple[float, int, float, float, float]) -> dict[str, float | None]:
-        if since[1] == self.steps:
-            since = self._origin
-        seconds, steps, tokens, flops, data_wait = (now - then for now, then in zip(self._mark(), since, strict=True))
-        seconds = max(seconds, 1e-9)
-        flops_per_second = flops / seconds / self.world_size
-        return {
-            "tokens_per_second_per_gpu": tokens / seconds / self.world_size,
-            "tflops_per_gpu": flops_per_second / 1e12,
-            "mfu": flops_per_second / self.chip_peak_flops if self.chip_peak_flops else None,
-            "data_wait": data_wait / max(steps, 1),
-            "seconds_per_step": seconds / max(steps, 1),
-        }
+from .reporters import reporters, require_reporters
 
 
 @dataclass(frozen=True)
@@ -187,7 +108,7 @@ class RunLog:
         self.spikes = start.spikes  # steps whose update was skipped for one
         self._out = out or sys.stdout
         require_reporters(options)
-        self._sinks = _sinks(options, folder, settings or {}, start.step) if folder else []
+        self._reporters = reporters(options, folder, settings or {}, start.step) if folder else []
         # Its clock starts once the others, which take a while, are ready.
         self.meter = Meter(world_size, chip_peak_flops, start.tokens, start.waiting)
         self._start = time.perf_counter() - start.elapsed
@@ -302,11 +223,11 @@ class RunLog:
         summary = {"step": self._step, "max_steps": self.max_steps, **summary, "tokens": self.meter.tokens, **rates}
         self._file.write(_json({**summary, "elapsed": self.elapsed()}))
         self._file.close()
-        for sink in self._sinks:
+        for reporter in self._reporters:
             try:
-                sink.close()
+                reporter.close()
             except Exception as error:
-                self._warn(f"warning: {sink.name} could not be closed: {error!r}")
+                self._warn(f"warning: {reporter.name} could not be closed: {error!r}")
         self.note(
             f"{plural(self.meter.tokens, 'token')} in {duration(self.elapsed())}; after the first step "
             f"{self._speed(rates)}"
@@ -331,12 +252,12 @@ class RunLog:
         self._file.write(_json(row))
         scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
         named = {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()}
-        for sink in list(self._sinks):
+        for reporter in list(self._reporters):
             try:
-                sink.write(row["step"], named)
-            except Exception as error:  # of a service that has gone, or a disk that is full
-                self._sinks.remove(sink)
-                self._warn(f"warning: {sink.name} takes no more rows: {error!r}. Training goes on without it.")
+                reporter.write(row["step"], named)
+            except Exception as error:  # a service that is gone, a disk that is full
+                self._reporters.remove(reporter)
+                self._warn(f"warning: {reporter.name} takes no more rows: {error!r}. Training goes on without it.")
 
     def _keep(self, row: dict[str, Any], group: str) -> None:
         self._rows.setdefault(group, ThinnedRows()).add(row)
@@ -397,16 +318,6 @@ def duration(seconds: float) -> str:
     return f"{hour}h {minute}m {second}s" if hour else f"{minute}m {second}s" if minute else f"{second}s"
 
 
-def require_reporters(options: LoggingOptions) -> None:
-    """Raise ImportError, with the cure, where `--report_to` names a package that is not installed."""
-    for name in ("wandb", "swanlab"):
-        if name in options.report_to and importlib.util.find_spec(name) is None:
-            raise ImportError(
-                f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or leave "
-                "the flag out: logging.jsonl and TensorBoard's files are written without it."
-            )
-
-
 def _has_gpu() -> bool:
     import torch
 
@@ -431,71 +342,3 @@ def _rows_until(step: int, file: Path) -> list[dict[str, Any]]:
         beside.write_text("".join(_json(row) for row in rows), encoding="utf-8")
         beside.replace(file)
     return rows
-
-
-class _TensorBoard:
-    name = "TensorBoard"
-
-    def __init__(self, folder: Path, step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        for key, value in scalars.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    name = "wandb"
-
-    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        name = options.wandb_exp_name or folder.name
-        same = hashlib.sha256(str(folder).encode()).hexdigest()[:16]  # when it is resumed
-        self._run = wandb.init(
-            project=options.wandb_project, name=name, dir=str(folder), config=settings, id=same, resume="allow"
-        )
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._run.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _Swanlab:
-    name = "swanlab"
-
-    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
-        import swanlab  # pyright: ignore[reportMissingImports]
-
-        self._swanlab = swanlab
-        name = options.swanlab_exp_name or folder.name
-        swanlab.init(
-            project=options.swanlab_project, experiment_name=name, logdir=str(folder / "swanlab"), config=settings
-        )
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._swanlab.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
-
-
-def _sinks(
-    options: LoggingOptions, folder: Path, settings: dict[str, Any], step: int
-) -> list[_TensorBoard | _Wandb | _Swanlab]:
-    sinks: list[_TensorBoard | _Wandb | _Swanlab] = []
-    if "none" not in options.report_to:
-        place = Path(options.tensorboard_dir) if options.tensorboard_dir else folder / "runs"
-        sinks.append(_TensorBoard(place, step))
-    if "wandb" in options.report_to:
-        sinks.append(_Wandb(options, folder, settings))
-    if "swanlab" in options.report_to:
-        sinks.append(_Swanlab(options, folder, settings))
-    return sinks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..bridge import runtime
 from .memory import GIB
 
-SLOWER = 0.85  # of the median of all ranks: a GPU this slow holds the others up
+SLOWER = 0.85  # share of the ranks' median speed: a GPU below it holds the others up
 SKEW = 1.0  # seconds between the clocks of two nodes
 HOT = 85  # degrees Celsius
 DISK = 50 * GIB  # bytes that should be free for checkpoints
@@ -33,7 +33,7 @@ class Health:
     """State of a rank's GPU and node."""
 
     host: str
-    tflops: float  # of a matrix product in bf16; in fp32 on a CPU
+    tflops: float  # matrix product in bf16; in fp32 on a CPU
     gpu_free: float  # GiB; 0 without a GPU
     temperature: int | None  # degrees Celsius; None where nvidia-smi does not tell it, as below
     ecc_errors: int | None  # uncorrected, since the driver was loaded
@@ -64,7 +64,7 @@ def preflight(folder: Path) -> list[str]:
     dist.destroy_process_group(node)
     dist.barrier()
     clock = time.time()
-    own = Health(
+    health = Health(
         hosts[dist.get_rank()],
         tflops,
         torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0,
@@ -76,7 +76,7 @@ def preflight(folder: Path) -> list[str]:
         across,
     )
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, astuple(own))
+    dist.all_gather_object(everyone, astuple(health))
     ranks = [Health(*values) for values in everyone]
     return [*table(ranks), *(f"warning: {text}" for text in warnings(ranks))]
 
@@ -86,19 +86,19 @@ def table(ranks: Sequence[Health]) -> list[str]:
     first = min(rank.clock for rank in ranks)
     rows: list[tuple[str, ...]] = [HEAD]
     for host in dict.fromkeys(rank.host for rank in ranks):
-        here = [(number, rank) for number, rank in enumerate(ranks) if rank.host == host]
-        of_node = [rank for _, rank in here]
+        numbers = [number for number, rank in enumerate(ranks) if rank.host == host]
+        local_ranks = [ranks[number] for number in numbers]
         rows.append((
             host,
-            f"{here[0][0]}-{here[-1][0]}" if len(here) > 1 else str(here[0][0]),
-            _range(rank.tflops for rank in of_node),
-            _range(rank.gpu_free for rank in of_node) if any(rank.gpu_free for rank in of_node) else "-",
-            _range(rank.temperature for rank in of_node if rank.temperature is not None),
-            _range(rank.within for rank in of_node if rank.within),
-            _range(rank.across for rank in of_node if rank.across),
-            _range(rank.host_free for rank in of_node),
-            _range(rank.disk_free for rank in of_node),
-            f"+{max(rank.clock for rank in of_node) - first:.3f}",
+            f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
+            _range(rank.tflops for rank in local_ranks),
+            _range(rank.gpu_free for rank in local_ranks) if any(rank.gpu_free for rank in local_ranks) else "-",
+            _range(rank.temperature for rank in local_ranks if rank.temperature is not None),
+            _range(rank.within for rank in local_ranks if rank.within),
+            _range(rank.across for rank in local_ranks if rank.across),
+            _range(rank.host_free for rank in local_ranks),
+            _range(rank.disk_free for rank in local_ranks),
+            f"+{max(rank.clock for rank in local_ranks) - first:.3f}",
         ))  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -106,33 +106,33 @@ def table(ranks: Sequence[Health]) -> list[str]:
 
 def warnings(ranks: Sequence[Health]) -> list[str]:
     """Return what a user should look at before a long run, a line each."""
-    found = []
+    texts = []
     median = statistics.median(rank.tflops for rank in ranks)
     for number, rank in enumerate(ranks):
         name = f"rank {number} on {rank.host}"
         if rank.tflops < SLOWER * median:
-            found.append(f"{name}: {rank.tflops:.4g} TFLOP/s, where the median is {median:.4g}")
+            texts.append(f"{name}: {rank.tflops:.4g} TFLOP/s, where the median is {median:.4g}")
         if rank.ecc_errors:
-            found.append(f"{name}: {rank.ecc_errors} uncorrected memory errors of its GPU. Reset or replace it")
+            texts.append(f"{name}: {rank.ecc_errors} uncorrected memory errors of its GPU. Reset or replace it")
         if rank.slowed:
-            found.append(f"{name}: the hardware slows its GPU down (heat or power)")
+            texts.append(f"{name}: the hardware slows its GPU down (heat or power)")
         elif rank.temperature is not None and rank.temperature >= HOT:
-            found.append(f"{name}: its GPU has {rank.temperature} degrees Celsius")
+            texts.append(f"{name}: its GPU has {rank.temperature} degrees Celsius")
     nodes = {rank.host: rank for rank in ranks}
     skew = max(rank.clock for rank in ranks) - min(rank.clock for rank in ranks)
     if skew > SKEW:
-        found.append(f"the clocks of the nodes are {skew:.1f} s apart. Synchronize them (chrony, ntpd)")
+        texts.append(f"the clocks of the nodes are {skew:.1f} s apart. Synchronize them (chrony, ntpd)")
     for host, rank in nodes.items():
         if rank.disk_free * GIB < DISK:
-            found.append(f"{host}: {rank.disk_free:.3g} GiB are free where the run writes")
+            texts.append(f"{host}: {rank.disk_free:.3g} GiB are free where the run writes")
     slowest = {host: min(rank.within for rank in ranks if rank.host == host) for host in nodes}
     fastest = max(slowest.values())
-    found += [
+    texts += [
         f"{host}: {speed:.3g} GB/s between its GPUs, where another node has {fastest:.3g}"
         for host, speed in slowest.items()
         if 0 < speed < SLOWER * fastest
     ]
-    return found
+    return texts
 
 
 def _tflops() -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..bridge import runtime
 
 WINDOW = 128  # steps
-LEAST_DEVIATION = 1e-3  # of the mean: a loss that hardly varies has no spikes within this
+LEAST_DEVIATION = 1e-3  # share of the mean: a loss that hardly varies has no spikes within this
 
 
 class SpikeFilter:
@@ -21,7 +21,7 @@ class SpikeFilter:
     def __init__(self, sigma: float):
         self.sigma = sigma
         self._values = torch.zeros(WINDOW, 2, device=runtime.device())  # (loss, gradient norm) of each step
-        self._steps = 0  # that have been judged
+        self._steps = 0  # judged so far
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1.0 if a step is a spike, else 0.0: fp32 [], on the device. No step is one in the first 64.

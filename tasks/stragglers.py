@@ -60,12 +60,12 @@ class StepTimes:
         if not self._groups:
             return lambda: ""
         done = self._marks[:-1] if self._on_gpu else self._marks  # the device may be at the last one
-        own = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
+        seconds = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
         if done:
-            seconds = sum(_between(*marks) for marks in done if len(marks) == 2) / len(done)
-            own[dist.get_rank()] = torch.tensor([seconds + self._data / len(done), self._data / len(done)])
+            step_seconds = sum(_between(*marks) for marks in done if len(marks) == 2) / len(done)
+            seconds[dist.get_rank()] = torch.tensor([step_seconds + self._data / len(done), self._data / len(done)])
         self._marks, self._data = self._marks[len(done) :], 0.0
-        times: Tensor = own.to(runtime.device(), non_blocking=True)
+        times: Tensor = seconds.to(runtime.device(), non_blocking=True)
         dist.all_reduce(times)
         numbers = Fetched(times)
 

@@ -46,7 +46,7 @@ class Training:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     clip_grad: float
-    spikes: SpikeFilter | None = None  # of --loss_spike_sigma
+    spikes: SpikeFilter | None = None  # --loss_spike_sigma
     outcome: "Outcome | None" = None  # of the last step
     batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's, of the last step
 
@@ -100,20 +100,23 @@ class Outcome:
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """Before clipping; None where it is not finite, and the weights stayed: fp16's loss scale was too high, or the
-        step was passed over.
+        """Gradient norm before clipping; None where it is not finite and the weights stayed: fp16's loss scale was too
+        high, or the step was passed over.
 
         Raises NonFiniteError. Every rank asks for it, and it is the same on all.
         """
-        norm, own, losses, _ = self._numbers.wait()
+        norm, rank_norm, losses, _ = self._numbers.wait()
         if not self.skipped and math.isfinite(norm):
             return norm
         if self.passed_over:
             return None
-        found = {"loss": _ranks_where(not math.isfinite(losses)), "gradient": _ranks_where(not math.isfinite(own))}
-        if self.skipped and not found["loss"]:
+        ranks = {
+            "loss": _ranks_where(not math.isfinite(losses)),
+            "gradient": _ranks_where(not math.isfinite(rank_norm)),
+        }
+        if self.skipped and not ranks["loss"]:
             return None
-        blamed = "; ".join(f"{name} of rank {ranks}" for name, ranks in found.items() if ranks)
+        blamed = "; ".join(f"{name} of rank {numbers}" for name, numbers in ranks.items() if numbers)
         what = (
             f"the {blamed}" if self.skipped else f"the gradient norm {norm} ({blamed or 'no single rank stands out'})"
         )

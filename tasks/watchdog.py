@@ -66,7 +66,7 @@ class Watchdog:
         self._interval = min(max(seconds / 10, 0.05), 10.0)
         self._patience = 4 * self._interval + 2  # in which the others notice and write their stacks
         self._status = Status(None, 0, time.time())
-        self._durations: deque[float] = deque(maxlen=50)  # of the last phases that learn
+        self._durations: deque[float] = deque(maxlen=50)  # seconds of the last phases that have a learned limit
         self._learns: float | None = None  # when the present one began, if it does
         self._limit = seconds  # without progress, in the present phase
         self._told, self._closed = threading.Event(), threading.Event()

@@ -29,7 +29,7 @@ from .plural import plural
 
 logger = logging.getLogger(__name__)
 
-CHECKSUM = "xxh3_128"  # of tokens.arrow, in hexadecimal, in its manifest
+CHECKSUM = "xxh3_128"  # key in the manifest: hexadecimal hash of tokens.arrow
 BLOCK = 8 * 2**20  # bytes that are read at a time
 FORMAT = 6  # part of every cache key: raise it when what is stored changes
 

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from megaswift.tasks import append_file
+from megaswift.tasks import append_file, reporters
 from megaswift.tasks import log as run_log
-from megaswift.tasks.log import Meter, RunLog, Waiting, duration, task_fields, train_line
+from megaswift.tasks.log import RunLog, duration, task_fields, train_line
+from megaswift.tasks.meter import Meter, Waiting
 from megaswift.tasks.option_groups import LoggingOptions
 
 PROMISED = ["step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu"]
@@ -274,7 +275,7 @@ def test_other_processes_write_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_reporter_that_is_not_installed(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(reporters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"--report_to {name}: .*pip install {name}"):
         RunLog(None, LoggingOptions(report_to=[name]), 1, None, 1)
 
