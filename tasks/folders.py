@@ -5,13 +5,13 @@ finds it by its name, after a crash too, finds all of it.
 """
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +19,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
+from ..templates.machine import is_alive, process_scope
 from .console import file_size, timed
 
 WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of their files end
 MANIFEST = "manifest.json"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 Entry = dict[str, int | str]  # of a manifest: size in bytes, sha256
-PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<host>.+)-(?P<pid>\d+)")
+REPLACED = "-replaced"
+PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<scope>.+)-(?P<pid>\d+)")
 
 
 def loading(folder: Path, *, by_bar: bool = False) -> AbstractContextManager[None]:
@@ -106,37 +109,32 @@ def begin(path: str | Path, *, needed_bytes: int = 0) -> Path:
 
 def hidden(path: Path, suffix: str = "") -> Path:
     """A name beside `path` that says which process is at work there (read back by PARTIAL)."""
-    return path.with_name(f".{path.name}{suffix}.partial-{socket.gethostname()}-{os.getpid()}")
+    return path.with_name(f".{path.name}{suffix}.partial-{process_scope()}-{os.getpid()}")
 
 
 def remove_leftovers(folder: Path, name: str | None = None, *, ours: bool = False) -> None:
-    """Remove what was half-written in `folder` and whose writer is gone.
+    """Remove what was half-written in `folder` and whose writer is gone; give a folder back that it had set aside.
 
-    One on another host is judged by the `name` of what was to be made; `ours`: nobody else is at work there.
+    One on another host or in another container is judged by the `name` of what was to be made; `ours`: nobody else is
+    at work there.
     """
     for entry in folder.iterdir():
         match = PARTIAL.fullmatch(entry.name)
         if match is None:
             continue
-        if match["host"] == socket.gethostname():
+        target = match["name"].removesuffix(REPLACED)
+        if match["scope"] == process_scope():
             pid = int(match["pid"])
-            dead = pid == os.getpid() or not _alive(pid)
+            dead = pid == os.getpid() or not is_alive(pid)
         else:
-            dead = match["name"] == name
+            dead = target == name
         if (dead or ours) and entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
+            if target != match["name"] and not (folder / target).exists() and listed(entry) and not damage(entry):
+                entry.rename(folder / target)  # its writer died within `_place`
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
         elif dead or ours:
             entry.unlink(missing_ok=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def commit(temporary: Path, path: str | Path) -> Path:
@@ -179,12 +177,30 @@ def _finish(folder: Path, known: Mapping[str, Entry] = MappingProxyType({})) -> 
 
 
 def _place(folder: Path, path: Path) -> None:
-    replaced = hidden(path, "-replaced")
+    replaced = hidden(path, REPLACED)
     if path.exists():
-        path.rename(replaced)
-    folder.rename(path)
+        if _exchange(folder, path):
+            folder.rename(replaced)
+        else:
+            path.rename(replaced)
+            folder.rename(path)
+    else:
+        folder.rename(path)
     sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one operation, so that neither is ever absent.
+
+    Return False where the C library, the kernel or the file system (NFS) cannot: see renameat2(2), RENAME_EXCHANGE.
+    """
+    sys.audit("os.rename", first, second, -1, -1)
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):
+        return False
+    return renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
 
 
 def _sealed(file: Path) -> Entry:

@@ -25,12 +25,44 @@ CACHE_SHARED_AFTER = 3.0  # the same where by not seeing it only work is lost
 
 def on_first_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """`do()` on rank 0 alone; its result, or its error, on every rank (by `group`)."""
-    outcome: list[Any] = [_guarded(do) if dist.get_rank() == 0 else (None, None)]
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    value, error = outcome[0]
+    value, error = _broadcast(_guarded(do) if dist.get_rank() == 0 else None, group)
     if error is not None:
         raise error
     return value
+
+
+def on_first_rank_with_help[T, A, B](
+    do: Callable[[Callable[[A], list[B]]], T], help_: Callable[[A], B], group: dist.ProcessGroup | None = None
+) -> T:
+    """Return `do(everywhere)` of rank 0 on every rank, or raise its error there. Every rank calls this.
+
+    everywhere(argument): `help_(argument)` of every rank, in their order, all at work at the same time.
+    """
+
+    def everywhere(argument: A) -> list[B]:
+        _broadcast((True, argument), group)
+        results = _of_all_ranks(_guarded(lambda: help_(argument)), group)
+        for _, error in results:
+            if error is not None:
+                raise error
+        return [result for result, _ in results]
+
+    if dist.get_rank() == 0:
+        value, error = _broadcast((False, _guarded(lambda: do(everywhere))), group)[1]
+    else:
+        while (message := _broadcast(None, group))[0]:
+            _of_all_ranks(_guarded(lambda: help_(message[1])), group)
+        value, error = message[1]
+    if error is not None:
+        raise error
+    return value
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the value of rank 0."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
 
 
 def on_every_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,16 @@ def asked_for(options: SftOptions) -> str | None:
     return options.mcore_model or options.model
 
 
-def open_folder(options: SftOptions) -> tuple[Path, Resumed | None]:
+def open_folder(options: SftOptions, faults: Callable[[Path], list[str]] = faults) -> tuple[Path, Resumed | None]:
     """The folder that the run is to write, locked, and the checkpoint to go on from. For one process of a run.
 
+    faults: tells what is wrong with the files of a checkpoint (verification.py has one that shares the work).
     Raises ValueError or OSError, with the cure, where --resume_from_checkpoint cannot be followed or the folder cannot
     be written.
     """
     output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
     output = output.expanduser().resolve()
-    folder, checkpoint, notes = _choose(options, output)
+    folder, checkpoint, notes = _choose(options, output, faults)
     if (launch := _launch()) and _started(folder) is None:
         (folder / LAUNCH).write_text(f"{launch}\n{last_save(folder)}")
     clean_others(other for other in run_folders(output) if other != folder)
@@ -113,15 +114,17 @@ def tidy_for(options: SftOptions, newest: Path) -> None:
     tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 
 
-def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[str]]:
+def _choose(
+    options: SftOptions, output: Path, faults: Callable[[Path], list[str]]
+) -> tuple[Path, Path | None, list[str]]:
     """The run's folder, the checkpoint, and notes."""
     wanted, notes = asked_for(options), []
     if own := _own_folder(output):  # torchrun has started the processes once more
         take(own)
-        if checkpoint := _newest_whole([own], notes, after=_started(own) or 0):
+        if checkpoint := _newest_whole([own], notes, faults, after=_started(own) or 0):
             return own, checkpoint, notes
     if wanted in ("auto", "latest"):
-        if checkpoint := _newest_whole(run_folders(output), notes):
+        if checkpoint := _newest_whole(run_folders(output), notes, faults):
             return checkpoint.parent, checkpoint, notes
         if wanted == "latest":
             said = f" ({'; '.join(notes)})" if notes else ""
@@ -131,7 +134,7 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
             )
     elif wanted is not None:
         checkpoint = Path(wanted).expanduser().resolve()
-        _check_whole(checkpoint)
+        _check_whole(checkpoint, faults)
         if checkpoint.parent in [folder.resolve() for folder in run_folders(output)]:
             take(checkpoint.parent)
             return checkpoint.parent, checkpoint, notes
@@ -140,7 +143,9 @@ def _choose(options: SftOptions, output: Path) -> tuple[Path, Path | None, list[
     return own or new_run_folder(output, add_version=options.add_version, replace=wanted == "auto"), None, notes
 
 
-def _newest_whole(folders: list[Path], notes: list[str], after: int = -1) -> Path | None:
+def _newest_whole(
+    folders: list[Path], notes: list[str], faults: Callable[[Path], list[str]], after: int = -1
+) -> Path | None:
     """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not.
 
     `after`: only saves into its folder with higher numbers count.
@@ -174,7 +179,7 @@ def _later_dates(newest: Path) -> list[str]:
     ]
 
 
-def _check_whole(checkpoint: Path) -> None:
+def _check_whole(checkpoint: Path, faults: Callable[[Path], list[str]]) -> None:
     if not checkpoint.is_dir():
         raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder. Give a checkpoint's, latest or auto")
     if wrong := faults(checkpoint):

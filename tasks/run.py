@@ -30,6 +30,7 @@ from .plan import Layout, batches_of, length_multiple, tokens_of
 from .preflight import preflight
 from .ranks import check_shared, first_of_each_cache, first_of_each_node, on_every_rank, on_first_rank, patient_group
 from .resume import Resumed, open_folder
+from .verification import on_first_rank_with_faults
 
 CHUNKS = (
     "virtual_pipeline_model_parallel_size",
@@ -108,7 +109,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         cache_root(), lambda: tokens_of(options, tokenizer), then=lambda: tokens_of(found, tokenizer, verify=False)
     )
     hf_config = on_every_rank(lambda: headed(options, config, data, tokenizer.pad_token_id))
-    folder, resumed = on_first_rank(lambda: open_folder(options), patient_group())  # which may read checkpoints whole
+    folder, resumed = on_first_rank_with_faults(lambda faults: open_folder(options, faults))
     on_first_rank(lambda: _first_files(folder, options, sources))
     check_shared(folder)
     console.open_log(folder)

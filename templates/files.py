@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ import numpy as np
 
 from .encode import Row
 from .formats import ArrowRow, kind_of
+from .machine import process_scope
 from .names import extension
 from .plural import plural
 from .store import cache_root
@@ -83,7 +83,7 @@ class File(Source):
         if time.time_ns() - stat.st_ctime_ns > 2e9:
             with suppress(OSError):
                 memo.parent.mkdir(parents=True, exist_ok=True)
-                beside = memo.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
+                beside = memo.with_suffix(f".{process_scope()}-{os.getpid()}")
                 beside.write_text(json.dumps(facts))
                 beside.rename(memo)
         return facts

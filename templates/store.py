@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import pyarrow as pa
 from xxhash import xxh3_128
 
 from .formats import Stage, UnusableRow
+from .machine import is_alive, process_scope
 from .packing import round_up
 from .plural import plural
 
@@ -357,7 +357,7 @@ def open_or_build(
             except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own errors are among these
                 logger.warning("the cached tokens in %s are damaged and are made anew: %s", folder, error)
         _remove(folder)
-    beside = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")
+    beside = folder.with_name(f".{folder.name}-{process_scope()}-{os.getpid()}")
     _remove_leftovers(folder)
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -423,18 +423,14 @@ def _checksum(path: Path) -> str:
 
 def _remove_leftovers(folder: Path) -> None:
     """What runs that were killed on this machine have left of this entry."""
-    for entry in folder.parent.glob(f".{folder.name}-{socket.gethostname()}-*"):
-        try:
-            os.kill(int(entry.name.removesuffix("-old").rpartition("-")[2]), 0)
-        except ProcessLookupError:
+    for entry in folder.parent.glob(f".{folder.name}-{process_scope()}-*"):
+        if not is_alive(int(entry.name.removesuffix("-old").rpartition("-")[2])):
             shutil.rmtree(entry, ignore_errors=True)
-        except PermissionError:  # it is somebody else's, and alive
-            pass
 
 
 def _remove(folder: Path) -> None:
     """Take the name away first: a reader sees a whole entry or none, and keeps the pages that it has mapped."""
-    old = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}-old")
+    old = folder.with_name(f".{folder.name}-{process_scope()}-{os.getpid()}-old")
     with suppress(FileNotFoundError):
         folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)

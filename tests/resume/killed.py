@@ -22,7 +22,6 @@ import random
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from megaswift.templates.machine import process_scope
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # audit event -> what it is called here, and where its paths and their folders' descriptors are among its arguments
@@ -43,7 +44,7 @@ EVENTS = {
 def normal(label: str) -> str:
     """The same label for the same operation of another run: without times, processes and steps."""
     label = re.sub(r"\bv\d+-\d{8}-\d{6}\b", "v", re.sub(r"checkpoint-\d+", "checkpoint-N", label))
-    label = re.sub(r"(\.(partial|probe|replaced|tmp)\b[-.]?)[^/ ]*", r"\1", label.replace(socket.gethostname(), "HOST"))
+    label = re.sub(r"(\.(partial|probe|replaced|tmp)\b[-.]?)[^/ ]*", r"\1", label.replace(process_scope(), "HOST"))
     return re.sub(r"\b([0-9a-f]{12,}|\d{6,})\b", "*", label)
 
 

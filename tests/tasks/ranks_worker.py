@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from megaswift.tasks import folders as folders_module
 from megaswift.tasks import ranks
+from megaswift.tasks import verification as verification_module
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
@@ -63,6 +65,36 @@ def read_only(path: Path) -> None:
     raise OSError(30, "Read-only file system", str(path))
 
 
+def verification(root: Path, node: str) -> dict[str, object]:
+    """Who hashes which files of a checkpoint, and what is found wrong with it where one node has it and where both."""
+    read: list[str] = []
+    sha256, folders_module._sha256 = folders_module._sha256, lambda file: (read.append(file.name), sha256(file))[1]
+    seen: dict[str, object] = {}
+    for name in ("shared", "one node's"):
+        path = root / f"checkpoint {name}"
+        if name == "one node's" and node == "1":
+            verification_module.MANIFEST = "absent"  # as if it had no such folder
+        if dist.get_rank() == 0:
+            temporary = folders_module.begin(path)
+            for number in range(8):
+                (temporary / str(number)).write_bytes(b"x" * (number + 1))
+            folders_module.commit(temporary, path)
+        dist.barrier()
+        read.clear()
+        faults = verification_module.on_first_rank_with_faults(lambda faults, path=path: faults(path))
+        seen[name] = [faults, sorted(read)]
+        if dist.get_rank() == 0:
+            (path / "3").write_bytes(b"yyyy")
+            (path / "6").unlink()
+        dist.barrier()
+        seen[f"{name}, damaged"] = verification_module.on_first_rank_with_faults(
+            lambda faults, path=path: [*faults(path), *faults(path / "absent")]
+        )
+    folders_module._sha256 = sha256
+    seen["error"] = error_of(lambda: verification_module.on_first_rank_with_faults(lambda faults: 1 // 0))
+    return seen
+
+
 def waiting() -> str:
     """Others wait for longer than a collective may take."""
     dist.barrier(ranks.patient_group())
@@ -86,6 +118,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     root, node = Path(sys.argv[1]), os.environ["GROUP_RANK"]
     seen = {"caches": caches(root, node), "folders": folders(root, node), "waiting": waiting(), "failing": failing()}
+    seen["verification"] = verification(root, node)
     (root / f"rank-{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from megaswift.tasks import folders, run_folder
+from megaswift.templates import machine
 
 
 def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
@@ -53,6 +55,75 @@ def test_commit_replaces_what_was_there(tmp_path):
         folders.commit(temporary, path)
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "new"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def died_while_replacing(path: Path, how: str) -> None:
+    """Commit a folder over `path` in a process that is killed at the last rename but one."""
+    program = f"""
+import os, sys
+from pathlib import Path
+from megaswift.tasks import folders
+{how}
+temporary = folders.begin(sys.argv[1])
+(temporary / "new").write_text("new")
+renames = []
+def look(event, arguments):
+    if event == "os.rename" and renames.append(arguments) is None and len(renames) == 2:
+        os.kill(os.getpid(), 9)
+sys.addaudithook(look)
+folders.commit(temporary, sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert done.returncode == -9
+
+
+def test_a_folder_that_is_replaced_is_never_absent(tmp_path):
+    path = tmp_path / "checkpoint-1"
+    temporary = folders.begin(path)
+    (temporary / "old").write_text("old")
+    folders.commit(temporary, path)
+    died_while_replacing(path, "")
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "new"]
+    folders.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_set_aside_comes_back(tmp_path):
+    """A file system that cannot exchange names has a moment without the folder."""
+    path = tmp_path / "checkpoint-1"
+    temporary = folders.begin(path)
+    (temporary / "old").write_text("old")
+    folders.commit(temporary, path)
+    died_while_replacing(path, "folders._exchange = lambda first, second: False")
+    assert not path.exists()
+    folders.remove_leftovers(tmp_path)
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "old"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_half_a_folder_set_aside_does_not_come_back(tmp_path):
+    path = tmp_path / "checkpoint-1"
+    temporary = folders.begin(path)
+    (temporary / "old").write_text("old")
+    folders.commit(temporary, path)
+    died_while_replacing(path, "folders._exchange = lambda first, second: False")
+    (aside,) = (entry for entry in tmp_path.iterdir() if folders.REPLACED in entry.name)
+    (aside / "old").unlink()
+    folders.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_of_the_same_host_name_is_another_machine(tmp_path, monkeypatch):
+    temporary = folders.begin(tmp_path / "checkpoint-1")
+    monkeypatch.setattr(machine.os, "readlink", lambda path: "pid:[1]")
+    machine.process_scope.cache_clear()
+    try:
+        folders.remove_leftovers(tmp_path, "checkpoint-2")
+        assert temporary.exists()
+        assert machine.process_scope().rpartition("-")[0] == socket.gethostname()
+    finally:
+        monkeypatch.undo()
+        machine.process_scope.cache_clear()
 
 
 def test_leftovers_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path):

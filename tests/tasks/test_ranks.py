@@ -61,6 +61,19 @@ def test_an_output_folder_that_is_not_shared_is_refused(seen: list[dict]) -> Non
 
 
 @pytest.mark.slow
+def test_ranks_share_the_hashing_of_a_checkpoint(seen: list[dict]) -> None:
+    verified = [rank["verification"] for rank in seen]
+    damaged = ["3 has other bytes than were written", "6 is missing", "manifest.json is missing"]
+    for rank in verified:
+        assert rank["shared"][0] == rank["one node's"][0] == []
+        assert rank["shared, damaged"] == rank["one node's, damaged"] == damaged
+        assert rank["error"] == "ZeroDivisionError: integer division or modulo by zero"
+    assert [rank["shared"][1] for rank in verified] == [["0", "7"], ["1", "6"], ["2", "5"], ["3", "4"]]
+    # Ranks 2 and 3 do not have the folder: rank 0 reads their shares.
+    assert [rank["one node's"][1] for rank in verified] == [["0", "2", "3", "4", "5", "7"], ["1", "6"], [], []]
+
+
+@pytest.mark.slow
 def test_ranks_wait_for_each_other_as_long_as_it_takes(seen: list[dict]) -> None:
     assert [rank["waiting"] for rank in seen] == ["done"] * 4
 

@@ -183,7 +183,7 @@ def test_which_end_of_a_metric_is_the_best(metric, found, tmp_path):
 def test_a_run_takes_away_what_dead_ones_have_left(tmp_path):
     for name in (
         ".checkpoint-2.partial-elsewhere-1",
-        ".checkpoint-3-replaced.partial-elsewhere-2",
+        ".checkpoint-5-replaced.partial-elsewhere-2",
         "checkpoint-7-merged",
     ):
         (tmp_path / name).mkdir()

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from megaswift.tasks import run_folder
+from megaswift.templates.machine import process_scope
 
 
 def test_two_runs_at_once_get_different_folders(tmp_path):
@@ -94,7 +94,7 @@ def test_what_a_live_run_is_writing_stays(tmp_path):
     """Also where its process is not seen: in another container."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    half = tmp_path / f".checkpoint-1.partial-{socket.gethostname()}-{dead.pid}"
+    half = tmp_path / f".checkpoint-1.partial-{process_scope()}-{dead.pid}"
     half.mkdir()
     (tmp_path / ".lock").touch()
     holds = (

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megaswift.templates import prepare as module
+from megaswift.templates.machine import process_scope
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
 
@@ -383,7 +383,7 @@ def test_what_a_killed_run_left_is_removed(data, make_tokenizer):
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     process.start()
     process.join()
-    dead, alive = (folder.with_name(f".{folder.name}-{socket.gethostname()}-{pid}") for pid in (process.pid, 1))
+    dead, alive = (folder.with_name(f".{folder.name}-{process_scope()}-{pid}") for pid in (process.pid, 1))
     dead.mkdir()
     alive.mkdir()
     prepare(replace(options, load_from_cache_file=False), make_tokenizer(), stage="sft")
