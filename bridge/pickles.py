@@ -23,7 +23,7 @@ ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
-    "builtins": {"bool", "bytearray", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
+    "builtins": {"bool", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
 }  # fmt: skip
 
 
@@ -31,7 +31,9 @@ class UnsafePickle(ValueError):
     """Names of a pickle that the metadata of a checkpoint never has."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+    """The one written in Python: that in C allocates as many bytes as a number in the pickle says (LONG_BINPUT)."""
+
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name not in ALLOWED.get(module_name, ()):
             raise UnsafePickle(f"{module_name}.{global_name}")

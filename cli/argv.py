@@ -53,7 +53,10 @@ def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Gi
     if not isinstance(variables, dict):
         raise UsageError(f"ENV: {show(variables)}: a table of variable: value is needed (from {path}).")
     for name, value in variables.items():
-        os.environ.setdefault(str(name), show(value))
+        try:
+            os.environ.setdefault(str(name), show(value))
+        except (OSError, ValueError):  # an empty name, one with "=", a NUL
+            raise UsageError(f"ENV: {show({name: value})}: not a variable and its value (from {path}).") from None
     given = Given()
     for name, (value, source) in _entries(table, path).items():
         _take(given, name, value if isinstance(value, list) else [value], flags, others, source)

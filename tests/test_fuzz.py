@@ -179,7 +179,7 @@ def test_metadata_pickles(place: Path, data: st.DataObject) -> None:
     folder.mkdir(exist_ok=True)
     calls = [("os", "system"), ("builtins", "eval"), ("torch", "load"), ("posix", "system"), ("torch", "Size")]
     module, name = data.draw(st.sampled_from(calls))
-    call = f"c{module}\n{name}\n(X\x05\x00\x00\x00touchtR.".encode()
+    call = f"c{module}\n{name}\n(X\x05\x00\x00\x00touchtr\x01\x00\x00\x00R.".encode()
     (folder / ".metadata").write_bytes(mutated(data.draw, b"\x80\x02" + call))
     outcome(lambda: read_metadata(folder), Exception)
 

@@ -4,6 +4,7 @@ import collections
 import os
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,22 @@ def test_common_state_runs_no_code(folder, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         _common(folder)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\x80\x02K\x01r\xff\xff\xff\xff.", id="place in the memo"),
+        pytest.param(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", id="bytearray"),
+    ],
+)
+def test_memory_is_bounded_by_the_size_of_the_file(payload, tmp_path):
+    (tmp_path / ".metadata").write_bytes(payload)
+    program = (
+        "import resource, sys; from pathlib import Path; from megaswift.bridge.pickles import read_metadata\n"
+        "size = 4096 * int(Path('/proc/self/statm').read_text().split()[0])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, size + 2**30))\n"
+        "try: read_metadata(Path(sys.argv[1]))\n"
+        "except ValueError: pass"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)

@@ -284,6 +284,8 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ("c.yaml", "lr: high", "--lr high: a number is needed (from {file})."),
         ("c.yaml", "lr: [1, 2]", "--lr 1 2: takes one value (from {file})."),
         ("c.yaml", "ENV: 3", "ENV: 3: a table of variable: value is needed (from {file})."),
+        ("c.yaml", "ENV: {'': 1}", 'ENV: {{"": 1}}: not a variable and its value (from {file}).'),
+        ("c.yaml", "ENV: {A=B: 1}", 'ENV: {{"A=B": 1}}: not a variable and its value (from {file}).'),
         ("c.yaml", "3: 4", "--config {file}: 3 is not the name of a flag."),
         ("c.yaml", "lr: 1\nseed: 3\nlr: 2", "cannot be read: lr is in line 1 and again in line 3. Remove one"),
         ("c.yaml", "system: no", "--system false: text is needed, in quotes where it is such a word (from {file})."),
