@@ -41,6 +41,7 @@ HELD = {
         f"{INPUT}::test_weights_come_from_the_memory_of_the_run_alone",
         f"{SERVER}::test_the_api_key",
         f"{FUZZ}::test_routes",
+        f"{SERVER}::test_readiness_and_metrics",
     ],
     "requests with an `Origin`, or for another name than the server's, are refused": [
         f"{INPUT}::test_pages_in_a_browser_are_refused"
@@ -50,12 +51,20 @@ HELD = {
         f"{LAUNCH}::test_tokens_and_keys_reach_the_processes_by_the_environment",
     ],
     "reach the store of a run on one node": [f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port"],
-    "or read the server's key": [f"{KEYS}::test_a_file_that_others_can_use_is_refused"],
+    "or read the server's key": [
+        f"{KEYS}::test_a_file_that_others_can_use_is_refused",
+        f"{KEYS}::test_another_account_does_not_read_it",
+    ],
     "replace a Python module of the run": [f"{LAUNCH}::test_others_on_the_machine_see_no_key_and_no_port"],
     "It listens on 127.0.0.1": [f"{INPUT}::test_names_of_a_server"],
     "needs the key": [f"{SERVER}::test_the_api_key", f"{SERVER}::test_readiness_and_metrics"],
     "which the first server makes with mode 0600 and prints": [
         f"{KEYS}::test_a_server_makes_a_key_once_and_runs_of_its_user_find_it"
+    ],
+    "Runs of the same user find it there": [
+        f"{KEYS}::test_a_server_makes_a_key_once_and_runs_of_its_user_find_it",
+        f"{KEYS}::test_the_flag_and_the_variable_come_first",
+        f"{KEYS}::test_a_key_is_sent_to_no_server_of_others",
     ],
     "Only the run that has claimed the server sends weights": [
         f"{SERVER}::test_only_the_run_that_claimed_it_changes_weights"
@@ -71,14 +80,24 @@ HELD = {
     "get them by the environment": [f"{LAUNCH}::test_tokens_and_keys_reach_the_processes_by_the_environment"],
 }
 
+# Advice to the reader, and limits: nothing to hold.
+ADVICE = ("There is no TLS", "Your own command line stays visible")
 
-def test_the_words_are_there() -> None:
-    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+
+def test_every_promise_has_its_tests() -> None:
+    document = (ROOT / "SECURITY.md").read_text()
+    text = " ".join(document.split())
     assert not [words for words in HELD if words not in text]
-    rows = re.search(r"\| Who \|.*?\n\n", (ROOT / "SECURITY.md").read_text(), re.DOTALL)
-    assert rows
-    for row in rows[0].strip().splitlines()[2:]:
-        assert any(words in row for words in HELD), row
+    table, server, secrets = re.findall(
+        r"\n## (?:Not trusted|The rollout server|Secrets)\n(.*?)(?=\n## |\Z)", document, re.S
+    )
+    rows = [re.sub(r"^\|[^|]*\|", "", row) for row in table.strip().splitlines()[2:]]
+    promises = [promise for row in rows for promise in re.split(r"; (?!answers)", row)]
+    bullets = [" ".join(bullet.split()) for bullet in re.split(r"^- ", server + secrets, flags=re.M) if bullet.strip()]
+    promises += [sentence for bullet in bullets for sentence in re.split(r"(?<=\.) (?=[A-Z])", bullet)]
+    assert len(promises) > 20
+    held = (*HELD, *ADVICE)
+    assert not [promise for promise in promises if not any(words in promise for words in held)]
 
 
 @pytest.mark.parametrize("name", sorted({name for names in HELD.values() for name in names}))

@@ -25,6 +25,8 @@ from megaswift.cli.launch import (
 )
 from megaswift.tasks.options import SftOptions
 
+from tests.another_user import readable
+
 MEGATRON = str(Path(sys.executable).with_name("megatron"))
 
 STAND_IN = """
@@ -265,6 +267,8 @@ def test_others_on_the_machine_see_no_key_and_no_port(stand_in: Path, dense: Pat
     assert not [pid for pid in (parent.pid, *pids) if listens(pid)]
     store = Path(dict(entry.split("=", 1) for entry in environment_of(pids[0]) if "=" in entry)["MEGASWIFT_STORE"])
     assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
+    secrets = [store, store.parent, *(Path(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "fd"))]
+    assert readable([Path("/etc/hosts"), *secrets]) == [Path("/etc/hosts")]
     os.kill(pids[1], signal.SIGKILL)
     parent.communicate(timeout=300)
     assert not store.parent.exists()

@@ -1,10 +1,13 @@
 """Keys of rollout servers: where servers and runs find them."""
 
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 from megaswift.tasks.rollout.keys import VARIABLE, client_key, key_file, server_key
+
+from tests.another_user import readable
 
 OURS, THEIRS = "http://10.0.0.7:8000", "https://models.example:443"
 
@@ -28,6 +31,15 @@ def test_a_server_makes_a_key_once_and_runs_of_its_user_find_it() -> None:
     assert key not in line
     assert str(key_file()) in line
     assert client_key(None, OURS, own=True) == key
+
+
+def test_another_account_does_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        Path(home).chmod(0o755)  # a home that others may look into
+        monkeypatch.setenv("XDG_CONFIG_HOME", home)
+        server_key(None)
+        (Path(home) / "open").write_text("")
+        assert readable([Path(home) / "open", key_file()]) == [Path(home) / "open"]
 
 
 def test_the_flag_and_the_variable_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
