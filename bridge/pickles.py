@@ -6,7 +6,7 @@ only exact names are allowed: the modules that hold the classes of the metadata 
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -31,8 +31,14 @@ class UnsafePickle(ValueError):
     """Names of a pickle that the metadata of a checkpoint never has."""
 
 
-class _Unpickler(pickle._Unpickler):  # pyright: ignore[reportAttributeAccessIssue]
+_Base: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Unpickler(_Base):
     """The one written in Python: that in C allocates as many bytes as a number in the pickle says (LONG_BINPUT)."""
+
+    # Metadata has no bytearrays, and this operation fills as many bytes as its number says.
+    dispatch: ClassVar = {code: load for code, load in _Base.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name not in ALLOWED.get(module_name, ()):
