@@ -126,6 +126,7 @@ class LocalRendezvous(StaticTCPRendezvous):
 
 
 def rendezvous(address: str, port: int, rank: int, nodes: int, *settings: Any) -> StaticTCPRendezvous:
+    """Return torchrun's static rendezvous, without a port where there is one node."""
     kind = LocalRendezvous if nodes == 1 else StaticTCPRendezvous
     return kind(address, port, rank, nodes, *settings)
 

@@ -24,7 +24,7 @@ from .console import file_size, timed
 
 WEIGHTS = (".safetensors", ".distcp", ".metadata")  # how the names of their files end
 MANIFEST = "manifest.json"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants in <fcntl.h> and <linux/fs.h>
 Entry = dict[str, int | str]  # of a manifest: size in bytes, sha256
 REPLACED = "-replaced"
 PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<scope>.+)-(?P<pid>\d+)")

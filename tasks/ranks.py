@@ -32,16 +32,16 @@ def on_first_rank[T](do: Callable[[], T], group: dist.ProcessGroup | None = None
 
 
 def on_first_rank_with_help[T, A, B](
-    do: Callable[[Callable[[A], list[B]]], T], help_: Callable[[A], B], group: dist.ProcessGroup | None = None
+    do: Callable[[Callable[[A], list[B]]], T], share: Callable[[A], B], group: dist.ProcessGroup | None = None
 ) -> T:
     """Return `do(everywhere)` of rank 0 on every rank, or raise its error there. Every rank calls this.
 
-    everywhere(argument): `help_(argument)` of every rank, in their order, all at work at the same time.
+    everywhere(argument): results of `share(argument)` in the order of ranks, which run it at the same time.
     """
 
     def everywhere(argument: A) -> list[B]:
         _broadcast((True, argument), group)
-        results = _of_all_ranks(_guarded(lambda: help_(argument)), group)
+        results = _of_all_ranks(_guarded(lambda: share(argument)), group)
         for _, error in results:
             if error is not None:
                 raise error
@@ -51,7 +51,7 @@ def on_first_rank_with_help[T, A, B](
         value, error = _broadcast((False, _guarded(lambda: do(everywhere))), group)[1]
     else:
         while (message := _broadcast(None, group))[0]:
-            _of_all_ranks(_guarded(lambda: help_(message[1])), group)
+            _of_all_ranks(_guarded(lambda: share(message[1])), group)
         value, error = message[1]
     if error is not None:
         raise error

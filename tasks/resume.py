@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .options import (
 from .run_folder import (
     LAUNCH,
     STATE,
+    Faults,
     checkpoints,
     clean_others,
     default_output_dir,
@@ -73,7 +74,7 @@ def asked_for(options: SftOptions) -> str | None:
     return options.mcore_model or options.model
 
 
-def open_folder(options: SftOptions, faults: Callable[[Path], list[str]] = faults) -> tuple[Path, Resumed | None]:
+def open_folder(options: SftOptions, faults: Faults = faults) -> tuple[Path, Resumed | None]:
     """The folder that the run is to write, locked, and the checkpoint to go on from. For one process of a run.
 
     faults: tells what is wrong with the files of a checkpoint (verification.py has one that shares the work).
@@ -114,9 +115,7 @@ def tidy_for(options: SftOptions, newest: Path) -> None:
     tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 
 
-def _choose(
-    options: SftOptions, output: Path, faults: Callable[[Path], list[str]]
-) -> tuple[Path, Path | None, list[str]]:
+def _choose(options: SftOptions, output: Path, faults: Faults) -> tuple[Path, Path | None, list[str]]:
     """The run's folder, the checkpoint, and notes."""
     wanted, notes = asked_for(options), []
     if own := _own_folder(output):  # torchrun has started the processes once more
@@ -143,9 +142,7 @@ def _choose(
     return own or new_run_folder(output, add_version=options.add_version, replace=wanted == "auto"), None, notes
 
 
-def _newest_whole(
-    folders: list[Path], notes: list[str], faults: Callable[[Path], list[str]], after: int = -1
-) -> Path | None:
+def _newest_whole(folders: list[Path], notes: list[str], faults: Faults, after: int = -1) -> Path | None:
     """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not.
 
     `after`: only saves into its folder with higher numbers count.
@@ -179,7 +176,7 @@ def _later_dates(newest: Path) -> list[str]:
     ]
 
 
-def _check_whole(checkpoint: Path, faults: Callable[[Path], list[str]]) -> None:
+def _check_whole(checkpoint: Path, faults: Faults) -> None:
     if not checkpoint.is_dir():
         raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder. Give a checkpoint's, latest or auto")
     if wrong := faults(checkpoint):

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from .folders import MANIFEST, damage, explained, hidden, listed, of_export, rem
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+Faults = Callable[[Path], list[str]]  # tells what is wrong with the files of a checkpoint
 STATE = "training_state"  # of a checkpoint: the folder with what a run goes on from, beside the weights
 LAUNCH = ".launch"  # in a run's folder: whose it is
 SHARED = ".shared-"  # in a run's folder, while nodes look whether they share it
@@ -165,10 +166,15 @@ def merged_beside(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}-merged")
 
 
-def faults(checkpoint: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, a line a file; every byte is read. Empty where it is whole."""
+def faults(
+    checkpoint: Path, verify: Callable[[Path], list[str]] = lambda checkpoint: damage(checkpoint, checksums=True)
+) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, a line a file; every byte is read. Empty if it is whole.
+
+    verify: compares the files with the manifest (verification.py shares this work among the ranks).
+    """
     try:
-        return damage(checkpoint, checksums=True) if listed(checkpoint) else [f"{MANIFEST} is missing"]
+        return verify(checkpoint) if listed(checkpoint) else [f"{MANIFEST} is missing"]
     except ValueError as error:
         return [str(error)]
 

@@ -73,7 +73,7 @@ def verification(root: Path, node: str) -> dict[str, object]:
     for name in ("shared", "one node's"):
         path = root / f"checkpoint {name}"
         if name == "one node's" and node == "1":
-            verification_module.MANIFEST = "absent"  # as if it had no such folder
+            verification_module.listed = lambda checkpoint: {}  # as if it had no such folder
         if dist.get_rank() == 0:
             temporary = folders_module.begin(path)
             for number in range(8):

@@ -57,60 +57,51 @@ def test_commit_replaces_what_was_there(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def died_while_replacing(path: Path, how: str) -> None:
-    """Commit a folder over `path` in a process that is killed at the last rename but one."""
+@pytest.fixture
+def replaced(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder whose replacement was killed at the last rename but one. Parameter: the file system exchanges names."""
+    path = tmp_path / "checkpoint-1"
     program = f"""
 import os, sys
-from pathlib import Path
 from megaswift.tasks import folders
-{how}
-temporary = folders.begin(sys.argv[1])
-(temporary / "new").write_text("new")
+if not {request.param}:
+    folders._exchange = lambda first, second: False
 renames = []
 def look(event, arguments):
-    if event == "os.rename" and renames.append(arguments) is None and len(renames) == 2:
+    if event == "os.rename" and renames.append(arguments) is None and len(renames) == 3:
         os.kill(os.getpid(), 9)
 sys.addaudithook(look)
-folders.commit(temporary, sys.argv[1])
+for name in ("old", "new"):
+    temporary = folders.begin(sys.argv[1])
+    (temporary / name).write_text(name)
+    folders.commit(temporary, sys.argv[1])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
-    assert done.returncode == -9
+    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == -9
+    return path
 
 
-def test_a_folder_that_is_replaced_is_never_absent(tmp_path):
-    path = tmp_path / "checkpoint-1"
-    temporary = folders.begin(path)
-    (temporary / "old").write_text("old")
-    folders.commit(temporary, path)
-    died_while_replacing(path, "")
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "new"]
-    folders.remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == [path]
+@pytest.mark.parametrize("replaced", [True], indirect=True)
+def test_a_folder_that_is_replaced_is_never_absent(replaced):
+    assert sorted(file.name for file in replaced.iterdir()) == ["manifest.json", "new"]
+    folders.remove_leftovers(replaced.parent)
+    assert list(replaced.parent.iterdir()) == [replaced]
 
 
-def test_a_folder_set_aside_comes_back(tmp_path):
+@pytest.mark.parametrize("replaced", [False], indirect=True)
+def test_a_folder_set_aside_comes_back(replaced):
     """A file system that cannot exchange names has a moment without the folder."""
-    path = tmp_path / "checkpoint-1"
-    temporary = folders.begin(path)
-    (temporary / "old").write_text("old")
-    folders.commit(temporary, path)
-    died_while_replacing(path, "folders._exchange = lambda first, second: False")
-    assert not path.exists()
-    folders.remove_leftovers(tmp_path)
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "old"]
-    assert list(tmp_path.iterdir()) == [path]
+    assert not replaced.exists()
+    folders.remove_leftovers(replaced.parent)
+    assert sorted(file.name for file in replaced.iterdir()) == ["manifest.json", "old"]
+    assert list(replaced.parent.iterdir()) == [replaced]
 
 
-def test_half_a_folder_set_aside_does_not_come_back(tmp_path):
-    path = tmp_path / "checkpoint-1"
-    temporary = folders.begin(path)
-    (temporary / "old").write_text("old")
-    folders.commit(temporary, path)
-    died_while_replacing(path, "folders._exchange = lambda first, second: False")
-    (aside,) = (entry for entry in tmp_path.iterdir() if folders.REPLACED in entry.name)
+@pytest.mark.parametrize("replaced", [False], indirect=True)
+def test_half_a_folder_set_aside_does_not_come_back(replaced):
+    (aside,) = (entry for entry in replaced.parent.iterdir() if folders.REPLACED in entry.name)
     (aside / "old").unlink()
-    folders.remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    folders.remove_leftovers(replaced.parent)
+    assert list(replaced.parent.iterdir()) == []
 
 
 def test_a_container_of_the_same_host_name_is_another_machine(tmp_path, monkeypatch):
