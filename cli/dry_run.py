@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..tasks.args import SECRET
 from ..tasks.options import GrpoOptions, SftOptions
-from ..tasks.plan import DataPlan, Layout, plan_data
-from ..tasks.resume import asked_for
+from ..tasks.run.args_json import SECRET
+from ..tasks.run.planning import DataPlan, Layout, plan_data
+from ..tasks.run.resume import asked_for
 from ..templates.plural import plural
-from .checks import check_writable
+from .checks.common import check_writable
 from .flags import flags_of, show
 from .launch import Processes, shown_command, torchrun_command
 
@@ -52,7 +52,7 @@ def report(
 
 def _check_weights(options: SftOptions) -> None:
     """Check the weights in local folders against their config.json; a hub's are fetched by the run."""
-    from ..bridge.pretrained import check_weights
+    from ..bridge.checkpoint.pretrained import check_weights
 
     for name in ("ref_model", "teacher_model", "reward_model", *([] if asked_for(options) else ["model"])):
         for folder in _folders(options, name):
@@ -70,13 +70,13 @@ def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:
     if not isinstance(options, GrpoOptions):
         return []
     from ..tasks.rewards.load import signatures
-    from ..tasks.rewards.unjudged import check_columns
+    from ..tasks.rewards.unscored import check_columns
 
     return check_columns(signatures(options), data.prepared, evaluates=options.eval_iters != 0)
 
 
 def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
-    from ..tasks.vocabulary import check_vocabulary
+    from ..tasks.run.vocabulary import check_vocabulary
 
     for name in ("ref_model", "mcore_ref_model", "teacher_model", "mcore_teacher_model"):
         for folder in _folders(options, name):

@@ -28,7 +28,7 @@ from ..tasks.options import (
 )
 from .elsewhere import ELSEWHERE
 from .flags import Flag, flags_of, show
-from .names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
+from .legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
@@ -63,7 +63,7 @@ HEADINGS = ("flag", "type", "default", "")
 HEAD = """\
 # Flags
 
-Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates/options.py` and `tasks/options.py`.
+Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates/options.py` and `tasks/options`.
 
 - `--flag value`, or `--flag=value`. Lists take spaces: `--dataset a.jsonl b.jsonl`. Booleans take `true`, `false`, or
   nothing for true. Tables take JSON: `--columns '{"question": "query"}'`.

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..bridge.options import ParallelOptions
-from ..tasks import console
-from ..tasks.resume import OUTPUT, STARTED
+from ..tasks.run.resume import OUTPUT, STARTED
+from ..tasks.system import console
 from ..templates.plural import plural
 from .flags import UsageError, show
 

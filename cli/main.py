@@ -18,16 +18,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from ..tasks import console
-from ..tasks.exit_guard import guarded_exit
-from ..tasks.interrupt import EXIT_INTERRUPTED, finish
+from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
+from ..tasks.system import console
+from ..tasks.system.exit_guard import guarded_exit
 from .flags import Flag, UsageError, flags_of, nearest, show
 
 
 @dataclass(frozen=True)
 class Command:
     summary: str
-    options: str = ""  # the class in tasks/options.py; none, and no types: this version does not have the command
+    options: str = ""  # the class in tasks/options; none, and no types: this version does not have the command
     task: str = ""  # the module in tasks/ whose `run(options, sources)` does it
     by: str = ""  # the flag that is read before the rest, and chooses one of `types`
     types: Mapping[str, "Command"] = field(default_factory=dict)  # the first: where it is left out
@@ -39,33 +39,39 @@ class Command:
 
 
 TASKS = {
-    "causal_lm": Command("Supervised fine-tuning, on conversations.", "CausalLmOptions", "sft"),
-    "seq_cls": Command("Classification and regression, by a head.", "SeqClsOptions", "heads"),
-    "embedding": Command("Vectors of texts, by which they are found.", "EmbeddingOptions", "heads"),
-    "reranker": Command("Scores of documents for a query, by a head.", "RerankerOptions", "heads"),
+    "causal_lm": Command("Supervised fine-tuning, on conversations.", "CausalLmOptions", "supervised.sft"),
+    "seq_cls": Command("Classification and regression, by a head.", "SeqClsOptions", "supervised.heads"),
+    "embedding": Command("Vectors of texts, by which they are found.", "EmbeddingOptions", "supervised.heads"),
+    "reranker": Command("Scores of documents for a query, by a head.", "RerankerOptions", "supervised.heads"),
     "generative_reranker": Command(
         "Scores of documents for a query, by the odds of a yes and a no token.",
         "GenerativeRerankerOptions",
-        "heads",
+        "supervised.heads",
     ),
 }
 PREFERENCES = {
-    "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference"),
-    "kto": Command("KTO: a policy learns from single answers, each desirable or not.", "KtoOptions", "preference"),
-    "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference"),
-    "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "grpo"),
-    "gkd": Command("GKD: a student learns a teacher's distributions, also on what it generates.", "GkdOptions", "gkd"),
+    "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference.preference"),
+    "kto": Command(
+        "KTO: a policy learns from single answers, each desirable or not.", "KtoOptions", "preference.preference"
+    ),
+    "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference.preference"),
+    "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "rl.grpo"),
+    "gkd": Command(
+        "GKD: a student learns a teacher's distributions, also on what it generates.", "GkdOptions", "distillation.gkd"
+    ),
 }
 COMMANDS = {
     "megatron": {
-        "pt": Command("Continued pre-training, on plain text.", "PtOptions", "sft"),
+        "pt": Command("Continued pre-training, on plain text.", "PtOptions", "supervised.sft"),
         "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
         "rlhf": Command("Learn from preferences and rewards.", by="rlhf_type", types=PREFERENCES),
-        "export": Command("Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "export"),
+        "export": Command(
+            "Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "convert.export"
+        ),
     },
     "swift": {
         "infer": Command("Talk to a model, or let it answer a dataset.", "InferOptions", "infer"),
-        "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "export"),
+        "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "convert.export"),
         "rollout": Command("Serve a model to a training that generates.", "RolloutOptions", "rollout.serve"),
     },
 }
@@ -166,7 +172,7 @@ def _main(program: str, argv: list[str]) -> int:
 
 def _chosen(command: Command, words: list[str]) -> Command:
     """The type of a command that its flags ask for. Raises UsageError for one that is not there."""
-    from .argv import value_of
+    from .parse import value_of
 
     if not command.types:
         return command
@@ -182,7 +188,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 
     Raises UsageError.
     """
-    from .argv import from_argv, from_config, resolve
+    from .parse import from_argv, from_config, resolve
 
     name = argv[0]
     chosen = _chosen(COMMANDS[program][name], argv[1:])
@@ -197,8 +203,8 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 
 @guarded_exit()
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from ..tasks.plan import Layout
-    from .checks import check_lock, check_training, check_writable, folder_of
+    from ..tasks.run.planning import Layout
+    from .checks.common import check_lock, check_training, check_writable, folder_of
     from .launch import (
         Processes,
         environment,
@@ -235,8 +241,8 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
 
 
 def _start_export(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from ..tasks.plan import Layout, build_options
-    from .checks_export import check_export, check_export_layout, gpus_needed
+    from ..tasks.run.planning import Layout, build_options
+    from .checks.export import check_export, check_export_layout, gpus_needed
     from .launch import Processes, environment, start, visible_gpus
 
     gpus = visible_gpus()
@@ -258,7 +264,7 @@ def _start_export(command: Command, options: Any, sources: dict[str, str], notes
 
 
 def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from .checks import check_infer, check_rollout
+    from .checks.common import check_infer, check_rollout
 
     _tell([*notes, *(check_infer if argv[1] == "infer" else check_rollout)(options)])
     return _run(command, options, sources)

@@ -32,11 +32,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from ..bridge.options import STORE
-from ..tasks import console
-from ..tasks.interrupt import OTHER_FAILED
-from ..tasks.resume import launched_folder
-from ..tasks.stop import AGAIN, EXIT_STOPPED, is_ignored
-from ..tasks.watchdog import EXIT_HANGS
+from ..tasks.distributed.signals import AGAIN, EXIT_STOPPED, is_ignored
+from ..tasks.distributed.watchdog import EXIT_HANGS
+from ..tasks.run.interrupt import OTHER_FAILED
+from ..tasks.run.resume import launched_folder
+from ..tasks.system import console
 
 EXIT_USAGE = 2
 HANGING = 2.0  # seconds for the others to end, once one process has said that the run hangs

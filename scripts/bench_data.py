@@ -20,10 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from megaswift.templates.chat import ChatTemplate
-from megaswift.templates.formats import to_conversation
+from megaswift.templates.chat_template.chat import ChatTemplate
+from megaswift.templates.dataset.packing import pack
+from megaswift.templates.formats.schemas import to_conversation
 from megaswift.templates.options import PrepareOptions
-from megaswift.templates.packing import pack
 from megaswift.templates.prepare import CHUNK, prepare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megaswift.bridge import parallel, runtime
-from megaswift.bridge.build import build_model
-from megaswift.bridge.hub import read_config
-from megaswift.bridge.load import load_weights
+from megaswift.bridge.checkpoint.hub import read_config
+from megaswift.bridge.checkpoint.load import load_weights
+from megaswift.bridge.checkpoint.save import save_weights
+from megaswift.bridge.model.build import build_model
 from megaswift.bridge.options import BuildOptions
-from megaswift.bridge.save import save_weights
 from safetensors.torch import save_file
 
 

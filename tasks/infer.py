@@ -25,17 +25,24 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..bridge.hub import adapter_folder, has_weights, model_folder, no_weights, read_adapter_config, with_base
-from ..bridge.pretrained import load_model, load_tokenizer
-from ..templates.chat import ChatTemplate
-from ..templates.formats import Conversation, UnusableRow, renamed, to_conversation, usable
-from ..templates.names import text_of
+from ..bridge.checkpoint.hub import (
+    adapter_folder,
+    has_weights,
+    model_folder,
+    no_weights,
+    read_adapter_config,
+    with_base,
+)
+from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
+from ..templates.chat_template.chat import ChatTemplate
+from ..templates.dataset.sources import sources
+from ..templates.formats.dataset_names import text_of
+from ..templates.formats.schemas import Conversation, UnusableRow, renamed, to_conversation, usable
 from ..templates.plural import plural
-from ..templates.sources import sources
-from .adapted import adapted, merged
-from .folders import damage, loading
+from .convert.peft_model import adapted, merged
 from .options import InferOptions
-from .rollout.adapters import RANKS, room_for
+from .rollout.lora_support import RANKS, room_for
+from .system.atomic_dir import damage, loading
 
 Emit = Callable[[str], None]  # takes a piece of an answer as it comes
 VLLM_PROMPTS = 2000  # that it is given at a time
@@ -91,7 +98,7 @@ def _check_whole(flag: str, folder: Path) -> None:
         raise ValueError(
             f"{flag} {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
         )
-    from ..bridge.safetensors_io import check_headers
+    from ..bridge.checkpoint.safetensors_io import check_headers
 
     check_headers(folder)  # raises for what a manifest does not tell: shards that are missing or cut short
 
@@ -382,7 +389,7 @@ class VllmEngine(Engine):
 
 def _check_for_vllm(adapter: Adapter, options: InferOptions) -> None:
     """Raise ValueError for what vLLM does not do."""
-    from ..bridge.safetensors_io import SafetensorsFolder
+    from ..bridge.checkpoint.safetensors_io import SafetensorsFolder
 
     config = adapter.config
     found = [what for name, what in NOT_BY_VLLM.items() if config.get(name)]

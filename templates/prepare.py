@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from .encode import Encoder, Row
-from .files import Source
-from .formats import PROMPTED, Stage
+from .batching.stream_cursor import Cursor
+from .batching.streaming import Share, TokenStream
+from .dataset.files import Source
+from .dataset.packing import pack
+from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
+from .dataset.sources import sources
+from .dataset.store import Refusals, TokenFile, TokenStore, cache_root, open_or_build, record_batch
+from .dataset.tokenize import Encoder, Row
+from .formats.schemas import PROMPTED, Stage
 from .options import PrepareOptions
-from .packing import pack
 from .plural import plural
-from .report import describe_packs, describe_sample, describe_source, describe_store
-from .shares import Cursor
-from .sources import sources
-from .store import Refusals, TokenFile, TokenStore, cache_root, open_or_build, record_batch
-from .streaming import Share, TokenStream
 
 logger = logging.getLogger(__name__)
 

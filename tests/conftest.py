@@ -10,7 +10,7 @@ import pytest
 pytest_plugins = ["tests.selection"]
 
 if find_spec("triton") and not Path("/dev/nvidiactl").exists():
-    # Without a GPU its kernels are interpreted in tests/fused: its own functions must be so from its first import on.
+    # Without a GPU, tests/bridge/kernels interprets them: so must be triton's own functions, from its first import on.
     os.environ["TRITON_INTERPRET"] = "1"
     import triton  # noqa: F401
 

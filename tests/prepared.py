@@ -111,8 +111,8 @@ def _server() -> _Server:
 
 def serve() -> None:
     """For each line of the input: fork, print the processes' ids, and when all have ended the exit code."""
-    import megaswift.tasks.export
-    import megaswift.tasks.sft  # noqa: F401
+    import megaswift.tasks.convert.export
+    import megaswift.tasks.supervised.sft  # noqa: F401
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
     gc.freeze()  # else each collection in a process would copy all pages

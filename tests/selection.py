@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from megaswift.templates.plural import plural
 
-SHARED = ("gkd", "lora", "preference", "rl")  # folders whose files share what a fixture has made for the session
+# Folders whose files share what a fixture has made for the session.
+SHARED = ("tests/bridge/lora", "tests/tasks/distillation", "tests/tasks/preference", "tests/tasks/rl")
 SAMPLE = 2  # long tests that join a default run, of different files: about half a minute together
 COUNTS = pytest.StashKey[dict[str, int]]()
 
@@ -66,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            folder = file.split("/")[1]
+            folder = file.rpartition("/")[0]
             return folder if folder in SHARED else file
 
     return ByFile(config, log)

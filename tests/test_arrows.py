@@ -15,6 +15,15 @@ MAY_IMPORT = {
     "tasks": {"tasks", "bridge", "templates"},
     "cli": {"cli", "tasks", "bridge", "templates"},
 }
+# Packages and files of each room: each may import those before it.
+ORDER = {
+    "bridge": "options runtime kernels patches parallel mapping families layers model lora checkpoint",
+    "templates": "plural machine options formats chat_template dataset batching prepare",
+    "tasks": "options system losses distributed multi_turn turns rewards observability run train "
+    "reference convert rollout supervised preference rl distillation infer",
+    "cli": "flags elsewhere legacy_flags parse checks flags_doc doctor launch torchrun dry_run main",
+}
+COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]
 
 
@@ -50,6 +59,19 @@ def imports(file: Path) -> Iterator[str]:
 def test_a_room_imports_only_what_is_below_it(file: Path) -> None:
     room = module(file).split(".")[0]
     assert {name.split(".")[0] for name in imports(file)} <= MAY_IMPORT[room]
+
+
+def test_a_package_imports_only_what_is_before_it() -> None:
+    order = {room: [room, *(f"{room}.{name}" for name in names.split())] for room, names in ORDER.items()}
+    for file in FILES:
+        room, above = module(file).split(".")[0], ".".join(module(file).split(".")[:2])
+        assert above in order[room], f"{above} has no place in ORDER"
+        if module(file) in COMMANDS:
+            continue
+        for name in imports(file):
+            if name.startswith(f"{room}."):
+                below = ".".join(name.split(".")[:2])
+                assert order[room].index(below) <= order[room].index(above), f"{module(file)} imports {name}"
 
 
 def test_no_files_import_each_other() -> None:

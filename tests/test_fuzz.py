@@ -18,20 +18,20 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megaswift.bridge.hub import read_adapter_config, read_config
-from megaswift.bridge.pickles import read_metadata
-from megaswift.bridge.safetensors_io import INDEX, SafetensorsFolder
+from megaswift.bridge.checkpoint.hub import read_adapter_config, read_config
+from megaswift.bridge.checkpoint.pickles import read_metadata
+from megaswift.bridge.checkpoint.safetensors_io import INDEX, SafetensorsFolder
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.folders import MANIFEST, damage
 from megaswift.tasks.rollout.in_process import InProcess
 from megaswift.tasks.rollout.server import Server
-from megaswift.templates.sources import open_source
+from megaswift.tasks.system.atomic_dir import MANIFEST, damage
+from megaswift.templates.dataset.sources import open_source
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from tests.rollout.served import KnownEngine
-from tests.rollout.test_server_input import generate
+from tests.tasks.rollout.served import KnownEngine
+from tests.tasks.rollout.test_server_input import generate
 
 fuzz = settings(
     max_examples=int(os.environ.get("FUZZ_CASES", "200")),

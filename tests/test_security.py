@@ -7,34 +7,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FUZZ, INPUT, LAUNCH = "test_fuzz.py", "rollout/test_server_input.py", "cli/test_launch.py"
-SERVER, KEYS = "rollout/test_server.py", "rollout/test_keys.py"
+FUZZ, INPUT, LAUNCH = "test_fuzz.py", "tasks/rollout/test_server_input.py", "cli/test_launch.py"
+SERVER, KEYS = "tasks/rollout/test_server.py", "tasks/rollout/test_keys.py"
 
 # Words of SECURITY.md: the tests that hold them.
 HELD = {
     "`auto_map` code of configs, tokenizers and models never runs and never asks": [
-        "bridge/test_pretrained.py::test_code_of_a_folder_never_runs",
-        "bridge/test_pretrained.py::test_all_of_transformers_loading_is_in_one_place",
+        "bridge/checkpoint/test_pretrained.py::test_code_of_a_folder_never_runs",
+        "bridge/checkpoint/test_pretrained.py::test_all_of_transformers_loading_is_in_one_place",
     ],
-    "pickled weights are refused": ["bridge/test_pretrained.py::test_a_folder_of_pickles_is_refused"],
+    "pickled weights are refused": ["bridge/checkpoint/test_pretrained.py::test_a_folder_of_pickles_is_refused"],
     "chat templates render in a sandbox with 2 GiB and 10 s of CPU": [
-        "templates/test_template_limits.py::test_a_text_without_bound",
-        "templates/test_template_limits.py::test_loops_without_bound",
+        "templates/chat_template/test_limits.py::test_a_text_without_bound",
+        "templates/chat_template/test_limits.py::test_loops_without_bound",
     ],
-    "a header of safetensors over 100 MB": ["bridge/test_safetensors_io.py::test_a_header_without_end"],
+    "a header of safetensors over 100 MB": ["bridge/checkpoint/test_safetensors_io.py::test_a_header_without_end"],
     "wrong offsets": [f"{FUZZ}::test_headers_of_safetensors"],
     "an index that leaves its folder": [
-        "bridge/test_safetensors_io.py::test_an_index_that_leaves_its_folder",
+        "bridge/checkpoint/test_safetensors_io.py::test_an_index_that_leaves_its_folder",
         f"{FUZZ}::test_indexes",
     ],
     "the `.metadata` pickle may name nothing but the classes of its format": [
-        "bridge/test_pickles.py::test_nothing_that_a_stranger_names_is_called",
+        "bridge/checkpoint/test_pickles.py::test_nothing_that_a_stranger_names_is_called",
         f"{FUZZ}::test_metadata_pickles",
     ],
-    "all other state is read by `weights_only`": ["bridge/test_pickles.py::test_common_state_runs_no_code"],
+    "all other state is read by `weights_only`": ["bridge/checkpoint/test_pickles.py::test_common_state_runs_no_code"],
     "rows are data": [f"{FUZZ}::test_rows"],
     "answers are compared in processes with limits of time and memory": [
-        "rewards/test_functions.py::test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds"
+        "tasks/rewards/test_functions.py::test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds"
     ],
     "read files, or get anything without the key": [
         f"{INPUT}::test_no_file_is_read_by_a_claim",

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from tests.families import VOCAB
+from tests.bridge.families import VOCAB
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
 
 def config(family: str, **changes):
     """transformers' config of a family's tiny model."""
-    return importlib.import_module(f"tests.families.{family}").config(**changes)
+    return importlib.import_module(f"tests.bridge.families.{family}").config(**changes)
 
 
 def model(family: str, seed: int = 0, **changes):

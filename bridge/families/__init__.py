@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..rows import Family
+from ..mapping.param_mapping import Family
 from . import (
     deepseek_v2,
     deepseek_v3,
@@ -29,8 +29,8 @@ from . import (
     qwen3_moe,
     qwen3_next,
 )
-from .scored import head_of, scored
-from .within import text_config
+from .sequence_classification import head_of, scored
+from .vlm_text import text_config
 
 FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..heads import architectures
-from ..rows import Family
+from ..mapping.param_mapping import Family
+from ..model.score_head import architectures
 from . import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -21,8 +21,8 @@ folder under the names that came in.
 """
 
 SUPPORT = """
-Layers are those of the family's default config; some of its checkpoints have more, or fewer. `tests/families` holds
-each family to transformers: log-probabilities and gradients, in one process and in these layouts.
+Layers are those of the family's default config; some of its checkpoints have more, or fewer. `tests/bridge/families`
+compares each family with transformers: log-probabilities and gradients, in one process and in these layouts.
 
 ## Layouts
 

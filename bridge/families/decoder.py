@@ -8,7 +8,7 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..rows import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
+from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Routing, Row
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Architecture, Family, Routing, Row
 from .decoder import ENDS, HF_LAYER, LAYER, NORMS, check_known, describe_decoder, with_defaults
-from .grouped import feed_forward, groups, moe_settings
+from .deepseek_moe import feed_forward, groups, moe_settings
 
 # transformers' DeepseekV2Config
 DEFAULTS = {

@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ENDS, with_defaults
+from .deepseek_moe import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 from .deepseek_v2 import describe_latent, latent_attention
-from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
 # transformers' DeepseekV3Config
 DEFAULTS = {

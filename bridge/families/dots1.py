@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, describe_decoder, windowed, with_defaults
-from .grouped import feed_forward, sigmoid_routing
+from .deepseek_moe import feed_forward, sigmoid_routing
 
 # transformers' Dots1Config
 DEFAULTS = {

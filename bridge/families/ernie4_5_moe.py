@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Routing, Row
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, Routing, Row
 from .decoder import (
     ATTENTION,
     ENDS,

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Row
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, Row
 from .decoder import (
     ENDS,
     HF_LAYER,
@@ -23,7 +23,7 @@ from .decoder import (
     windowed,
     with_defaults,
 )
-from .within import inner, outer, spelled, text_config
+from .vlm_text import inner, outer, spelled, text_config
 
 # transformers' Gemma3TextConfig
 DEFAULTS = {

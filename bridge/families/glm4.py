@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Row
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, FUSED_MLP, HF_LAYER, LAYER, QKV_BIAS, describe_decoder, with_defaults
 
 # transformers' Glm4Config

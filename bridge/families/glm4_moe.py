@@ -4,9 +4,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, QK_NORMS, QKV_BIAS, describe_decoder, with_defaults
-from .grouped import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
+from .deepseek_moe import feed_forward, predicting_layers, predicting_rows, sigmoid_routing
 
 # transformers' Glm4MoeConfig
 DEFAULTS = {

@@ -3,17 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import COLUMN, REPLICATED, ROW, Architecture, Family, Kind, Routing, Row, Span
-from .decoder import (
-    ATTENTION,
-    ENDS,
-    HF_LAYER,
-    LAYER,
-    attention_biases,
-    describe_decoder,
-    windowed,
-    with_defaults,
-)
+from ..mapping.param_mapping import COLUMN, REPLICATED, ROW, Architecture, Family, Kind, Routing, Row, Span
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, attention_biases, describe_decoder, windowed, with_defaults
 
 # transformers' GptOssConfig
 DEFAULTS = {

@@ -8,18 +8,9 @@ of Llama4ForConditionalGeneration: their text model is what is trained.
 from dataclasses import replace
 from typing import Any
 
-from ..rows import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
-from .decoder import (
-    ATTENTION,
-    ENDS,
-    HF_LAYER,
-    LAYER,
-    attention_biases,
-    dense_layers,
-    describe_decoder,
-    with_defaults,
-)
-from .within import outer, spelled, text_config
+from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
+from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, attention_biases, dense_layers, describe_decoder, with_defaults
+from .vlm_text import outer, spelled, text_config
 
 # transformers' Llama4TextConfig
 DEFAULTS = {

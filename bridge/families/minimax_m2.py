@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import REPLICATED, Architecture, Family, Routing, Row
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, Routing, Row
 from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, QK_NORMS, check_known, describe_decoder, with_defaults
 from .mixtral import refuse_jitter
-from .softmax import block_sparse_moe
+from .softmax_moe import block_sparse_moe
 
 # transformers' MiniMaxM2Config
 DEFAULTS = {

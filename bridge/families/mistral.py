@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Layer, Row
+from ..mapping.param_mapping import Architecture, Family, Layer, Row
 from .decoder import ATTENTION, ENDS, describe_decoder, mlp, with_defaults
 
 # transformers' MistralConfig

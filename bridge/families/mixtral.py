@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, describe_decoder, with_defaults
-from .softmax import block_sparse_moe, softmax_routing
+from .softmax_moe import block_sparse_moe, softmax_routing
 
 # transformers' MixtralConfig
 DEFAULTS = {

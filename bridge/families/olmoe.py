@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, check_known, describe_decoder, experts, with_defaults
-from .softmax import softmax_routing
+from .softmax_moe import softmax_routing
 
 # transformers' OlmoeConfig
 DEFAULTS = {

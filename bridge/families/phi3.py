@@ -7,7 +7,7 @@ length. transformers does the same for a document by itself; in a padded batch i
 from dataclasses import replace
 from typing import Any
 
-from ..rows import ROW, Architecture, Family, Kind, Layer, Row, Span
+from ..mapping.param_mapping import ROW, Architecture, Family, Kind, Layer, Row, Span
 from .decoder import ENDS, FUSED_MLP, HF_LAYER, LAYER, NORMS, check_known, describe_decoder, with_defaults
 
 # transformers' Phi3Config

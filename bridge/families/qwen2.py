@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import ATTENTION, ENDS, QKV_BIAS, describe_decoder, mlp, qwen_windows, with_defaults
 
 # transformers' Qwen2Config

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Layer, Routing, Row
+from ..mapping.param_mapping import Architecture, Family, Layer, Routing, Row
 from .decoder import (
     ATTENTION,
     ENDS,
@@ -17,7 +17,7 @@ from .decoder import (
     with_defaults,
 )
 from .qwen3_moe import moe_layers
-from .softmax import softmax_routing
+from .softmax_moe import softmax_routing
 
 # transformers' Qwen2MoeConfig
 DEFAULTS = {

@@ -3,17 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
-from .decoder import (
-    ATTENTION,
-    ENDS,
-    QK_NORMS,
-    attention_biases,
-    describe_decoder,
-    mlp,
-    qwen_windows,
-    with_defaults,
-)
+from ..mapping.param_mapping import Architecture, Family, Row
+from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, describe_decoder, mlp, qwen_windows, with_defaults
 
 # transformers' Qwen3Config
 DEFAULTS = {

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ..rows import FUSED_GATE_UP, ROW, Architecture, Family, Row
+from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, Row
 from .decoder import HF_LAYER, LAYER, check_known, with_defaults
-from .hybrid import DEFAULTS as HYBRID
-from .hybrid import PROJECTED, hybrid
+from .gated_delta_hybrid import DEFAULTS as HYBRID
+from .gated_delta_hybrid import PROJECTED, hybrid
 from .qwen2_moe import gated_experts
 from .qwen3_5_text import seen_as_text
 from .qwen3_next import describe_moe
-from .within import inner, spelled
+from .vlm_text import inner, spelled
 
 # transformers' Qwen3_5MoeTextConfig
 DEFAULTS = {

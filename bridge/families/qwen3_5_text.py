@@ -5,11 +5,11 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: their text mo
 
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import mlp, with_defaults
-from .hybrid import DEFAULTS as HYBRID
-from .hybrid import PROJECTED, describe_hybrid, hybrid
-from .within import inner, spelled, text_config
+from .gated_delta_hybrid import DEFAULTS as HYBRID
+from .gated_delta_hybrid import PROJECTED, describe_hybrid, hybrid
+from .vlm_text import inner, spelled, text_config
 
 # transformers' Qwen3_5TextConfig
 DEFAULTS = {

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Layer, Row
+from ..mapping.param_mapping import Architecture, Family, Layer, Row
 from .decoder import (
     ATTENTION,
     ENDS,
@@ -15,7 +15,7 @@ from .decoder import (
     mlp,
     with_defaults,
 )
-from .softmax import softmax_routing
+from .softmax_moe import softmax_routing
 
 # transformers' Qwen3MoeConfig
 DEFAULTS = {

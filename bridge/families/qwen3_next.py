@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from ..rows import Architecture, Family, Row
+from ..mapping.param_mapping import Architecture, Family, Row
 from .decoder import dense_layers, mlp, with_defaults
-from .hybrid import DEFAULTS as HYBRID
-from .hybrid import PROJECTED_GROUPS, describe_hybrid, hybrid
+from .gated_delta_hybrid import DEFAULTS as HYBRID
+from .gated_delta_hybrid import PROJECTED_GROUPS, describe_hybrid, hybrid
 from .qwen2_moe import gated_experts, gated_moe
 from .qwen3_moe import moe_layers
 

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from ..rows import Architecture, Layer
+from ..mapping.param_mapping import Architecture, Layer
+from .packed_seqs import Documents, Reach, Segments
 from .rope import rotate
-from .segments import Documents, Reach, Segments
 from .sinks import masked_attention, varlen_attention
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .segments import places_of, to_device
+from .packed_seqs import places_of, to_device
 
 CHUNK = 64
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fused.weight_gradient import add_product, added, has_sum
+from ..kernels.weight_gradient import add_product, added, has_sum
 from .logprobs import chunk_logits, over_ranks, rows_of
 
 CHUNK_LOGITS = 2**27  # logits of a model that are there at once: half a GiB in fp32, a few times

@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from ..fused import usable
-from ..fused.weight_gradient import has_sum
+from ..kernels import usable
+from ..kernels.weight_gradient import has_sum
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):
@@ -23,7 +23,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):
         shared = getattr(weight, "zero_out_wgrad", False)
         if not (torch.is_grad_enabled() and has_sum(weight) and not shared and usable(weight, input_)):
             return super().forward(input_)
-        from ..fused.embedding import Embedding
+        from ..kernels.embedding import Embedding
 
         partial = self.num_embeddings_per_partition < self.num_embeddings
         found: Any = Embedding.apply(weight, input_ - self.vocab_start_index, partial)

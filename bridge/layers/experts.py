@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..fused import usable
-from ..fused.weight_gradient import added, has_sum
+from ..kernels import usable
+from ..kernels.weight_gradient import added, has_sum
 
 
 class _StackedLinear(torch.nn.Module):
@@ -97,7 +97,7 @@ class _AccumulatingProduct(torch.autograd.Function):
             return grad_x, None, None
         if not has_sum(weight):
             return grad_x, F.grouped_mm(grad.t(), x, offs=ends), None
-        from ..fused.grouped_gradient import add_products
+        from ..kernels.grouped_gradient import add_products
 
         add_products(weight.main_grad, grad, x, ends)
         return grad_x, added(weight), None
@@ -131,7 +131,7 @@ class GroupedExperts(MegatronModule):
     def _activate(self, x: Tensor, bias: Tensor | None, probs: Tensor | None) -> Tensor:
         """x [rows, width, or twice that with gates first] -> [rows, width]; the rows weighted by `probs` [rows, 1]."""
         if self.plain_swiglu and bias is None and usable(x):
-            from ..fused.swiglu import swiglu
+            from ..kernels.swiglu import swiglu
 
             return swiglu(x, probs)
         if bias is not None:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from ..fused import usable
+from ..kernels import usable
 
 CHUNK_TOKENS = 4096
 
@@ -189,7 +189,7 @@ def _log_probs(
     asked = rows.taken(labels)
     if not usable(rows.hidden, weight, asked):
         return _LabelLogProbs.apply(rows.hidden, weight, asked, rows.columns, group, temperature, entropy)  # type: ignore[return-value]
-    from ..fused.log_probs import LabelLogProbs
+    from ..kernels.log_probs import LabelLogProbs
 
     first, together = dist.get_rank(group) * len(weight), partial(over_ranks, group=group)
     keep = torch.is_grad_enabled() and (rows.hidden.requires_grad or weight.requires_grad)

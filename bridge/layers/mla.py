@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from .attention import CoreAttention
-from .segments import Documents
+from .packed_seqs import Documents
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever config.json says of the other norms: as transformers has it
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..fused import usable
+from ..kernels import usable
 
 
 class SwiGLU(torch.nn.Module):
@@ -19,7 +19,7 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if usable(x):
-            from ..fused.swiglu import swiglu
+            from ..kernels.swiglu import swiglu
 
             return swiglu(x)
         gate, up = x.chunk(2, dim=-1)

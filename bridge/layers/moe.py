@@ -47,7 +47,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden_states [..., hidden_size]; routing_map and probs [tokens, topk]: the numbers of each token's experts,
         and their weights -> rows sorted by expert, and their weights"""
-        from ..fused.permute import place, spread
+        from ..kernels.permute import place, spread
 
         self.hidden_shape, self.probs = hidden_states.shape, probs
         self.places, counts = place(routing_map, self.num_experts)
@@ -61,7 +61,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and weights as they came from all ranks -> rows sorted by expert, each expert's number of them, and the
         weights"""
-        from ..fused.permute import chunk_places, spread
+        from ..kernels.permute import chunk_places, spread
 
         rows, weights, counts = global_input_tokens, global_probs, cast(Tensor, self.tokens_per_expert)
         self.tokens_per_expert = None
@@ -77,7 +77,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' rows -> rows as they came from all ranks"""
-        from ..fused.permute import collect
+        from ..kernels.permute import collect
 
         if self.sorts_chunks:
             hidden_states = collect(hidden_states, self.chunk_places)
@@ -92,7 +92,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """The rows of this rank's tokens, back from the experts -> each token's sum, shaped as the layer's input"""
-        from ..fused.permute import collect
+        from ..kernels.permute import collect
 
         output = collect(permutated_local_input_tokens, self.places).view(self.hidden_shape)
         del self.places, self.probs  # autograd has what the backward pass needs

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from .mla import ReplicatedLinear
-from .segments import Documents
+from .packed_seqs import Documents
 
 
 class PredictingLayer(MegatronModule):

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..fused import usable
+from ..kernels import usable
 
 
 class Norm:
@@ -49,7 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not usable(x, self.weight):
             return self.plain(x)
-        from ..fused.norm import rms_norm, rms_norm_beside
+        from ..kernels.norm import rms_norm, rms_norm_beside
 
         norm = rms_norm_beside if self.has_residual else rms_norm
         return norm(x, self.weight, self.eps or 0.0, zero_centred=self.zero_centred)

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from .segments import to_device
+from .packed_seqs import to_device
 
 
 class Head(nn.Module):

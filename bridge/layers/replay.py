@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from .segments import to_device
+from .packed_seqs import to_device
 
 
 class Replay:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import Rope
+from ..mapping.param_mapping import Rope
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..fused import usable
-from ..rows import Routing
+from ..kernels import usable
+from ..mapping.param_mapping import Routing
 from .replay import CoreReplay, Replay, chosen
 
 
@@ -96,7 +96,7 @@ class Router(TopKRouter):
         logits, config, rule = self.apply_z_loss(logits.flatten(0, 1)), self.config, self.rule
         sigmoid, grouped = self.score_function == "sigmoid", config.moe_router_group_topk is not None
         if usable(logits) and not grouped and logits.dtype != torch.float64:
-            from ..fused.routing import Form, route
+            from ..kernels.routing import Form, route
 
             normalize = rule.normalize if rule else (self.topk > 1 if sigmoid else not config.moe_router_pre_softmax)
             smallest_sum = rule.smallest_sum if rule else 1e-20

@@ -8,8 +8,8 @@ from megatron.core.typed_torch import apply_module
 from torch import Tensor
 from torch.nn import Module
 
-from ..rows import Architecture
-from .segments import Documents
+from ..mapping.param_mapping import Architecture
+from .packed_seqs import Documents
 
 
 def fuses(config: TransformerConfig) -> bool:
@@ -47,7 +47,7 @@ class FusedSelfAttention(SelfAttention):
     ) -> Any:
         """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> query, key, value, and gate
         where asked for: [sequence, batch, heads, dim]"""
-        from ..fused.qkv import Heads, split_heads
+        from ..kernels.qkv import Heads, split_heads
 
         assert self.documents is not None
         documents, self.documents = self.documents, None

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fused import usable
-from .segments import Segments
+from ..kernels import usable
+from .packed_seqs import Segments
 
 WIDEST = 128  # heads that fused/attention.py takes: wider ones' sums do not fit into registers
 
@@ -65,7 +65,7 @@ def varlen_attention(
 
 
 def _own(segments: Segments, scale: float) -> tuple[Forward, Backward]:
-    from ..fused.attention import BLOCK, attend, attend_back
+    from ..kernels.attention import BLOCK, attend, attend_back
 
     tiles, key_tiles = segments.tiles(BLOCK)
     about = {"tiles": tiles, "scale": scale, "window": segments.window}

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..fused import usable
-from ..rows import Architecture
+from ..kernels import usable
+from ..mapping.param_mapping import Architecture
 from .attention import CoreAttention
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet

@@ -9,15 +9,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..build import DTYPES, Model, heed_frozen
 from ..families import family_of
-from ..heads import random_of
-from ..rows import OUTPUT, Architecture, Entry, Key, Span, table, window
-from ..tensors import architecture_of, held, keyed, split_group, split_of
+from ..mapping.local_params import architecture_of, held, keyed, split_group, split_of
+from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
+from ..model.build import DTYPES, Model, heed_frozen
+from ..model.score_head import random_of
+from .adapter_mapping import ROUTER, WORDS, Plan, plan_adapters
+from .disable_adapter import Switch
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, Place
-from .rows import ROUTER, WORDS, Plan, plan_adapters
 from .settings import LoraSettings
-from .switch import Switch
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rows import Key
-from ..tensors import ADAPTER, held, keyed
+from ..mapping.local_params import ADAPTER, held, keyed
+from ..mapping.param_mapping import Key
 from .layers import ExpertsAdapter
 
 

@@ -34,7 +34,7 @@ class LoraSettings:
     dtype: str | None  # None: the model's
     rslora: bool  # https://arxiv.org/abs/2312.03732
     dora: bool  # https://arxiv.org/abs/2402.09353
-    targets: tuple[str, ...]  # see rows.py
+    targets: tuple[str, ...]  # see adapter_mapping.py
     regex: str | None  # in place of targets
     modules_to_save: tuple[str, ...]
 
@@ -87,7 +87,7 @@ class LoraSettings:
             targets, regex = ([targets], None) if targets == "all-linear" else ([], targets)
         if modules is not None:
             targets, regex = list(modules), None
-            # Of experts in PEFT's fused form (experts.py) the wider one's rank is everybody's.
+            # Experts in PEFT's fused form (checkpoint/adapter_experts.py) all have the rank of the widest.
             if config.get("rank_pattern") and any(name.endswith("experts.linear_fc1") for name in targets):
                 if rslora:
                     raise ValueError("adapter_config.json has use_rslora with a rank_pattern, which is not known here")

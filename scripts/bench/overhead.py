@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from make import shapes
-from megaswift.bridge.build import build_model
+from megaswift.bridge.model.build import build_model
 from megaswift.bridge.parallel import initialize
-from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train import Training, sft_loss, train_step
-from megaswift.templates.layout import Batch, Layout
+from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megaswift.tasks.train.step import Training, sft_loss, train_step
+from megaswift.templates.batching.collator import Batch, Layout
 from rows import QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -6,9 +6,9 @@ Of several runs of the same thing the last counts; a failure only where nothing 
 
 - tokens/s/GPU: global batch x pack length / median seconds of a step / GPUs: padding counts, for every system alike.
 - real: the same without padding, as megaswift logs it.
-- TFLOP/s/GPU and MFU: FLOPs of a step by tasks/flops.py (matrix products, and attention over the causal pairs within
-  each document; recomputation not), over the same seconds, and over the chip's dense bf16 peak. A step of the peer has
-  the FLOPs of ours on the row.
+- TFLOP/s/GPU and MFU: FLOPs of a step by tasks/observability/flops.py (matrix products, and attention over the causal
+  pairs within each document; recomputation not), over the same seconds, and over the chip's dense bf16 peak. A step of
+  the peer has the FLOPs of ours on the row.
 - memory: `torch.cuda.max_memory_reserved` of the fullest GPU that the system names (its logs have it).
 - first step: seconds from the command to the log line of step 1 (ours comes once step 2 is under way).
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from megaswift.tasks.flops import peak_flops
+from megaswift.tasks.observability.flops import peak_flops
 from rows import AGAINST, LEAST, ROWS, SYSTEMS
 
 Run = dict[str, Any]

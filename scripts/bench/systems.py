@@ -88,7 +88,7 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
     """A row of a logging.jsonl as {step, loss, grad_norm, memory_gib[, tokens, flops]}; None where it is of no step.
 
     Memory is `torch.cuda.max_memory_reserved` in both. `tokens`: real ones, of all GPUs, since the start. `flops`: of
-    the step, by megaswift/tasks/flops.py.
+    the step, by megaswift/tasks/observability/flops.py.
     """
     if "loss" not in line:
         return None

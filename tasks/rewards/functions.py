@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import Checkers
-from .options import RewardOptions
+from ..options.rewards import RewardOptions
+from .math_verify_pool import Checkers
 from .registry import reward
 
 SEAM = re.compile(r"</think>\s*<answer>")

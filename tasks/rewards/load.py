@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..plugins import load_plugins, made, unknown
+from ..options.rewards import RewardOptions
+from ..system.plugins import load_plugins, made, unknown
 from . import functions
-from .call import Reward
-from .options import RewardOptions
 from .registry import orms
+from .reward_fn import Reward
 
 MODEL = "reward_model"
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bridge.pretrained import load_model, load_tokenizer
-from ...templates.chat import check_template
+from ...bridge.checkpoint.pretrained import load_model, load_tokenizer
+from ...templates.chat_template.chat import check_template
 
 TOKENS = 16384  # of a batch, padding included
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..plugins import Registrar
+from ..system.plugins import Registrar
 
 # A function, or a class: then one instance is made, with the run's options where it takes `args`.
 orms: dict[str, Any] = {}

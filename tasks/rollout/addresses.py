@@ -3,7 +3,7 @@
 import ipaddress
 from urllib.parse import urlsplit
 
-from .options import EngineOptions
+from ..options.rollout import EngineOptions
 
 
 def check_address(flag: str, url: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .engine import Completion, Request, Sampling, Top
-from .wire import Bucket
+from .weight_buckets import Bucket
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Request as Http
 
-from ..option_groups import TEMPERATURES
+from ..options.groups import TEMPERATURES
 from .engine import Request, Sampling
 
 JSON_BYTES = 256 * 2**20  # of a body at most

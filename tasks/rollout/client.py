@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ...bridge import runtime
-from ..interrupt import before_exit, forget
-from .alive import all_of, say
-from .answers import from_json
+from ..run.interrupt import before_exit, forget
+from .completion_json import from_json
 from .engine import Completion, Request, Sampling
-from .group import gpu_name
-from .link import DeviceMemory, Link, ServerLost, Transport, WeightsLost
-from .wire import BUCKET_BYTES, Memory, Packing
+from .health import all_of, say
+from .process_group import gpu_name
+from .server_connection import DeviceMemory, Link, ServerLost, Transport, WeightsLost
+from .weight_buckets import BUCKET_BYTES, Memory, Packing
 
 
 class ServerEngine:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .engine import Completion, Reader, Request, Sampling, Top
-from .wire import Bucket, attach, tensors_in
+from .weight_buckets import Bucket, attach, tensors_in
 
 
 class BrokenOff(Exception):

@@ -7,11 +7,11 @@ import importlib.util
 import logging
 import socket
 
-from ...bridge.hub import model_folder, positions_of, read_config, vocab_size_of
-from ...bridge.safetensors_io import check_headers
-from ..folders import loading
+from ...bridge.checkpoint.hub import model_folder, positions_of, read_config, vocab_size_of
+from ...bridge.checkpoint.safetensors_io import check_headers
+from ..options.rollout import RolloutOptions, ServerOptions
+from ..system.atomic_dir import loading
 from .keys import server_key
-from .options import RolloutOptions, ServerOptions
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 OF_VLLM = (
@@ -31,7 +31,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
 
     import uvicorn
 
-    from ..run import dtype_of
+    from ..run.context import dtype_of
     from .connections import connection_settings
     from .server import Server
 

@@ -4,7 +4,7 @@
     GET  /ready                           200 if completions can be asked for, else 503
     GET  /metrics                         counts for Prometheus
     POST /generate                        tokens in, tokens and log-probabilities out
-    POST /top_log_probs, /vocabulary      what the model makes of given tokens, for who learns from it (reading.py)
+    POST /top_log_probs, /vocabulary      log-probabilities of given tokens, for distillation (scoring_routes.py)
     POST /claim, /release                 a run takes the server, and says now and then that it is still there
     POST /weights/begin, bucket, finish   a new version of the weights, bucket after bucket
     POST /weights/group                   a group of GPUs through which buckets come
@@ -35,14 +35,14 @@ from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from .answers import as_json
 from .backend import Backend
 from .bodies import Fields, Limits, Refused, fault, gone, json_body, printable
-from .fit import foreign, unfit
-from .group import open_store
+from .compatibility import foreign, unfit
+from .completion_json import as_json
 from .metrics import CONTENT_TYPE, COUNTERS, as_text
-from .reading import READING
-from .wire import PROBE_BYTES, Bucket, Place, as_entry, is_local, read_table, received, start_of_process
+from .process_group import open_store
+from .scoring_routes import READING
+from .weight_buckets import PROBE_BYTES, Bucket, Place, as_entry, is_local, read_table, received, start_of_process
 
 SILENCE = 120.0  # seconds after which a run that says nothing has let go of the server
 LOOK = 1.0  # seconds between two looks at whether a client is still there

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ...bridge import runtime
-from ...bridge.pretrained import load_tokenizer
-from .ending import end_tokens
+from ...bridge.checkpoint.pretrained import load_tokenizer
 from .engine import Cancelled, Completion, Request, Sampling, Top
-from .replica import Replica
+from .eos import end_tokens
+from .hf_replica import Replica
 from .transformers_experts import ExpertsSeen
 
 ROWS = 64  # requests that are generated at a time

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...bridge.pretrained import load_tokenizer
-from .adapters import SERVERS_RANK, room_for
-from .ending import end_tokens
+from ...bridge.checkpoint.pretrained import load_tokenizer
+from ..options.rollout import RolloutOptions
 from .engine import Completion, Request, Sampling, Top
-from .options import RolloutOptions
+from .eos import end_tokens
+from .lora_support import SERVERS_RANK, room_for
 from .vllm_adapter import adapter_request
 from .vllm_engine import check_experts, completion_of, lora_arguments, sampling_params
-from .wire import Bucket
+from .weight_buckets import Bucket
 
 
 class VllmBackend:

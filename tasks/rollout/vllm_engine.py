@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.checkpoint.hub import read_config
+from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.families import family_of
-from ...bridge.hub import read_config
-from ...bridge.lora.rows import PREFIX as ADAPTED  # begins the names of an adapter's tensors
-from ...bridge.pretrained import load_tokenizer
-from ..memory import unmapped
-from .adapters import room_for
-from .ending import end_tokens
+from ...bridge.lora.adapter_mapping import PREFIX as ADAPTED  # begins the names of an adapter's tensors
+from ..options.rollout import EngineOptions
+from ..system.memory import unmapped
 from .engine import Completion, Request, Sampling
-from .options import EngineOptions
+from .eos import end_tokens
+from .lora_support import room_for
 from .vllm_adapter import adapter_request, has_adapters, held_of_adapter, put_adapter
-from .weights import checksum
+from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for what sleeps
 BENEATH = ".base_layer."  # in vLLM's names of what has room for an adapter

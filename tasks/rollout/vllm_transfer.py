@@ -1,4 +1,4 @@
-"""New weights in vLLM's workers, by vLLM's own API for that (WeightTransferEngine), from what wire.py describes.
+"""New weights in vLLM's workers, by vLLM's own API (WeightTransferEngine), from what weight_buckets.py describes.
 
 vLLM imports this file in each worker, where it is named as the worker's extension, before the model is there: that is
 when the engine is registered under its name.
@@ -25,11 +25,11 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from .group import gpu_name
+from .process_group import gpu_name
 from .vllm_adapter import has_adapters, put_adapter
 from .vllm_engine import chosen_inside, held_whole, quiet_vllm, scale_of, set_scale
-from .weights import checksum
-from .wire import Place, as_entry, attach, tensors_in
+from .weight_buckets import Place, as_entry, attach, tensors_in
+from .weight_sync import checksum
 
 NAME = "megaswift"
 EXTENSION = f"{__name__}.WorkerExtension"
@@ -72,7 +72,7 @@ class Weights(WeightTransferEngine):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        from .group import Group
+        from .process_group import Group
 
         self._group = Group(init_info.host, init_info.port, rank, init_info.size, self.device)
 

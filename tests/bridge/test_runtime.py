@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from megaswift.bridge import build, runtime
+from megaswift.bridge import runtime
+from megaswift.bridge.model import build
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")

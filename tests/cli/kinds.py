@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from megaswift.cli.checks import check_training
+from megaswift.cli.checks.common import check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import PREFERENCES, TASKS, read_options
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.plan import Layout
+from megaswift.tasks.run.planning import Layout
 
-from .conftest import DENSE
+from tests.cli.conftest import DENSE
 
 HEADED = DENSE | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
 CHOICE = {**dict.fromkeys(PREFERENCES, "rlhf_type"), **dict.fromkeys(TASKS, "task_type")}

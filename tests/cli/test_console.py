@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from megaswift.cli.main import main
-from megaswift.tasks import console, resume
+from megaswift.tasks.run import resume
+from megaswift.tasks.system import console
 
 
 class Screen(io.StringIO):
@@ -147,9 +148,9 @@ def test_what_ends_a_run_is_in_its_log(unexpected: bool, dense: Path, tmp_path: 
         console.open_log(tmp_path)
         raise KeyError("a fault") if unexpected else OSError(28, "No space left on device", "file")
 
-    task = types.ModuleType("megaswift.tasks.sft")
+    task = types.ModuleType("megaswift.tasks.supervised.sft")
     task.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megaswift.tasks.sft", task)
+    monkeypatch.setitem(sys.modules, "megaswift.tasks.supervised.sft", task)
     monkeypatch.setattr("megaswift.cli.launch.start", lambda *_, **__: None)
     words = ["sft", "--model", str(dense), "--dataset", "d.jsonl", "--train_iters", "1", "--hub_token", "SECRET"]
     monkeypatch.chdir(tmp_path)
@@ -200,7 +201,7 @@ def test_libraries_draw_bars_on_terminals_only(shown: bool, monkeypatch: pytest.
 
 
 BAR = """
-from megaswift.tasks import console
+from megaswift.tasks.system import console
 console.prepare_streams()
 from tqdm import tqdm
 for _ in tqdm(range(3), desc="Answer", disable=None):

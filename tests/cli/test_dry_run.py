@@ -10,7 +10,7 @@ from megaswift.cli.main import main
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms, reward
 
-from .conftest import DENSE, write_model, write_tokenizer
+from tests.cli.conftest import DENSE, write_model, write_tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megaswift.cli.main import main
 
-from .conftest import DENSE, MIXTURE, write_model, write_tokenizer
+from tests.cli.conftest import DENSE, MIXTURE, write_model, write_tokenizer
 
 EXAMPLES = dict(
     re.findall(

@@ -9,7 +9,7 @@ import pytest
 from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.main import COMMANDS, main, read_options
 from megaswift.tasks import options
-from megaswift.tasks.args import save_args
+from megaswift.tasks.run.args_json import save_args
 
 BASE = ["sft", "--model", "m", "--train_iters", "1", "--no_save_optim", "true"]
 
@@ -136,7 +136,7 @@ def test_uploads(name: str) -> None:
 
 def test_names_of_other_trainers_lead_to_flags() -> None:
     from megaswift.cli.elsewhere import ELSEWHERE
-    from megaswift.cli.names import ALWAYS, LATER, NEEDLESS, RENAMED
+    from megaswift.cli.legacy_flags import ALWAYS, LATER, NEEDLESS, RENAMED
 
     known = {flag for _, _, flag in every_flag()}
     assert not {entry.flag for entry in ELSEWHERE.values()} - known - {""}

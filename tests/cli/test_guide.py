@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
+from megaswift.cli.legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 from megaswift.cli.main import COMMANDS
-from megaswift.cli.names import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import SftOptions
 

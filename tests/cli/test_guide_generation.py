@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from megaswift.cli.checks import check_rollout, check_training
+from megaswift.cli.checks.common import check_rollout, check_training
 from megaswift.cli.main import read_options
 from megaswift.tasks.options import GkdOptions, RolloutOptions
-from megaswift.tasks.plan import Layout
+from megaswift.tasks.run.planning import Layout
 
 from tests import tiny
+from tests.cli.checks import test_generation
+from tests.cli.conftest import write_model
 from tests.prepared import ROOT, free_port
-
-from . import test_generation
-from .conftest import write_model
 
 GKD = r"""
     NPROC_PER_NODE=2 \

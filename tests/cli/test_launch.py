@@ -57,7 +57,7 @@ def run(options, sources):
         save_at([signal.SIGTERM], seconds=600)
     if what in ("train", "train, rank 1 fails"):
         from pathlib import Path
-        from megaswift.tasks.interrupt import Progress, before_exit, interruptible, report
+        from megaswift.tasks.run.interrupt import Progress, before_exit, interruptible, report
         with interruptible():
             folder = Path(os.environ["STAND_IN"])
             before_exit((folder / ("freed-" + rank)).touch)
@@ -85,15 +85,15 @@ def run(options, sources):
     if what == "fail" and rank == "1":
         raise KeyError("a fault of ours")
     if what == "refuse":
-        from megaswift.bridge.hub import read_config
+        from megaswift.bridge.checkpoint.hub import read_config
         read_config("/no/such/folder")
     if what == "wait":
         time.sleep(600)
 
 if "STAND_IN" in os.environ:
-    task = types.ModuleType("megaswift.tasks.sft")
+    task = types.ModuleType("megaswift.tasks.supervised.sft")
     task.run = run
-    sys.modules["megaswift.tasks.sft"] = task
+    sys.modules["megaswift.tasks.supervised.sft"] = task
 """
 
 

@@ -78,8 +78,8 @@ MOE_LAYOUTS = {
 }
 
 
-# Of these families a layout of each kind: the others differ in what is no part of a family, and tests/families has the
-# log-probabilities and gradients of all families in all that are.
+# Families that run one layout of each kind: the others differ in nothing that a family decides. tests/bridge/families
+# compares log-probabilities and gradients of all families in the layouts that depend on the family.
 FEW = ("qwen2", "llama")
 KINDS = ("one process", "padded", "TP2 SP", "PP2 VPP2", "CP2", "DP2 ZeRO-1 overlapped", "TP2 CP2 SP")
 

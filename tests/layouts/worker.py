@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megaswift.bridge.build import DTYPES, Model, build_model
-from megaswift.bridge.fp8 import reading_in_bf16
-from megaswift.bridge.hub import read_config
-from megaswift.bridge.load import load_weights
+from megaswift.bridge.checkpoint.hub import read_config
+from megaswift.bridge.checkpoint.load import load_weights
+from megaswift.bridge.mapping.fp8 import reading_in_bf16
+from megaswift.bridge.model.build import DTYPES, Model, build_model
+from megaswift.bridge.model.trainable import count_parameters, freeze
 from megaswift.bridge.parallel import barrier, initialize
-from megaswift.bridge.trainable import count_parameters, freeze
-from megaswift.tasks.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.plan import length_multiple
-from megaswift.tasks.train import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
-from megaswift.templates.layout import Batch, Layout
+from megaswift.tasks.run.planning import length_multiple
+from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megaswift.tasks.train.step import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
+from megaswift.templates.batching.collator import Batch, Layout
 from megatron.core import parallel_state
 
 from tests.layouts import reference as ref
@@ -142,7 +142,7 @@ def run(job: dict) -> dict:
         train_step(training, batches, sft_loss, step + 1)
         torch.cuda.set_sync_debug_mode("default")
     if job.get("save"):
-        from megaswift.bridge.save import save_weights
+        from megaswift.bridge.checkpoint.save import save_weights
 
         destination = Path(job["save"])
         if dist.get_rank() == 0:

@@ -138,7 +138,7 @@ class Watch:
         return io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
 
     def step(self, train_step: Any) -> Any:
-        """tasks/train.py's train_step, with a note of the data that it is given and of what came of them."""
+        """tasks/train/step.py's train_step, with a note of the data that it is given and of what came of them."""
         from megatron.core import parallel_state
 
         def call(training: Any, batches: list[Any], loss: Any, step: int, *more: Any, **settings: Any) -> Any:
@@ -189,9 +189,10 @@ def main() -> None:
     if apart:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-    import megaswift.tasks.loop  # noqa: F401
+    import megaswift.tasks.train.trainer  # noqa: F401
     import numpy
-    from megaswift.tasks import curves, train
+    from megaswift.tasks.observability import curves
+    from megaswift.tasks.train import step as train
 
     curves.draw = lambda *_, **__: []  # takes longer than the training
     step, watched = train.train_step, watch.step(train.train_step)

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 
 from tests import tiny
-from tests.gkd.test_teacher_server import teaching
 from tests.resume.harness import LAYOUTS, LORA, Case, Output
+from tests.tasks.distillation.test_teacher_server import teaching
 
 pytestmark = pytest.mark.slow
 GKD = (

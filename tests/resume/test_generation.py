@@ -9,7 +9,7 @@ from tests.resume.harness import LAYOUTS, LORA, Case, Output
 pytestmark = pytest.mark.slow
 LETTERS = """
 from megaswift.tasks.rewards import reward
-from megaswift.tasks.turns import scheduler
+from megaswift.tasks.multi_turn import scheduler
 
 
 @reward("letters")

@@ -254,15 +254,15 @@ def test_errors_name_the_cure(model, tmp_path, monkeypatch):
 def test_damaged_and_templateless_checkpoints(model, tmp_path):
     import shutil
 
-    from megaswift.tasks import folders
+    from megaswift.tasks.system import atomic_dir
 
     copy = tmp_path / "checkpoint-1"
-    folders.commit(shutil.copytree(model, folders.begin(copy), dirs_exist_ok=True), copy)
+    atomic_dir.commit(shutil.copytree(model, atomic_dir.begin(copy), dirs_exist_ok=True), copy)
     data = dataset_of(tmp_path, [{"query": "a"}])
     os.truncate(copy / "model.safetensors", 100)
     with pytest.raises(ValueError, match=r"not whole \(model\.safetensors has 100 bytes instead of"):
         ask(copy, data, tmp_path)
-    (copy / folders.MANIFEST).unlink()
+    (copy / atomic_dir.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
         ask(copy, data, tmp_path)
     plain = shutil.copytree(model, tmp_path / "plain")

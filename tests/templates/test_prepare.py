@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(data, make_tokenizer, cache, monkeypa
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("megaswift.templates.store._Summed.write", full)
+    monkeypatch.setattr("megaswift.templates.dataset.store._Summed.write", full)
     with pytest.raises(OSError, match=r"no space left for tokens in .*set MODELSCOPE_CACHE .*on a larger disk"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
     assert list((cache / "megaswift" / "tokens").iterdir()) == []
@@ -332,7 +332,7 @@ def test_other_errors_of_the_disk_are_passed_on(data, make_tokenizer, monkeypatc
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("megaswift.templates.store._write", fail)
+    monkeypatch.setattr("megaswift.templates.dataset.store._write", fail)
     with pytest.raises(OSError, match="Input/output error"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
 
@@ -342,7 +342,7 @@ def test_an_error_ends_the_processes_at_work(data, make_tokenizer, monkeypatch):
         next(batches)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megaswift.templates.store._write", full)
+    monkeypatch.setattr("megaswift.templates.dataset.store._write", full)
     monkeypatch.setattr(module, "CHUNK", 10)
     options = PrepareOptions(dataset=[str(data)], dataset_num_proc=2)
     with pytest.raises(OSError, match="no space left for tokens"):
@@ -395,7 +395,7 @@ def test_pandas_is_not_imported():
     """It takes longer than all else of a run's beginning on data that is in the cache."""
     program = """
 import sys, numpy as np, pyarrow as pa
-from megaswift.templates.store import Encoded, _flat, record_batch
+from megaswift.templates.dataset.store import Encoded, _flat, record_batch
 first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array([4], np.int32), [(1, 1.0)])
 batch = record_batch([Encoded(7, [first], []), Encoded(9, [first, second], [0.25])])
 assert batch.to_pydict() == {

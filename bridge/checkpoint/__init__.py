@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: Hugging Face folders and megatron-core's format."""

@@ -1,0 +1,362 @@
+"""megatron-core's distributed checkpoints (torch_dist), saved from any layout and loaded into any other.
+
+A folder has what Megatron-LM writes (latest_checkpointed_iteration.txt and iter_0000001/), and beside it config.json,
+tokenizer and other small files of the model.
+"""
+
+import errno
+import math
+import shutil
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing import save as save_checkpoint
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from ..families import family_of
+from ..lora.attach import Lora
+from ..lora.settings import LoraSettings
+from ..mapping.local_params import ADAPTER, architecture_of, held
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Family, table
+from ..model.score_head import begin_head
+from .adapter_files import write_adapter_config
+from .conversion_report import peak_memory, prove_loading, sources, write_proof
+from .hub import LATEST, mcore_folder, read_adapter_config
+from .passthrough import Carried
+from .pickles import UnsafePickle, read_metadata
+from .safetensors_io import names_of
+from .save import carry
+from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
+from .tensor_names import some
+
+MAX_CARRIED = 5 * 2**30  # bytes of a file of passthrough.py
+APART = "Do the folder and its config.json belong together?"
+ADAPTED = "adapted_modules"  # in an adapter's checkpoint: Hugging Face's names of what it is beside
+OF_ANOTHER_MODEL = "Is it an adapter of another model?"
+
+
+@torch.no_grad()
+def save_distributed(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype,
+    iteration: int = 1,
+    converted: bool = False,
+) -> None:
+    """Write `chunks`, this rank's GPTModels of `dtype`, into the empty folder `destination`, as Megatron-LM has it.
+
+    To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
+    along; conversion.json (see conversion_report.py) has what was read from there where only the format changes
+    (`converted`), else only what the tensors are called there. Tensors are written one by one; the files are on the
+    disk when this returns.
+    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    """
+    source, destination, started = Path(source), Path(destination), time.perf_counter()
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    entries = table(family, hf_config, architecture, names_of(source))
+    naming = name_tensors(entries)
+    state = {"model": sharded_state(chunks, hf_config, naming), "args": _arguments(chunks[0].config, architecture)}
+    inside = _write(state, destination, iteration, stacked=naming.stacked)
+    names = sources(entries)
+    along = Carried(source, hf_config, architecture, names, dtype)
+
+    def finish() -> None:
+        carry(source, destination, hf_config, dtype)
+        along.save_beside(destination, MAX_CARRIED)
+        if not converted:
+            size, seconds = sum(file.stat().st_size for file in inside.iterdir()), time.perf_counter() - started
+            cost = {"bytes": size, "seconds": seconds, "peak_memory": [peak_memory()]}
+            write_proof(destination, "training", family.name, names, {}, **cost)
+
+    _on_first_rank(finish)
+    if converted:
+        seconds = time.perf_counter() - started
+        prove_loading(source, destination, hf_config, seconds, architecture.predicting)
+
+
+@torch.no_grad()
+def save_distributed_adapter(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    lora: Lora,
+    destination: str | Path,
+    *,
+    base: str,
+    iteration: int = 1,
+) -> None:
+    """Write the adapters of `chunks` alone, and what is trained whole beside them, into the empty folder `destination`.
+
+    To be called by every rank. Beside the checkpoint lies adapter_config.json, which names the model `base`. Raises as
+    `save_distributed`.
+    """
+    destination = Path(destination)
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    state = {"model": sharded_adapter(chunks, hf_config, lora.plan), ADAPTED: lora.plan.modules}
+    _write(state, destination, iteration, stacked=False)
+    _on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
+
+
+def _write(state: dict[str, Any], destination: Path, iteration: int, *, stacked: bool) -> Path:
+    """Write `state` as Megatron-LM's checkpoint of an iteration into `destination`. Returns where its files are."""
+    inside = destination / f"iter_{iteration:07}"
+
+    def begin() -> None:
+        inside.mkdir()
+        (destination / LATEST).write_text(f"{iteration}\n")
+
+    _on_first_rank(begin)
+    state = state | {"checkpoint_version": 3.0, "iteration": iteration}
+    metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
+    try:
+        with _quiet():
+            save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
+    except CheckpointException as error:
+        raise _first_failure(error, destination) from None
+    return inside
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns of its own classes, which megatron-core uses."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+        yield
+
+
+def _on_first_rank(do: Callable[[], None]) -> None:
+    """`do()` on rank 0; its OSError on every rank."""
+    failures: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            do()
+        except OSError as error:
+            failures = [error]
+    dist.broadcast_object_list(failures, src=0)
+    if failures[0] is not None:
+        raise failures[0]
+
+
+@torch.no_grad()
+def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
+    """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the checkpoint in `folder`.
+
+    `hf_config` is the raw config.json of the model, or `with_head`'s: of a model without a head the head is random by
+    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Beyond its own weights
+    a rank holds one piece of the checkpoint at a time. Nothing is sent between ranks. Raises ValueError where the
+    folder has no such checkpoint, or one of another model.
+    """
+    folder = mcore_folder(folder)
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    entries = table(family, hf_config, architecture)
+    stored = _stored(folder)
+    naming = name_tensors(entries, stored)
+    state, read = sharded_state(chunks, hf_config, naming), dict(naming.names)
+    if architecture.head is not None and stored.get(OUTPUT.name, (math.inf,))[0] >= architecture.vocab_size:
+        del read[OUTPUT]  # the checkpoint has a matrix of the vocabulary, or none of its own
+        stored.pop(OUTPUT.name, None)
+        if state.pop(str(OUTPUT), None) is not None:
+            begin_head(held(chunks)[OUTPUT], hf_config, seed)
+    _check_names(folder, stored.keys(), set(read.values()), family)
+    _check_vocabulary(folder, stored[read[EMBEDDING]][0], architecture)
+    _read(state, folder, stored, architecture, APART)
+
+
+def adapter_settings(folder: str | Path) -> LoraSettings:
+    """What the adapter of a checkpoint, that of `--mcore_adapter`, is like, and in which type its values are.
+
+    Raises FileNotFoundError or ValueError where the folder has none that can be read.
+    """
+    config, inside = read_adapter_config(folder, mcore=True), mcore_folder(folder, "--mcore_adapter")
+    modules = _common(inside).get(ADAPTED)
+    if modules is None:
+        raise ValueError(f"--mcore_adapter {folder} does not say what its adapters are of: was it saved here?")
+    dtype = next(entry.properties.dtype for name, entry in _tensors(inside).items() if ADAPTER in name)
+    return replace(LoraSettings.of_adapter(config, modules), dtype=str(dtype).removeprefix("torch."))
+
+
+@torch.no_grad()
+def load_distributed_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, folder: str | Path) -> None:
+    """Set the adapters of `chunks`, and what is trained whole beside them, from the adapter's checkpoint in `folder`.
+
+    As `load_distributed`. Raises ValueError where the folder has no such checkpoint, or one of another model.
+    """
+    folder = mcore_folder(folder, "--mcore_adapter")
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    stored, wanted = _stored(folder), set(name_adapter(lora.plan).names.values())
+    if lacking := wanted - stored.keys():
+        raise ValueError(f"{folder} lacks {some(lacking)}, which adapters of this model have. {OF_ANOTHER_MODEL}")
+    if extra := stored.keys() - wanted:
+        raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {OF_ANOTHER_MODEL}")
+    _read(sharded_adapter(chunks, hf_config, lora.plan), folder, stored, architecture, OF_ANOTHER_MODEL)
+
+
+def _read(
+    state: dict[str, ShardedTensor | ShardedTensorFactory],
+    folder: Path,
+    stored: dict[str, tuple[int, ...]],
+    architecture: Architecture,
+    doubt: str,
+) -> None:
+    """Read the checkpoint in `folder`, which has tensors of the shapes `stored`, into the tensors of `state`.
+
+    `doubt`: what a user should ask where shapes differ.
+    """
+    pieces = {
+        name: cast(list[ShardedTensor], one.build()) if isinstance(one, ShardedTensorFactory) else [one]
+        for name, one in state.items()
+    }
+    for of_tensor in pieces.values():
+        _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture, doubt)
+    try:
+        with _quiet():
+            TorchDistLoadShardedStrategy().load(pieces, folder)
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise _unreadable(folder, cause) from None
+
+
+class _Streaming(TorchDistSaveShardedStrategy):
+    """megatron-core's way of saving, with torch's own writer.
+
+    megatron-core's copies all that is a view before it writes anything, and starts a process for its results.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_save(
+            mcore_to_pyt_state_dict(tensors, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+            ),
+        )
+
+
+def _arguments(config: Any, architecture: Architecture) -> Namespace:
+    """What Megatron-LM wants to know of a checkpoint that it loads, by the names of its own flags."""
+    names = (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layers",
+        "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    )  # fmt: skip
+    return Namespace(
+        **{name: getattr(config, name) for name in names},
+        max_position_embeddings=architecture.max_positions,
+        vocab_size=architecture.vocab_size,
+        untie_embeddings_and_output_weights=not architecture.tied,
+        no_save_optim=True,
+        no_save_rng=True,
+    )
+
+
+def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's tensors in a checkpoint, by name. Raises ValueError where it cannot be read."""
+    return {name: tuple(entry.size) for name, entry in _tensors(folder).items() if "optimizer." not in name}
+
+
+def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint says of its tensors, by name. Raises ValueError where it cannot be read."""
+    try:
+        metadata = read_metadata(folder).state_dict_metadata
+    except UnsafePickle:
+        raise
+    except Exception as error:  # a damaged pickle raises many kinds
+        raise ValueError(f"{folder / '.metadata'} cannot be read ({error}): copy the folder again") from None
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def stored_depths(folder: str | Path) -> int:
+    """How many layers of multi-token prediction a checkpoint has. Raises as `load_distributed` where it is none."""
+    return _depths(_stored(mcore_folder(folder)))
+
+
+def _depths(stored: Iterable[str]) -> int:
+    return len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")})
+
+
+def _check_names(folder: Path, stored: Iterable[str], wanted: set[str], family: Family) -> None:
+    lacking, extra = wanted - set(stored), set(stored) - wanted
+    found = [f"lacks {some(lacking)}, which"] * bool(lacking) + [f"has {some(extra)}, which"] * bool(extra)
+    if not lacking and all(name.startswith("mtp.") for name in extra) and extra:
+        raise ValueError(
+            f"{folder} has layers of multi-token prediction: give --mtp_num_layers {_depths(stored)}, so that they are "
+            "trained and saved with the model"
+        )
+    if found:
+        has = "has" if lacking else "has no place for"
+        raise ValueError(f"{folder} {found[0]} a {family.name} model of config.json {has}. {APART}")
+
+
+def _check_shape(
+    folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture, doubt: str
+) -> None:
+    wanted = tuple(tensor.global_shape)
+    if tensor.allow_shape_mismatch:  # padded as the layout that saved it wanted it
+        wanted = (architecture.vocab_size, *wanted[1:])
+        if stored[0] >= wanted[0] and stored[1:] == wanted[1:]:
+            return
+    if stored != wanted:
+        raise ValueError(
+            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(wanted)}. {doubt}"
+        )
+
+
+def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> None:
+    """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
+    if rows == architecture.vocab_size:
+        return
+    said = _common(folder).get("args")
+    # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
+    if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
+        return
+    raise ValueError(
+        f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. {APART}"
+    )
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    """What of a checkpoint is no tensor."""
+    try:
+        with _quiet():
+            return load_common_state_dict(folder)
+    except (Exception, CheckpointException) as error:  # of any kind: it is a pickle
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, cause: BaseException) -> ValueError:
+    reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    return ValueError(f"{folder} cannot be read ({reason}): copy it again, or make it anew")
+
+
+def _first_failure(error: CheckpointException, destination: Path) -> OSError:
+    """What went wrong in the first rank that had to tell of it."""
+    rank, (cause, _) = min(error.failures.items())
+    number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+    # torch's writer of zip files tells only that less was written than it wanted.
+    if number == errno.EIO and shutil.disk_usage(destination).free < 2**20:
+        number = errno.ENOSPC
+    return OSError(number, f"the checkpoint could not be written: rank {rank}: {cause}")

@@ -1,0 +1,319 @@
+"""From `--model` and `--adapters` to folders (local as they are, else downloaded from Hugging Face or ModelScope) and
+their config.json and adapter_config.json."""
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..options import ModelOptions
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
+MANY_LAYERS = 1000  # no published model has so many: then the weights are looked at before layers are built
+LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
+MCORE_FILES = LATEST, ".metadata", "metadata.json"  # one of them is in the folder of a megatron-core checkpoint
+
+# Weights in other formats (consolidated: Mistral's own, beside the same in transformers'), and what is no part of a
+# model.
+_IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "consolidated*.safetensors"]
+_IGNORED += ["original/*", "figures/*"]
+_COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
+
+
+def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
+    """The folder of `--model`; a hub's, without `weights`, holds its small files alone.
+
+    Raises FileNotFoundError, ImportError or (where a hub does not give it) OSError, each with a cure.
+    """
+    ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
+    revision = options.model_revision
+    return _folder("--model", options.model, options, revision=revision, ignore_patterns=ignored)
+
+
+def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
+    """The folder of `--adapters`, None where none is given; of a hub's, the adapter's own files alone are fetched.
+
+    Raises what `model_folder` raises, and ValueError for several.
+    """
+    if not adapters:
+        return None
+    if len(adapters) > 1:
+        raise ValueError(f"--adapters {' '.join(adapters)}: give one. Several are not added up")
+    return _folder("--adapters", adapters[0], options, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+
+
+def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
+    """`options` with the model that an adapter is of as `--model`, where neither that nor `--mcore_model` is given.
+
+    Raises what `read_adapter_config` and `base_of` raise.
+    """
+    if adapter is None or options.model or getattr(options, "mcore_model", None):
+        return options
+    mcore = bool(getattr(options, "mcore_adapter", None))
+    return replace(options, model=base_of(adapter, read_adapter_config(adapter, mcore=mcore)))
+
+
+def base_of(adapter: Path, config: dict[str, Any]) -> str:
+    """The model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
+
+    Raises ValueError or FileNotFoundError where it says none, or one that is gone or no Hugging Face checkpoint.
+    """
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{adapter / ADAPTER_CONFIG} does not name the model that it is of: give --model")
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and not _is_hub_id(name):
+        raise FileNotFoundError(f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is gone: give --model")
+    if (folder / LATEST).is_file():
+        raise ValueError(
+            f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is in megatron-core's format: give it as "
+            "--mcore_model where a command has that, or the model's Hugging Face checkpoint as --model"
+        )
+    return name
+
+
+def _folder(flag: str, name: str, options: ModelOptions, **wanted: Any) -> Path:
+    """A folder that is there, or a hub's of which `wanted` tells snapshot_download the files."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if not _is_hub_id(name):
+        raise FileNotFoundError(f"{flag} {name}: no such folder (what a hub has is named owner/name)")
+    if options.use_hf:
+        hub = "Hugging Face"
+        from huggingface_hub import snapshot_download
+    else:
+        hub = "ModelScope"
+        if importlib.util.find_spec("modelscope") is None:
+            raise ImportError(
+                f"{flag} {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
+                "or `pip install modelscope` to take it from ModelScope"
+            )
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+    try:
+        return Path(snapshot_download(name, token=options.hub_token, **wanted))
+    except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"{flag} {name}: {hub} did not give it ({reason}). Look at the name, the network and, for what is "
+            "not public, --hub_token; or give a folder"
+        ) from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights of Hugging Face's format."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def no_weights(folder: Path) -> str:
+    """What to say of a folder that has none."""
+    hint = ""
+    if any(folder.glob("*.bin")):
+        hint = (
+            ". Its .bin files are not read: convert them, by transformers' from_pretrained and then save_pretrained, "
+            "or take the model's checkpoint in safetensors"
+        )
+    return f"has no weights: no {INDEX} and no file that ends in .safetensors{hint}"
+
+
+def in_mcore_format(folder: Path) -> bool:
+    """Whether a folder looks like a megatron-core checkpoint's."""
+    return any((folder / name).is_file() for name in MCORE_FILES)
+
+
+def source_folder(options: ModelOptions, mcore_model: str | None, *, weights: bool = True) -> Path:
+    """The folder with config.json, tokenizer and weights: `--mcore_model` where it is given, else `--model`'s.
+
+    Raises what `mcore_folder` and `model_folder` raise.
+    """
+    if not mcore_model:
+        return model_folder(options, weights=weights)
+    folder = Path(mcore_model).expanduser()
+    mcore_folder(folder)
+    return folder
+
+
+def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
+    """Where the files of a megatron-core checkpoint are: in `folder`, or in what Megatron-LM's tracker file names.
+
+    Raises FileNotFoundError or ValueError, which name the folder's `flag`, where there is none.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{flag} {folder}: no such folder. Give that of a megatron-core checkpoint")
+    tracker, inside = folder / LATEST, folder
+    if tracker.is_file():
+        text = tracker.read_text(errors="replace").strip()
+        if text != "release" and not text.isdigit():
+            raise ValueError(f"{tracker} says {text!r}: the number of an iteration, or release, is needed")
+        inside = folder / (text if text == "release" else f"iter_{int(text):07}")
+        if not inside.is_dir():
+            raise ValueError(f"{tracker} says {text}, and there is no {inside.name} beside it: copy the folder again")
+    lacking = [name for name in (".metadata", "metadata.json") if not (inside / name).is_file()]
+    if not lacking:
+        _check_format(inside / "metadata.json")
+        return inside
+    hint = ""
+    if any(inside.glob("*.distcp")):
+        hint = f": {inside.name} has *.distcp files, and no {' nor '.join(lacking)}. Copy the folder again"
+    elif any(inside.glob("mp_rank_00*")):
+        hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
+    elif (inside / ADAPTER_WEIGHTS).is_file():
+        hint = ". It is an adapter in PEFT's format: give it as --adapters"
+    elif any(inside.glob("*.safetensors")):
+        hint = ". It is a Hugging Face checkpoint: give it as --model"
+    elif found := sorted(
+        (file for name in (f"*/{LATEST}", f"*/*/{LATEST}", "*/metadata.json") for file in folder.glob(name)),
+        key=lambda file: file.stat().st_mtime,
+    ):
+        hint = f". Is it {found[-1].parent} that you mean?"
+        if found[-1].name != LATEST and (folder / "config.json").is_file():
+            hint = f". {found[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
+    raise ValueError(f"{flag} {folder}: no megatron-core distributed checkpoint there{hint}")
+
+
+def _check_format(path: Path) -> None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not tell the checkpoint's format ({error!r}): copy the folder again") from None
+    if stored != "torch_dist":
+        raise ValueError(f"{path} tells of the format {stored!r}: save it by Megatron-LM with --ckpt-format torch_dist")
+
+
+def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+    """The raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
+
+    Raises FileNotFoundError or ValueError with a cure.
+    """
+    path = Path(folder) / "config.json"
+    if mcore and not path.is_file() and (Path(folder) / ADAPTER_CONFIG).is_file():
+        raise FileNotFoundError(f"--mcore_model {folder}: is an adapter. Give it as --mcore_adapter.")
+    if mcore and not path.is_file():
+        above = f" Is it {path.parents[1]} that you mean?" if (path.parents[1] / "config.json").is_file() else ""
+        raise FileNotFoundError(
+            f"--mcore_model {folder}: no config.json there. Copy it and the tokenizer's files from the "
+            f"model's Hugging Face checkpoint into it.{above}"
+        )
+    if not path.is_file():
+        inside = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
+        inside.sort(key=lambda file: file.stat().st_mtime)
+        hint = f". Is it {inside[-1].parent} that you mean?" if inside else ""
+        raise FileNotFoundError(f"--model {folder}: no config.json there, so it is no Hugging Face checkpoint{hint}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: copy it again from the original checkpoint") from None
+    if fault := _fault(config):
+        raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
+    layers = (config.get("text_config") or config).get("num_hidden_layers") or 0
+    if layers > MANY_LAYERS and has_weights(Path(folder)) and layers > (tensors := _count_tensors(Path(folder))):
+        raise ValueError(
+            f"{path} has num_hidden_layers {layers}, and the folder's weights are {tensors} tensors. Download it again"
+        )
+    return config
+
+
+def _count_tensors(folder: Path) -> int:
+    """Return the number of tensors by the index, or by the headers of safetensors files; 0 if they cannot be read."""
+    try:
+        if (folder / INDEX).is_file():
+            return len(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        count = 0
+        for file in folder.glob("*.safetensors"):
+            with file.open("rb") as stream:
+                count += len(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+        return count
+    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        return 0
+
+
+def vocab_size_of(config: dict[str, Any]) -> int | None:
+    """Tokens of a model, as its raw config.json states them; None where it does not."""
+    return (config.get("text_config") or config).get("vocab_size")
+
+
+def positions_of(model: dict[str, Any]) -> int | None:
+    """Return the number of positions that config.json gives a model; None if it gives none.
+
+    With a rope that is stretched (YaRN and the like), what it is stretched to.
+    """
+    model = model.get("text_config") or model
+    most = model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling")
+    if not isinstance(most, int) or not isinstance(rope, dict):
+        return most if isinstance(most, int) else None
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or most
+    return max(most, int(original * factor)) if isinstance(factor, int | float) else most
+
+
+def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+    """The raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
+
+    `mcore`: of `--mcore_adapter`. Raises FileNotFoundError or ValueError with a cure.
+    """
+    folder = Path(folder)
+    for name in (ADAPTER_CONFIG,) if mcore else (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            flag, hint = ("--mcore_adapter", _mcore_hint(folder)) if mcore else ("--adapters", _adapter_hint(folder))
+            raise FileNotFoundError(f"{flag} {folder}: there is no {name} in it{hint}")
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy the adapter again") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: copy the adapter again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: copy the adapter again")
+    for name, kinds in (("r", int), ("lora_alpha", int | float)):
+        value = config.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            raise ValueError(f"{path} has {name} {value!r}, which must be a number above 0: copy the adapter again")
+    return config
+
+
+def _mcore_hint(folder: Path) -> str:
+    above = folder.parent
+    if (above / ADAPTER_CONFIG).is_file():
+        return f". Is it {above} that you mean?"
+    return ", so it is no adapter's. A whole model is given as --mcore_model"
+
+
+def _adapter_hint(folder: Path) -> str:
+    """What to do about a folder that has no adapter."""
+    if any(folder.glob("adapter_model.bin")):
+        return ". Its adapter_model.bin is not read: load it with PEFT and save it again, as safetensors"
+    inside = [file for above in ("", "*/") for file in folder.glob(f"{above}checkpoint-*/{ADAPTER_WEIGHTS}")]
+    if inside:
+        return f". Is it {max(inside, key=lambda file: file.stat().st_mtime).parent} that you mean?"
+    if (folder / LATEST).is_file():
+        return ". It is in megatron-core's format: give it as --mcore_adapter where a command has that"
+    if (folder / "config.json").is_file():
+        return ". It is a whole model: give it as --model"
+    return ": give the folder of an adapter in PEFT's format"
+
+
+def _fault(config: Any) -> str | None:
+    """What makes of a config.json one that no model has, whatever its family."""
+    if not isinstance(config, dict):
+        return "is no JSON object"
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        return f"has text_config {text!r}, which must be an object"
+    for name, value in ((name, part.get(name)) for part in (config, text or {}) for name in _COUNTS):
+        if value is not None and (not isinstance(value, int) or value <= 0):
+            return f"has {name} {value!r}, which must be a whole number above 0"
+    for name, value in (config | (text or {})).items():
+        if name.endswith("_eps") and isinstance(value, float) and not math.isfinite(value):
+            return f"has {name} {value}, which must be a finite number"
+    return None

@@ -1,0 +1,116 @@
+"""Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families import family_of
+from ..families.sequence_classification import SCORE, head_of
+from ..mapping.local_params import architecture_of, expected, held, split_of
+from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
+from ..model.score_head import begin_head
+from .hub import read_config
+from .quantized import Weights, open_weights
+from .safetensors_io import BLOCK
+from .tensor_names import check_names, shape_misfit, some
+
+READERS = 4
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
+    """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
+
+    `hf_config` is the folder's raw config.json, or `with_head`'s: of a model without a head the head is random by
+    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Nothing is sent between
+    ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
+    not in the folder, or a shape differs.
+    """
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    source = open_weights(folder, hf_config)
+    entries = table(family, hf_config, architecture, source.tensors)
+    begins = architecture.head is not None and SCORE.hf not in source.tensors and head_of(read_config(folder)) is None
+    check_names(source, {OUTPUT} if begins else set(), entries, architecture, family.name)
+    tensors = held(chunks)
+    _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
+    if begins and OUTPUT in tensors:
+        begin_head(tensors.pop(OUTPUT), hf_config, seed)
+    read_tensors(tensors, entries, architecture, source)
+
+
+@torch.no_grad()
+def read_tensors(
+    tensors: Mapping[Key, Tensor], entries: Mapping[Key, Entry], architecture: Architecture, source: Weights
+) -> None:
+    """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError where a shape differs."""
+    # Several threads: a disk of many channels, or a network's, wants several requests at a time.
+    with ThreadPoolExecutor(READERS) as pool:
+        reading = []
+        for key, tensor in tensors.items():
+            entry = entries[key]
+            ranks, rank = split_of(key, entry)
+            spans = entry.spans(tensor.shape, ranks, architecture)
+            shapes = entry.shapes(tensor.shape, spans)
+            _check_shapes(source, {name: entry.stored(shape) for name, shape in shapes.items()})
+            size = tensor.shape[entry.dim]
+            for at, span in window(spans, rank * size, (rank + 1) * size):
+                target = tensor.narrow(entry.dim, at, span.length)
+                if span.part is None:
+                    target.zero_()  # padding of the vocabulary
+                    continue
+                name = entry.hf[span.part]
+                target = target.t() if entry.transposed else target
+                reading += [
+                    pool.submit(_fill, part, source, name, dim, start, stop, entry.place, step)
+                    for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
+                ]
+        try:
+            for one in reading:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _blocks(
+    target: Tensor, dim: int, span: Span, shape: tuple[int, ...]
+) -> Iterator[tuple[Tensor, int, int, int, int]]:
+    """What is read into parts of `target`, of at most BLOCK bytes where that can be: (part, dim, start, stop, step).
+
+    `span` lies along `dim` of a Hugging Face tensor of `shape`. What is all of that dimension is all of the first one.
+    """
+    if (span.start, span.stop, span.step) == (0, shape[dim], 1):
+        dim, span = 0, Span(span.part, 0, shape[0])
+    rows = target.shape[0]
+    if dim == 0:
+        rows = max(1, BLOCK // max(1, target[:1].nbytes))
+    for at, part in zip(range(0, target.shape[0], rows), target.split(rows), strict=True):
+        first = span.start + at * span.step
+        yield part, dim, first, span.stop if dim else first + (len(part) - 1) * span.step + 1, span.step
+
+
+@torch.no_grad()
+def _fill(
+    target: Tensor, source: Weights, name: str, dim: int, start: int, stop: int, place: int | None, step: int
+) -> None:
+    target.copy_(source.read(name, dim, start, stop, place, step))
+
+
+def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        stored = source.tensors[name]
+        if stored.shape != shape:
+            raise ValueError(shape_misfit(stored.file, name, stored.shape, shape))
+
+
+def _check_model(found: Iterable[Key], wanted: set[Key], family: str) -> None:
+    found = set(found)
+    if extra := found - wanted:
+        raise RuntimeError(f"the {family} rows do not name {some(map(str, extra))} of the model that was built")
+    if missing := wanted - found:
+        raise RuntimeError(f"the model that was built does not have {some(map(str, missing))} of the {family} rows")

@@ -1,0 +1,161 @@
+"""Load tokenizers, configs and models of checkpoint folders by transformers.
+
+All such calls of the project are here. A folder's own Python code (`auto_map`) is never run, and a model is returned
+only if every one of its weights comes from the folder's files.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..families import family_of
+from ..mapping.param_mapping import Architecture
+from .hub import has_weights, no_weights, read_config
+
+_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
+_NO_CODE = {"trust_remote_code": False, "local_files_only": True}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a checkpoint's folder. Raises FileNotFoundError or ValueError with the fix."""
+    # Without any of these files transformers would make an empty tokenizer.
+    if not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
+        raise FileNotFoundError(f"{folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint")
+    from transformers import AutoTokenizer
+
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(folder, **_NO_CODE)
+    except Exception as error:  # broken JSON, classes unknown to this transformers, ...
+        if _needs_code(error):
+            raise ValueError(
+                f"{folder}: its tokenizer is only available as Python code in the folder (auto_map in "
+                f"tokenizer_config.json), which is never run. Use a checkpoint with a {_TOKENIZERS[0]}"
+            ) from error
+        raise ValueError(
+            f"{folder}: its tokenizer cannot be read ({_reason(error)}): copy its files again from the original "
+            "checkpoint"
+        ) from error
+
+
+def load_config(folder: Path, *, flag: str = "--model") -> Any:
+    """transformers' config of a checkpoint's folder. Raises ValueError naming `flag` and the fix."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, **_NO_CODE)
+    except Exception as error:  # transformers' validators raise many kinds
+        raise _unusable(folder, flag, error) from error
+    described, text = _describe(read_config(folder)), config.get_text_config()
+    if text is not config and described is not None:
+        # AutoModelForCausalLM may build the text model's class, which does not see the outer value.
+        text.tie_word_embeddings = described.tied
+    return config
+
+
+def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
+    """transformers' `AutoModelFor<kind>` of a checkpoint's folder, with `settings` for its `from_pretrained`.
+
+    Raises ValueError, naming `flag`, if the folder has no safetensors, if its model needs code of the folder's own, or
+    if a tensor is missing, has another shape than the model's, or has no place in it.
+    """
+    import transformers
+
+    from .safetensors_io import check_headers
+    from .tensor_names import check_folder_names, shape_misfit, some
+
+    if not has_weights(folder):
+        raise ValueError(f"{flag} {folder} {no_weights(folder)}")
+    check_headers(folder)
+    check_folder_names(folder, read_config(folder))
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    config = load_config(folder, flag=flag)
+    try:
+        with _quiet():
+            model, report = auto.from_pretrained(
+                folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **settings, **_NO_CODE
+            )
+    except Exception as error:  # transformers and its quantizers raise many kinds
+        raise _unusable(folder, flag, error) from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        raise ValueError(f"{flag} {shape_misfit(folder, *mismatched[0])}")
+    described = _describe(read_config(folder))
+    towers = re.compile(described.carried if described and described.carried else "(?!)")  # generate no text
+    if missing := [name for name in report["missing_keys"] if not towers.match(name)]:
+        what = f"{type(model).__name__} of this config.json has"
+        raise ValueError(f"{flag} {folder} lacks {some(missing)}, which a {what}. Use a checkpoint that has them")
+    return model
+
+
+def check_weights(folder: Path, *, flag: str = "--model") -> None:
+    """Check a model folder's tensors against its config.json, by the headers of the files.
+
+    Raises ValueError where files are missing or cut short, where names are not those of the model, and where a shape is
+    not that of transformers' model. Shapes are compared where transformers has the tensor under the name of the file.
+    """
+    import torch
+
+    from .safetensors_io import SafetensorsFolder
+    from .tensor_names import check_folder_names, shape_misfit
+
+    if not has_weights(folder):
+        return
+    tensors, hf_config = SafetensorsFolder(folder).tensors, read_config(folder)
+    check_folder_names(folder, hf_config)
+    if "quantization_config" in hf_config or _describe(hf_config) is None:
+        return
+    with torch.device("meta"):
+        model = empty_model(load_config(folder, flag=flag))
+    for name, tensor in model.state_dict().items():
+        if name in tensors and tensors[name].shape != tensor.shape:
+            raise ValueError(f"{flag} {shape_misfit(tensors[name].file, name, tensors[name].shape, tensor.shape)}")
+
+
+def empty_model(config: Any, **settings: Any) -> Any:
+    """A causal language model of transformers' `config` without weights."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+
+
+def _describe(hf_config: dict[str, Any]) -> Architecture | None:
+    """Return the bridge's description of a model, None if it does not have the family."""
+    try:
+        return family_of(hf_config).describe(hf_config)
+    except ValueError:
+        return None
+
+
+def _unusable(folder: Path, flag: str, error: Exception) -> ValueError:
+    if _needs_code(error):
+        return ValueError(
+            f"{flag} {folder}: its architecture is only available as Python code in the folder (auto_map in "
+            "config.json), which is never run. Use a checkpoint of an architecture that transformers has"
+        )
+    return ValueError(f"{flag} {folder}: transformers cannot load it ({_reason(error)})")
+
+
+def _needs_code(error: Exception) -> bool:
+    return "trust_remote_code=True" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress transformers' warnings, which the checks above replace, and off a terminal its progress bars."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

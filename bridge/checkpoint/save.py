@@ -1,0 +1,363 @@
+"""A megatron-core model into a Hugging Face folder: a tensor is gathered on one rank, which streams it into a file."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
+
+from .. import runtime
+from ..families import family_of
+from ..lora.merge import merging
+from ..mapping.local_params import architecture_of, held, local_experts, split_group, split_of
+from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
+from .conversion_report import described, left_out, sources, write_proof
+from .passthrough import WHAT, Carried
+from .safetensors_io import Form, finish_shards, names_of, sync
+from .writer import Folder, Report, Writer
+
+# What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
+CARRIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+LEFT = {
+    "config.json", "args.json", "manifest.json", "conversion.json", "trainer_state.json",
+    "latest_checkpointed_iteration.txt", "metadata.json",
+}  # fmt: skip
+LARGEST_CARRIED = 100 * 2**20  # bytes
+
+
+class Piece(NamedTuple):
+    """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
+
+    entry: Entry
+    spans: list[Span]
+    holders: Sequence[int]  # the ranks of the group that hold its shards, in order; none: each of them holds all of it
+    shard: Tensor  # this rank's, where it is one of them; else one that looks like it
+    merge: Callable[[Tensor], Tensor] | None = None  # makes of the shard what is written
+
+
+class Job(NamedTuple):
+    """Hugging Face tensors that are made together: of one tensor, or of those of all the experts of a layer."""
+
+    forms: dict[str, Form]
+    pieces: list[Piece]
+    layer: int | None  # None: of no layer
+
+    @property
+    def bytes(self) -> int:
+        return sum(form.bytes for form in self.forms.values())
+
+
+def save_weights(*arguments: Any, **settings: Any) -> None:
+    """Write what `stage_weights` says; the files are on the disk when this returns.
+
+    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    """
+    write_together(stage_weights(*arguments, **settings))
+
+
+@torch.no_grad()
+def stage_weights(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    merge: bool = False,
+    copied: bool = False,
+) -> Folder:
+    """Begin to write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in
+    `dtype`.
+
+    `merge`: with the adapters in the weights, which stay as they are. `copied`: training may go on at once (Writer).
+    To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
+    along; conversion.json is made (conversion_report.py). Beyond its shard a rank holds one whole tensor (of one
+    expert), and what waits for its disk (writer.py). Each file of at most `max_shard_bytes` (or one row's
+    tensors, where these are larger) has a rank that writes it.
+    """
+    destination = Path(destination)
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    entries = table(family, hf_config, architecture, names_of(source))
+    tensors = held(chunks)
+    if architecture.tied:
+        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
+    writer, started = Writer(destination, copied=copied), time.perf_counter()
+    merges = merging(chunks) if merge else {}
+    write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
+    along = Carried(source, hf_config, architecture, sources(entries), dtype)
+    for number, forms in enumerate(along.files(max_shard_bytes)):
+        if number % dist.get_world_size() == dist.get_rank():
+            writer.begin(f"part-carried-{number:05}.safetensors", forms)
+            for name in forms:
+                writer.put(name, partial(along.read, name))
+
+    def complete(ranks: list[Report]) -> dict[str, str]:
+        shards = sorted((shard for report in ranks for shard in report.shards), key=lambda shard: shard.name)
+        found = sorted(name for shard in shards for name in shard.forms)
+        if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
+            raise RuntimeError(
+                f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
+            )
+        placed = finish_shards(destination, [(shard.name, shard.forms) for shard in shards])
+        carry(Path(source), destination, hf_config, dtype)
+        about = sources(entries)
+        described_all = {
+            name: about.get(name, WHAT) | described(form, placed[name], shard.written.checksums[name])
+            for shard in shards
+            for name, form in shard.forms.items()
+        }
+        write_proof(
+            destination,
+            "megatron-core to Hugging Face",
+            family.name,
+            described_all,
+            left_out(source, described_all, architecture),
+            bytes=sum(form.bytes for shard in shards for form in shard.forms.values()),
+            seconds=time.perf_counter() - started,
+            peak_memory=[report.peak_memory for report in ranks],
+        )
+        return {shard.name: placed[name] for shard in shards for name in list(shard.forms)[:1]}
+
+    return Folder(writer, complete)
+
+
+def write_together(folder: Folder) -> None:
+    """Wait until a folder is whole. Every rank calls this. Raises as `save_weights`."""
+    report, failure = None, None
+    try:
+        report = folder.report()
+    except Exception as error:
+        failure = error
+    ranks, failure = agree(report, failure), None
+    if dist.get_rank() == 0:
+        try:
+            folder.complete(ranks)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    agree(None, failure)
+
+
+def write_tensors(
+    writer: Writer,
+    tensors: dict[Key, Tensor],
+    entries: Mapping[Key, Entry],
+    architecture: Architecture,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    merges: Mapping[Key, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> None:
+    """Give `writer` this rank's share of the Hugging Face tensors that all ranks' `tensors` make, in files of names of
+    their own. Every rank calls this. `dtype` None: each tensor's. `merges`: what is written in a shard's place."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    for sort, (jobs, group, replicas) in enumerate(jobs_of(tensors, entries, architecture, dtype, merges)):
+        at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
+        # One file after another goes to the next replica, then to the next rank of its group.
+        files: list[list[tuple[str, list[Job]]]] = [[] for _ in range(group.size())]
+        for number, contents in enumerate(in_runs(jobs, max_shard_bytes)):
+            if number % replicas.size() == replicas.rank():
+                name = f"part-{at}-{number:05}.safetensors"
+                files[number // replicas.size() % group.size()].append((name, contents))
+        if jobs:
+            connect(group)
+        for rank, begun, job in _in_turn(files):
+            if begun and rank == group.rank():
+                name, contents = begun
+                writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
+            for tensor, run in gathered(job, group, rank):
+                writer.put(tensor, run)
+
+
+def jobs_of(
+    tensors: dict[Key, Tensor],
+    entries: Mapping[Key, Entry],
+    architecture: Architecture,
+    dtype: torch.dtype | None,
+    merges: Mapping[Key, Callable[[Tensor], Tensor]],
+) -> list[tuple[list[Job], ProcessGroup, ProcessGroup]]:
+    """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
+
+    First what is no expert's, then experts whose tensors stand alone, then experts stacked.
+    """
+    sorts: tuple[list[Job], list[Job], list[Job]] = ([], [], [])
+    for key, tensor in tensors.items():
+        entry = entries[key]
+        ranks, _ = split_of(key, entry)
+        spans = entry.spans(tensor.shape, ranks, architecture)
+        forms = {
+            name: Form(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored(shape))
+            for name, shape in entry.shapes(tensor.shape, spans).items()
+        }
+        if entry.place is None:
+            holders = range(ranks) if ranks > 1 else ()
+            pieces = [Piece(entry, spans, holders, tensor, merges.get(key))]
+            sorts[key.expert is not None].append(Job(forms, pieces, key.layer))
+        elif entry.place == local_experts(entry.stack).start:
+            pieces = []
+            for expert in range(entry.stack):
+                other = key._replace(expert=expert)
+                pieces.append(Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
+            sorts[2].append(Job(forms, pieces, key.layer))
+    dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
+    everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
+    groups = (split_group(expert=False), dense), (split_group(expert=True), sparse), (everywhere, sparse)
+    return [(jobs, *pair) for jobs, pair in zip(sorts, groups, strict=True)]
+
+
+def _holders(expert: int, entry: Entry) -> range:
+    """Who of the ranks of expert and expert tensor parallelism together holds a stacked expert's shards, in order."""
+    etp = split_group(expert=True).size()
+    first = expert // len(local_experts(entry.stack)) * etp  # expert tensor parallelism is the inner one
+    return range(first, first + (1 if entry.kind.dim is None else etp))
+
+
+def in_runs(jobs: list[Job], max_bytes: int) -> Iterator[list[Job]]:
+    """The jobs in runs of at most `max_bytes`."""
+    run, size = [], 0
+    for job in jobs:
+        if run and size + job.bytes > max_bytes:
+            yield run
+            run, size = [], 0
+        run.append(job)
+        size += job.bytes
+    if run:
+        yield run
+
+
+def _in_turn(files: list[list[tuple[str, list[Job]]]]) -> Iterator[tuple[int, tuple[str, list[Job]] | None, Job]]:
+    """The jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
+
+    As (rank, the file that begins with this job, job).
+    """
+    jobs = [
+        [(file if number == 0 else None, job) for file in of_rank for number, job in enumerate(file[1])]
+        for of_rank in files
+    ]
+    for turn in zip_longest(*jobs):
+        yield from ((rank, one[0], one[1]) for rank, one in enumerate(turn) if one is not None)
+
+
+def connect(group: ProcessGroup) -> None:
+    """NCCL wants all ranks of a group in the first exchange, not just two of them."""
+    if group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
+
+
+def gathered(job: Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
+    names = list(job.forms)
+    # Stacked tensors are written one after another: the experts come once for each.
+    for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
+        for piece in job.pieces:
+            shards = _gather(piece, group, writer)
+            if group.rank() == writer:
+                for name in turn:
+                    yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
+
+
+def _gather(piece: Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
+    """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
+    here, holders = group.rank(), piece.holders or (writer,)
+    own = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
+    shards, exchange = [own], []
+    if here == writer:
+        shards = [own if holder == here else torch.empty_like(own) for holder in holders]
+        pairs = zip(holders, shards, strict=True)
+        exchange = [P2POp(dist.irecv, shard, group=group, group_peer=peer) for peer, shard in pairs if peer != here]
+    elif here in holders:
+        exchange = [P2POp(dist.isend, own.contiguous(), group=group, group_peer=writer)]
+    for work in batch_isend_irecv(exchange) if exchange else ():
+        work.wait()
+    return shards
+
+
+def _runs(piece: Piece, shards: list[Tensor], part: int) -> list[Tensor]:
+    """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
+    entry, size = piece.entry, shards[0].shape[piece.entry.dim]
+    found = []
+    for rank, shard in enumerate(shards):
+        for at, span in window(piece.spans, rank * size, (rank + 1) * size):
+            if span.part == part:
+                values = shard.narrow(entry.dim, at, span.length)
+                found.append((span, values.t() if entry.transposed else values))
+    if entry.hf_dim == 0 and all(span.step == 1 for span, _ in found):
+        return [values for _, values in sorted(found, key=lambda one: one[0].start)]
+    shape = list(entry.shapes(shards[0].shape, piece.spans).values())[part]
+    whole = shards[0].new_empty(shape)
+    for span, values in found:
+        places = slice(span.start, span.stop, span.step)
+        whole[places if entry.hf_dim == 0 else (slice(None), places)] = values
+    return [whole]
+
+
+def agree(value: Any, failure: Exception | None) -> list[Any]:
+    """Every rank's value, on rank 0. Raises on all of them where one of them failed: OSError, or what it raised."""
+    said = None if failure is None else (getattr(failure, "errno", None), str(failure))
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, said)
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            number, reason = failed
+            what = f"the checkpoint could not be written: rank {rank}: {reason}"
+            raise RuntimeError(what) if number is None else OSError(number, what)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(value, answers if dist.get_rank() == 0 else None)
+    return answers
+
+
+def carry(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Take along what of a model folder is no weights: config.json, for weights in `dtype`, and other small files."""
+    _write_config(source, destination, hf_config, dtype)
+    _carry(source, destination)
+
+
+def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+    """config.json as it came in, but for the name of the dtype, and how weights were quantised."""
+    config = _renamed(hf_config, dtype)
+    config.pop("quantization_config", None)
+    if "text_config" in config:
+        config["text_config"] = _renamed(config["text_config"], dtype)
+    original = (source / "config.json").read_text(encoding="utf-8")
+    same = json.loads(original) == config
+    with (destination / "config.json").open("w", encoding="utf-8") as stream:
+        stream.write(original if same else json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        sync(stream)
+
+
+def _renamed(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    names = [key for key in ("dtype", "torch_dtype") if key in config]
+    return config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
+
+
+def _carry(source: Path, destination: Path) -> None:
+    """Small files, and folders that have nothing else, as additional_chat_templates."""
+    for entry in sorted(source.iterdir()):
+        files = sorted(entry.iterdir()) if entry.is_dir() and not entry.name.startswith(".") else [entry]
+        if not all(_goes_along(file) for file in files):
+            continue
+        for file in files:
+            target = destination / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            with file.open("rb") as read, target.open("wb") as stream:
+                shutil.copyfileobj(read, stream)
+                sync(stream)
+
+
+def _goes_along(file: Path) -> bool:
+    if file.name in LEFT or file.name.endswith(".index.json"):
+        return False
+    wanted = file.suffix in CARRIED or file.name.startswith(("LICENSE", "NOTICE"))
+    return wanted and file.is_file() and file.stat().st_size <= LARGEST_CARRIED

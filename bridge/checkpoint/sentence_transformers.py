@@ -1,0 +1,52 @@
+"""The files beside a language model's weights by which sentence-transformers makes embeddings of it.
+
+In the spelling of its versions 2 to 5, which later ones, vLLM and text-embeddings-inference read as well.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..families.vlm_text import text_config
+from .safetensors_io import sync
+
+MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+MODE = {"last": "lasttoken", "mean": "mean_tokens"}
+
+
+def sentence_transformers_files(
+    folder: Path, pooling: Literal["last", "mean"], normalize: bool = True, dims: Sequence[int] = ()
+) -> None:
+    """Write them into `folder`, which has config.json and the tokenizer: SentenceTransformer(folder) then embeds as
+    training did.
+
+    `dims`: to which embeddings may be cut, of Matryoshka training; config.json gets them, as vLLM wants it.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if dims:
+        _write(folder / "config.json", config | {"is_matryoshka": True, "matryoshka_dimensions": sorted(dims)})
+    modules = ["Transformer", "Pooling"] + ["Normalize"] * normalize
+    paths = [f"{number}_{name}" if number else "" for number, name in enumerate(modules)]
+    _write(
+        folder / "modules.json",
+        [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for number, (name, path) in enumerate(zip(modules, paths, strict=True))
+        ],
+    )
+    pooled = {"word_embedding_dimension": text_config(config)["hidden_size"]}
+    pooled |= {f"pooling_mode_{mode}": mode == MODE[pooling] for mode in MODES}
+    _write(folder / paths[1] / "config.json", pooled | {"include_prompt": True})
+    if normalize:
+        _write(folder / paths[2] / "config.json", {})
+    _write(folder / "sentence_bert_config.json", {"do_lower_case": False})
+    similarity = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    _write(folder / "config_sentence_transformers.json", similarity)
+
+
+def _write(file: Path, content: Any) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        sync(stream)

@@ -1,0 +1,221 @@
+"""The model as megatron.core.dist_checkpointing wants it: what a rank holds, as pieces of whole tensors with names.
+
+A tensor of the model is one tensor of the checkpoint, whole, as it would be without tensor parallelism; each rank
+writes the pieces that it holds, and reads those that it needs. Names and shapes are those of megatron-core's
+`GPTModel.sharded_state_dict` with Transformer Engine's layers, so that Megatron-LM and this package read each other's
+checkpoints. What `sharded_state` returns is also what megatron-core's optimizers want as their model's state.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from ..families import family_of
+from ..lora.adapter_mapping import Plan
+from ..mapping.local_params import architecture_of, held_whole, split_group, split_of
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, VOCAB, Architecture, Entry, Key, table, window
+
+LAYERS = "decoder.layers.{layer}."
+LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
+# Where Transformer Engine fuses a norm into the matrix that follows it: the norm, that matrix, the norm's name in it.
+FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.", "self_attention.linear_q_up_proj.layer_norm_"),
+    (
+        "self_attention.kv_layernorm.",
+        "self_attention.linear_kv_up_proj.",
+        "self_attention.linear_kv_up_proj.layer_norm_",
+    ),
+)  # fmt: skip
+
+
+def sharded_state(
+    chunks: Sequence[Any], hf_config: dict[str, Any], naming: "Naming | None" = None
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """What `chunks`, this rank's GPTModels, hold of the model, for megatron.core.dist_checkpointing.
+
+    One value for each parameter and persistent buffer, which is its `data` (megatron-core's optimizers look for their
+    parameters so), by a name that is its own on this rank.
+    """
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    entries = table(family, hf_config, architecture)
+    naming = naming or name_tensors(entries)
+    return _state(held_whole(chunks), entries, naming, architecture)
+
+
+def sharded_adapter(
+    chunks: Sequence[Any], hf_config: dict[str, Any], plan: Plan
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    entries, naming = plan.entries | plan.whole, name_adapter(plan)
+    whole = (held for held in held_whole(chunks) if plan.whole.keys() & held[2].keys())
+    return _state(chain(held_whole(chunks, adapters=True), whole), entries, naming, architecture)
+
+
+def _state(
+    held: Iterable[tuple[Any, Tensor, dict[Key, Tensor]]],
+    entries: Mapping[Key, Entry],
+    naming: "Naming",
+    architecture: Architecture,
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    return {
+        str(key := next(iter(views))): _sharded(chunk, tensor, views, entries[key], naming, architecture)
+        for chunk, tensor, views in held
+    }
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the tensors of a model are called in a checkpoint."""
+
+    names: dict[Key, str]
+    stacked: bool  # layers, all alike, lie along a first dimension of one tensor; else each layer has its own
+
+
+def name_tensors(entries: Mapping[Key, Entry], stored: Mapping[str, Any] | None = None) -> Naming:
+    """As megatron-core with Transformer Engine names them, or, where `stored` has it so, with its own layers."""
+    siblings: dict[tuple[str, int | None], set[str]] = defaultdict(set)
+    for key in entries:
+        prefix, rest = _layer_and_rest(key.name)
+        siblings[prefix, key.layer].add(rest)
+    alike = len({frozenset(rests) for (prefix, _), rests in siblings.items() if prefix == LAYERS}) == 1
+    stacked = alike if stored is None else not any(name.startswith("decoder.layers.0.") for name in stored)
+    names = {}
+    for key in entries:
+        prefix, rest = _layer_and_rest(key.name)
+        where = "decoder.layers." if stacked and prefix == LAYERS else prefix.format(layer=key.layer)
+        where = where.replace("mtp_model_layer.", "transformer_layer.")  # as megatron-core saves it
+        spellings = [where + spelling for spelling in _spellings(rest, siblings[prefix, key.layer])]
+        names[key] = next((name for name in spellings if stored and name in stored), spellings[0])
+    return Naming(with_tied(names, entries), stacked)
+
+
+def name_adapter(plan: Plan) -> Naming:
+    """As the model itself names the adapters, and what is trained whole; layers count over the whole model."""
+    entries = plan.entries | plan.whole
+    return Naming(with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
+
+
+def with_tied(names: dict[Key, str], entries: Mapping[Key, Entry]) -> dict[Key, str]:
+    """A copy of the embedding, for the output layer, has the embedding's name."""
+    tied = OUTPUT in names and entries[OUTPUT] == entries.get(EMBEDDING)
+    return names | {OUTPUT: names[EMBEDDING]} if tied else names
+
+
+def _layer_and_rest(name: str) -> tuple[str, str]:
+    """decoder.layers.{layer}.mlp.router.weight -> decoder.layers.{layer}. and mlp.router.weight"""
+    found = LAYER.match(name)
+    return (found[0], name[found.end() :]) if found else ("", name)
+
+
+def _spellings(rest: str, siblings: set[str]) -> list[str]:
+    """Transformer Engine's name first, then those of megatron-core's own layers."""
+    if rest.startswith("mlp.experts."):
+        return [rest.replace("mlp.experts.", "mlp.experts.experts.")]
+    for norm, matrix, fused in FUSED:
+        if rest.startswith(norm):
+            both = [rest.replace(norm, fused), rest]
+            return both if any(name.startswith(matrix) for name in siblings) else both[::-1]
+    return [rest]
+
+
+def _sharded(
+    chunk: Any, tensor: Tensor, views: dict[Key, Tensor], entry: Entry, naming: Naming, architecture: Architecture
+) -> ShardedTensor | ShardedTensorFactory:
+    """`tensor`, whose `views` (itself, or what each expert has of it) are windows of whole tensors."""
+    key, shard = next(iter(views.items()))
+    dim, (ranks, rank) = entry.dim, split_of(key, entry)
+    pieces = pieces_of(entry, shard.shape, ranks, rank, architecture)
+    outer: list[tuple[int, int]] = []  # place, and number of places, in the dimensions before the tensor's own
+    if naming.stacked and key.layer is not None and key.name.startswith(LAYERS):
+        outer.append((key.layer, architecture.transformer["num_layers"]))
+    lead = [outer] if key.expert is None else [
+        [*outer, (expert.expert or 0, architecture.transformer["num_moe_experts"])] for expert in views
+    ]  # fmt: skip
+    axes = len(lead[0])
+    name = naming.names[key]
+    replica = replica_of(chunk, name, key, entry)
+    if tensor.ndim == shard.ndim and len(pieces) == 1:
+        return ShardedTensor.from_rank_offsets(
+            name,
+            tensor,
+            *((axis, *place) for axis, place in enumerate(lead[0])),
+            (axes + dim, rank, ranks),
+            replica_id=replica,
+            prepend_axis_num=axes,
+            allow_shape_mismatch=entry.kind is VOCAB,  # it is padded to what the layout divides
+        )
+
+    def cut(name: str, tensor: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+        parts = []
+        for places, view in zip(lead, tensor.unbind() if tensor.ndim > shard.ndim else [tensor], strict=True):
+            for at, target, length in pieces:
+                data = view.narrow(dim, at, length)[(None,) * axes]
+                whole = [*(number for _, number in places), *view.shape]
+                offset = [*(place for place, _ in places), *(0 for _ in view.shape)]
+                whole[axes + dim], offset[axes + dim] = ranks * view.shape[dim], target
+                parts.append(
+                    ShardedTensor(
+                        name, data, data.dtype, tuple(data.shape), tuple(whole), tuple(offset), None, replica_id
+                    )
+                )
+        return parts
+
+    def join(parts: list[Tensor]) -> Tensor:
+        flat = [part.flatten(0, axes) for part in parts]
+        wholes = [torch.cat(flat[i : i + len(pieces)], dim) for i in range(0, len(flat), len(pieces))]
+        return torch.stack(wholes) if tensor.ndim > shard.ndim else wholes[0]
+
+    return ShardedTensorFactory(name, tensor, cast(Any, cut), cast(Any, join), replica)
+
+
+def pieces_of(
+    entry: Entry, shard: Sequence[int], ranks: int, rank: int, architecture: Architecture
+) -> list[tuple[int, int, int]]:
+    """What a rank's shard is in the whole tensor, as it is without tensor parallelism: (from, to, length) of each run.
+
+    Mostly one run, the rank's window. Where a rank holds its share of each of several matrices (gate and up), these
+    come one after the other in the whole tensor.
+    """
+    size = shard[entry.dim]
+    spans = entry.spans(shard, ranks, architecture)
+    whole = entry.kind.spans(ranks * size, 1, architecture)
+    if spans == whole:
+        return [(0, rank * size, size)]
+    runs: list[tuple[int, int, int]] = []
+    for at, span in window(spans, rank * size, (rank + 1) * size):
+        target = 0
+        for other in whole:
+            low, high = max(span.start, other.start), min(span.stop, other.stop)
+            same = span.part == other.part and span.step == other.step
+            if same and low < high and (low - span.start) % span.step == 0 == (low - other.start) % span.step:
+                start, length = at + (low - span.start) // span.step, len(range(low, high, span.step))
+                place = target + (low - other.start) // span.step
+                if runs and runs[-1][0] + runs[-1][2] == start and runs[-1][1] + runs[-1][2] == place:
+                    runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + length)
+                else:
+                    runs.append((start, place, length))
+            target += other.length
+    if sum(length for *_, length in runs) != size:
+        raise RuntimeError(f"{', '.join(entry.hf)}: one process and {ranks} do not lay out the same tensor")
+    return sorted(runs)
+
+
+def replica_of(chunk: Any, name: str, key: Key, entry: Entry) -> tuple[int, int, int]:
+    """Which copy of a tensor this rank has: the one that is saved has zeros only."""
+    copied = name == EMBEDDING.name and not chunk.pre_process  # a later stage's, for the output layer
+    inside = split_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
+    if key.expert is not None:
+        return 0, inside, parallel_state.get_expert_data_parallel_rank()
+    return int(copied), inside, parallel_state.get_data_parallel_rank(with_context_parallel=True)

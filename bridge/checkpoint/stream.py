@@ -1,0 +1,185 @@
+"""A megatron-core model as Hugging Face tensors, whole, on every rank: what a rollout engine takes.
+
+A rank gathers a bucket of tensors and sends it to all ranks, while they take those of the bucket before.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import runtime
+from ..families import family_of
+from ..lora.attach import Lora
+from ..lora.merge import merging
+from ..mapping.local_params import architecture_of, held
+from ..mapping.param_mapping import OUTPUT, table
+from .adapter_files import trained_tensors
+from .safetensors_io import Form, names_of
+from .save import Job, connect, gathered, in_runs, jobs_of
+
+BUCKET = 512 * 2**20  # bytes
+EXPERTS = 1  # place among jobs_of's lists of the experts whose tensors stand alone
+ALIGNED = 64  # bytes: where a tensor may begin in a bucket
+
+
+class _Bucket(NamedTuple):
+    """What is sent at once: `forms` by name, from global rank `root`, in `bytes`."""
+
+    order: tuple[int, int]  # place among jobs_of's lists; layer of experts that several ranks send
+    root: int
+    forms: dict[str, Form]
+    jobs: list[Job]  # with which this rank helps to fill it
+    group: ProcessGroup | None  # of the ranks that fill it, where this is one of them
+
+    @property
+    def bytes(self) -> int:
+        return sum(_room(form) for form in self.forms.values())
+
+
+class _Sent(NamedTuple):
+    """A bucket on its way."""
+
+    forms: dict[str, Form]
+    data: Tensor  # uint8
+    work: dist.Work | None
+
+
+@torch.no_grad()
+def stream_weights(
+    chunks: Sequence[Any],
+    hf_config: dict[str, Any],
+    source: str | Path,
+    *,
+    dtype: torch.dtype,
+    merge: bool = False,
+    bucket_bytes: int = BUCKET,
+) -> Iterator[tuple[str, Tensor]]:
+    """The model that all ranks' `chunks` are, tensor by tensor, by the names of `source`: each whole, on this rank's
+    device, in `dtype` (or fp32, where its row says so).
+
+    To be called by every rank, and read to its end by every rank: all get the same tensors in the same order. They are
+    copies. `merge`: with the adapters in the weights, which stay as they are. Tensors of `source` that the model is
+    built without (passthrough.py) do not come. Two buckets of `bucket_bytes` (or one row's tensors, where these are
+    larger) are held at a time, beside one whole tensor. Parameters have to be gathered (Training.parameters_gathered).
+    """
+    family = family_of(hf_config)
+    architecture = architecture_of(chunks, family, hf_config)
+    entries = table(family, hf_config, architecture, names_of(source))
+    tensors = held(chunks)
+    if architecture.tied:
+        tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
+    jobs = jobs_of(tensors, entries, architecture, dtype, merging(chunks) if merge else {})
+    yield from _streamed(_buckets(jobs, bucket_bytes, {name for entry in entries.values() for name in entry.hf}))
+
+
+@torch.no_grad()
+def stream_adapter(
+    chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, *, bucket_bytes: int = BUCKET
+) -> Iterator[tuple[str, Tensor]]:
+    """The adapters of all ranks' `chunks`, and what is trained whole beside them: names and tensors of PEFT's format.
+
+    As `stream_weights`, each in its own dtype.
+    """
+    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    tensors, entries = trained_tensors(chunks, lora)
+    if architecture.tied:
+        tensors.pop(OUTPUT, None)
+    copies: dict[str, list[str]] = {}
+    for name, of in lora.plan.copies.items():
+        copies.setdefault(of, []).append(name)
+    names = {name for entry in entries.values() for name in entry.hf}
+    jobs = jobs_of(tensors, entries, architecture, None, {})
+    for name, tensor in _streamed(_buckets(jobs, bucket_bytes, names)):
+        yield from ((each, tensor) for each in (name, *copies.get(name, ())))
+
+
+def _buckets(
+    sorts: Sequence[tuple[list[Job], ProcessGroup, ProcessGroup]], bucket_bytes: int, names: set[str]
+) -> list[_Bucket]:
+    """Return what is sent, in order, the same on every rank. `sorts`: of `jobs_of`; `names`: of all tensors.
+
+    The experts of a layer come one after another, from whichever ranks have them: vLLM keeps the tensors of a layer
+    until it has all of them, and its bookkeeping takes time quadratic in what it keeps (100 s for 30B parameters).
+    """
+    mine: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[Job]]]] = {}
+    said: list[tuple[int, tuple[int, ...], list[int], list[dict[str, Form]]]] = []
+    experts_are_split = parallel_state.get_expert_model_parallel_world_size() > 1
+    for sort, (jobs, group, replicas) in enumerate(sorts):
+        if not jobs or replicas.rank() != 0:  # of ranks that hold the same, the first ones send it
+            continue
+        connect(group)
+        ranks, is_shared = tuple(dist.get_process_group_ranks(group)), sort == EXPERTS and experts_are_split
+        layers = [list(jobs) for _, jobs in groupby(jobs, lambda job: job.layer)] if is_shared else [jobs]
+        runs = [run for jobs in layers for run in in_runs(jobs, bucket_bytes)]
+        mine[sort, ranks] = group, runs
+        if group.rank() == 0:
+            forms = [{name: form for job in run for name, form in job.forms.items()} for run in runs]
+            said.append((sort, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], forms))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    buckets = []
+    for sort, ranks, layers, all_forms in (one for one_rank in everyone for one in one_rank):
+        group, runs = mine.get((sort, ranks), (None, [[]] * len(all_forms)))
+        for number, (layer, forms, run) in enumerate(zip(layers, all_forms, runs, strict=True)):
+            buckets.append(_Bucket((sort, layer), ranks[number % len(ranks)], forms, run, group))
+    buckets.sort(key=lambda bucket: bucket.order)
+    found = sorted(name for bucket in buckets for name in bucket.forms)
+    if found != sorted(names):
+        raise RuntimeError(f"{len(found)} tensors would be sent, which are not the {len(names)} of the rows once each")
+    return buckets
+
+
+def _streamed(buckets: Iterable[_Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one bucket while the next one is on its way."""
+    before: _Sent | None = None
+    for bucket in buckets:
+        now = _send(bucket)
+        if before is not None:
+            yield from _received(before)
+        before = now
+    if before is not None:
+        yield from _received(before)
+
+
+def _send(bucket: _Bucket) -> _Sent:
+    """Begin to send a bucket to every rank, this one among them."""
+    data = torch.empty(bucket.bytes, dtype=torch.uint8, device=runtime.device())
+    if bucket.group is not None:
+        at = dict(_places(bucket.forms))
+        writer = dist.get_group_rank(bucket.group, bucket.root)
+        for job in bucket.jobs:
+            for name, run in gathered(job, bucket.group, writer):
+                dtype = bucket.forms[name].dtype
+                size = run.numel() * dtype.itemsize
+                data[at[name] : at[name] + size].view(dtype).view(run.shape).copy_(run)
+                at[name] += size
+    alone = dist.get_world_size() == 1
+    work = None if alone else dist.broadcast(data, src=bucket.root, async_op=True)
+    return _Sent(bucket.forms, data, work)
+
+
+def _received(sent: _Sent) -> Iterator[tuple[str, Tensor]]:
+    if sent.work is not None:
+        sent.work.wait()
+    for name, at in _places(sent.forms):
+        form = sent.forms[name]
+        yield name, sent.data[at : at + form.bytes].view(form.dtype).view(form.shape)
+
+
+def _places(forms: dict[str, Form]) -> Iterator[tuple[str, int]]:
+    """Where each tensor begins in its bucket, in bytes."""
+    at = 0
+    for name, form in forms.items():
+        yield name, at
+        at += _room(form)
+
+
+def _room(form: Form) -> int:
+    return -(-form.bytes // ALIGNED) * ALIGNED

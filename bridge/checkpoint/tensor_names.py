@@ -1,0 +1,66 @@
+"""Check the tensor names of a Hugging Face folder against the model that its config.json describes."""
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..families import family_of
+from ..mapping.param_mapping import Architecture, Entry, Key, table
+from .conversion_report import accounted
+from .hub import INDEX
+from .passthrough import carried_names
+from .quantized import Weights, open_weights
+from .safetensors_io import unlisted
+
+MISFIT = "Do weights and config.json belong together?"
+
+
+def check_folder_names(folder: Path, hf_config: dict[str, Any]) -> None:
+    """Raise ValueError if the folder's tensors are not exactly those of the model in `hf_config`. Reads headers only.
+
+    A family that the bridge does not have, and weights in a quantization that it does not read, are not checked.
+    """
+    try:
+        family = family_of(hf_config)
+    except ValueError:
+        return
+    if (hf_config.get("quantization_config") or {}).get("quant_method") not in (None, "fp8", "mxfp4"):
+        return
+    architecture = family.describe(hf_config)
+    source = open_weights(folder, hf_config)
+    entries = table(family, hf_config, architecture, source.tensors)
+    check_names(source, set(), entries, architecture, family.name)
+
+
+def check_names(
+    source: Weights, made: Container[Key], entries: dict[Key, Entry], architecture: Architecture, family: str
+) -> None:
+    """Raise ValueError if `source` lacks a tensor of `entries` or has one that the model has no place for.
+
+    made: keys that are initialized, not read.
+    """
+    names = {name for key, entry in entries.items() if key not in made for name in entry.hf}
+    if missing := names - source.tensors.keys():
+        fix = MISFIT
+        if others := unlisted(source.folder):
+            fix = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
+        raise ValueError(
+            f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {fix}"
+        )
+    extra = source.tensors.keys() - names
+    if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):
+        raise ValueError(
+            f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. {MISFIT}"
+        )
+
+
+def shape_misfit(file: Path, name: str, stored: Iterable[int], described: Iterable[int]) -> str:
+    """Return the error message for a tensor whose stored shape differs from the one that config.json describes."""
+    return f"{file}: {name} has shape {list(stored)}, and by config.json it has {list(described)}. {MISFIT}"
+
+
+def some(names: Iterable[str]) -> str:
+    """Return how many tensors there are, and the first few by name, for error messages."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
+    return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"

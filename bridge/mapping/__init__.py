@@ -1,0 +1,1 @@
+"""The table that maps Hugging Face tensors to megatron-core parameters."""

@@ -1,0 +1,1 @@
+"""Building a megatron-core model from a Hugging Face config."""

@@ -1,0 +1,1 @@
+"""Checks of options against each other and the machine, before anything heavy is imported."""

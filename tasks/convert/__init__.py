@@ -1,0 +1,1 @@
+"""Conversion of checkpoints, and comparison of the result with the source."""

@@ -1,0 +1,1 @@
+"""Distillation: a student learns a teacher's distributions (`--rlhf_type gkd`)."""

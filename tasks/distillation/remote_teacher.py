@@ -1,0 +1,57 @@
+"""A teacher behind a server: no process of the run has it. Each rank asks for some of a step's documents."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...bridge import runtime
+from ...templates.batching.episode_batches import Sequences
+from ..distributed.collectives import on_every_rank, on_first_rank, patient_group
+from ..distributed.redistribute import starts_of
+from ..options import GkdOptions
+from ..rollout.scoring_client import ServerReader
+from ..run.context import Run
+
+
+class Served:
+    """See teacher_apart.Sight. Every rank makes one; errors reach every rank.
+
+    Raises ReaderLost where no server answers, ValueError where its vocabulary is another than the student's.
+    """
+
+    def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
+        url, self.top, self.vocab_size = options.teacher_model_server or "", options.gkd_logits_topk or 0, vocab_size
+
+        def connect() -> ServerReader:
+            return ServerReader(
+                url,
+                api_key=options.teacher_model_server_api_key,
+                timeout=options.vllm_server_timeout,
+                wait=options.wait_for_server,
+            )
+
+        self.reader = on_every_rank(connect, patient_group())
+        on_first_rank(lambda: self.reader.check_vocabulary(run.tokenizer), patient_group())
+        if self.top > vocab_size:
+            raise ValueError(f"--gkd_logits_topk {self.top}: there are {vocab_size} tokens. Give fewer")
+
+    def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
+        """Places are asked for where the label behind them is trained on."""
+        rank, world, starts = dist.get_rank(), dist.get_world_size(), starts_of(sequences)
+        places = [np.flatnonzero(weights[1:]) for weights in sequences.weights]
+        have = [
+            np.concatenate([starts[n] + places[n] for n in range(r, len(places), world)] or [starts[:0]])
+            for r in range(world)
+        ]
+        own = [n for n in range(rank, len(places), world) if len(places[n])]
+        found = on_every_rank(
+            lambda: self.reader.top_log_probs(
+                [sequences.tokens[n] for n in own], [places[n] for n in own], self.top, self.vocab_size
+            ),
+            patient_group(),
+        )
+        # fp32 has every whole number below 2^24, so any token.
+        rows = [np.concatenate([each.log_probs, each.tokens.astype(np.float32)], 1) for each in found]
+        whole = np.concatenate([np.empty((0, 2 * self.top), np.float32), *rows])
+        return have, torch.from_numpy(whole).to(runtime.device())

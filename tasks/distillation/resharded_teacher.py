@@ -1,0 +1,121 @@
+"""A teacher whose processes are not laid out as the student's are: what it makes of a step's tokens is brought to them.
+
+Every rank knows all documents of a step. Of the teacher's layout it knows too who has which tokens of them, so that
+each number goes from the rank that has it to those that want it, once.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ...bridge import runtime
+from ...bridge.model.build import Model
+from ...bridge.parallel import Groups
+from ...templates.batching.collator import Batch
+from ...templates.batching.episode_batches import Plan, Sequences
+from ..distributed.collectives import on_every_rank
+from ..distributed.redistribute import Spread, exchanged, together
+from ..options import GkdOptions
+from ..run.context import Run, episode_plan
+
+
+class Sight(Protocol):
+    """What a teacher makes of a step's trained tokens."""
+
+    def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
+        """(labels of each rank: see `Plan.numbers`, this rank's numbers of its own [labels, numbers of each])
+
+        The numbers are hidden states, or fp32: the log-probabilities of the likeliest tokens, then these tokens.
+        """
+        ...
+
+
+class Elsewhere:
+    """Lays out a teacher's sight of the documents of a step as the student's micro batches are. Every rank makes one,
+    in the student's process groups."""
+
+    def __init__(self, sight: Sight, plan: Plan, student: Model, *, top: int | None):
+        self._sight, self._top = sight, top
+        # Sequence parallelism splits hidden states, and nothing else does.
+        self._spread = Spread(plan, split=student.config.sequence_parallel and not top)
+
+    def of(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
+        """What `Teacher.looks` knows of each of this rank's micro batches; nothing but on the last pipeline stage."""
+        want = self._spread(sequences)
+        have, values = self._sight(sequences)
+        values = exchanged(have, [together(of_rank) for of_rank in want], values)
+        found, at = [], 0
+        for numbers in want[dist.get_rank()]:
+            wanted = torch.from_numpy(numbers >= 0).to(values.device)
+            count = int((numbers >= 0).sum())
+            whole = values.new_zeros(len(numbers), values.shape[1])
+            whole[wanted] = values[at : at + count]
+            at += count
+            # [2, 1, local length, top], or as a model has hidden states: [local length, 1, hidden size]
+            found.append(whole.unflatten(1, (2, 1, -1)).movedim(0, 2) if self._top else whole.unsqueeze(1))
+        return found
+
+
+class Apart:
+    """The teacher's process groups, and in them its passes. Every rank makes one.
+
+    Raises ValueError, on every rank, where the processes do not divide.
+    """
+
+    def __init__(self, run: Run, options: GkdOptions):
+        self._groups = on_every_rank(lambda: Groups(options))
+        self._run = replace(run, options=options)
+
+    def entered(self) -> AbstractContextManager[None]:
+        return self._groups.entered()
+
+    def begin(self, model: Model, see: Callable[[list[Batch]], list[Tensor]], *, top: int | None) -> None:
+        """`see`: what `model`, which was built in these groups, makes of micro batches of its own."""
+        self._model, self._see, self._top = model, see, top
+        with self.entered():
+            split = not top and model.config.sequence_parallel
+            self._spread = Spread(episode_plan(self._run), split=split, copies=False)
+
+    def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
+        have = self._spread(sequences)
+        with self.entered():
+            seen = self._see(self._spread.batches(sequences))
+        config, own = self._model.config, have[dist.get_rank()]
+        dtype, width = (torch.float32, 2 * self._top) if self._top else (config.params_dtype, config.hidden_size)
+        rows = [torch.empty(0, width, dtype=dtype, device=runtime.device())]
+        for numbers, values in zip(own, seen if own else [], strict=True):
+            flat = values.squeeze(1).movedim(0, 1).flatten(1) if self._top else values.squeeze(1)
+            rows.append(flat[torch.from_numpy(numbers >= 0).to(flat.device)].to(dtype))
+        return [together(of_rank) for of_rank in have], torch.cat(rows)
+
+    def matrix_for(self, student: Model) -> Tensor | None:
+        """Its output matrix, as many rows of it on each rank as the student's has there, those beyond its end 0; on
+        the student's last pipeline stage. Called in the student's process groups."""
+        with self.entered():
+            held = self._model.output_matrix().detach() if parallel_state.is_pipeline_last_stage() else None
+            first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+            tensor = parallel_state.get_tensor_model_parallel_rank()
+            have = np.arange(len(held)) + tensor * len(held) if held is not None and first_copy else np.arange(0)
+            total = len(held) * self._model.config.tensor_model_parallel_size if held is not None else 0
+        wants, rows = parallel_state.is_pipeline_last_stage(), 0
+        if wants:
+            rows = len(student.output_matrix())
+        everyone: list[Any] = [None] * dist.get_world_size()
+        first = rows * parallel_state.get_tensor_model_parallel_rank()
+        dist.all_gather_object(everyone, (have, total, first, rows))
+        end = max(total for _, total, _, _ in everyone)
+        want = [np.arange(min(first, end), min(first + rows, end)) for _, _, first, rows in everyone]
+        config = self._model.config
+        if held is None or not first_copy:
+            held = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=runtime.device())
+        found = exchanged([have for have, _, _, _ in everyone], want, held)
+        if not wants:
+            return None
+        return torch.cat((found, found.new_zeros(rows - len(found), found.shape[1])))

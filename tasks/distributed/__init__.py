@@ -1,0 +1,1 @@
+"""Ranks of a run: collectives on Python objects, stop signals, hangs."""

@@ -1,0 +1,150 @@
+"""How many floating-point operations training takes, and how many a chip can do: the two halves of MFU.
+
+Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
+token visits, the router, and the output layer for the tokens that are trained on), and attention over the causal pairs
+within each document. Not counted are embedding look-ups, norms, activations, adapters, and what recomputation repeats.
+A backward pass takes twice a forward pass: gradients of what goes in, and of the weights. Of the second as many are
+counted as there are weights that are trained, as a share of all.
+(PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from ...bridge.model.build import Model
+
+# Dense bf16 peaks of the makers' data sheets, FLOP/s; the first pattern that is found in the device's name.
+PEAK_BF16 = [
+    (r"\bGB200\b", 2500e12),
+    (r"\bB200\b", 2250e12),
+    (r"\bH[12]00 NVL\b", 835e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\b(H100|H200|H800|GH200)\b", 989e12),
+    (r"\b(A100|A800)\b", 312e12),
+    (r"\bH20\b", 148e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bRTX 4090\b", 165e12),
+]
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`), None for one that is not listed."""
+    return next((peak for pattern, peak in PEAK_BF16 if re.search(pattern, device_name)), None)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The cost of a model: `flops.training([document lengths])` gives the FLOPs of a forward and backward pass."""
+
+    matrix_parameters: int  # weights that a token is multiplied by, the output layer's among them
+    pair: int  # forward FLOPs of one (query, key) pair, over all heads of all layers that attend to everything
+    # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
+    limited: tuple[tuple[int | None, int | None, int], ...] = ()
+    output: int = 0  # of the matrix parameters, those of the output layer
+    trained: float = 1.0  # the share of the parameters that have gradients
+
+    @classmethod
+    def of_model(cls, model: "Model", *, scores_tokens: bool = True) -> "Flops":
+        """Of a model; not `scores_tokens`: without its output layer (a head's products, a few for each document, are
+        not counted)."""
+        vocabulary = model.architecture.vocab_size if scores_tokens else 0
+        return cls.of(model.config, vocabulary, trained=model.trained_share)
+
+    @classmethod
+    def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":
+        """From the model's sizes; `vocab_size` is its own, without the padding that tensor parallelism adds."""
+        hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+        head_dim = sizes.kv_channels or hidden // heads
+        groups = sizes.num_query_groups or heads
+        queries = 2 * heads if sizes.attention_output_gate else heads  # each with its gate
+        attention = hidden * (queries + 2 * groups) * head_dim + heads * head_dim * hidden
+        pair = 4 * heads * head_dim
+        if sizes.multi_latent_attention:
+            attention, pair = _latent_attention(sizes)
+        mixers = [layer.mixer for layer in sizes.architecture.layers]  # type: ignore[attr-defined]
+        deltas = mixers.count("gated_delta_net")
+        attending = sizes.num_layers - deltas
+        matrices = 3 if sizes.gated_linear_unit else 2
+        dense_ffn = sizes.ffn_hidden_size or 4 * hidden
+        dense = matrices * hidden * dense_ffn
+        moe_layers, sparse = 0, 0
+        if sizes.num_moe_experts:
+            frequency = sizes.moe_layer_freq
+            pattern = (
+                frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(sizes.num_layers)]
+            )
+            moe_layers = sum(map(bool, pattern))
+            visited = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
+            visited += sizes.moe_shared_expert_intermediate_size or 0
+            sparse = hidden * sizes.num_moe_experts + matrices * hidden * visited
+        parameters = attending * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
+        if deltas:
+            parameters += deltas * _delta_net(sizes)
+        depths = sizes.architecture.predicting  # type: ignore[attr-defined]
+        parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
+        layers = sizes.architecture.layers  # type: ignore[attr-defined]
+        reaches = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
+        limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
+        everything = attending + depths - reaches.total()
+        output = hidden * vocab_size
+        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, trained)
+
+    def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
+        """FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
+
+        scored: of how many tokens the label's probability is needed; None: of all.
+        """
+        products, attention = self._forward(list(lengths), scored)
+        return round((2 + self.trained) * products) + 3 * attention
+
+    def forward(self, lengths: Iterable[int], scored: int | None = None) -> int:
+        """The same of a forward pass alone."""
+        return sum(self._forward(list(lengths), scored))
+
+    def _forward(self, lengths: list[int], scored: int | None) -> tuple[int, int]:
+        """Of matrix products, and of attention."""
+        skipped = 0 if scored is None else sum(lengths) - scored
+        attention = sum(
+            cost * pairs(length, window, chunk)
+            for window, chunk, cost in ((None, None, self.pair), *self.limited)
+            for length in lengths
+        )
+        return 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped, attention
+
+    def six_n_d(self, tokens: float) -> float:
+        """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""
+        return 6 * self.matrix_parameters * tokens
+
+
+def pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """Of a query and a key that it may see, in a document of `length` tokens."""
+    if chunk is not None and chunk < length:
+        return length // chunk * pairs(chunk, window) + pairs(length % chunk, window)
+    near = length if window is None else min(window, length)
+    return near * (near + 1) // 2 + (length - near) * near
+
+
+def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
+    """Weights of multi-latent attention, and forward FLOPs of a pair: values are narrower than keys."""
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    names = "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+    rank, latent, own, shared, value = (getattr(sizes, name) for name in names)
+    query = heads * (own + shared)
+    queries = hidden * query if rank is None else (hidden + query) * rank
+    keys = hidden * (latent + shared) + latent * heads * (own + value)
+    return queries + keys + heads * value * hidden, 2 * (query + heads * value)
+
+
+def _delta_net(sizes: "TransformerConfig") -> int:
+    """A gated delta net's weights, and its states, by which a token is multiplied too: its key reads one and writes to
+    it, its query reads."""
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)
+    weights = sizes.hidden_size * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
+    return weights + 3 * values * key_dim * value_dim

@@ -1,0 +1,117 @@
+"""`--profile true`: torch's profiler around some steps, as a trace and as a table of kernels in the run's `profile/`.
+
+The trace opens in https://ui.perfetto.dev. A profiled step is slower than others, and the rates of its log line say so.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...bridge import runtime
+from ...templates.plural import plural
+from ..options.groups import ProfileOptions
+
+ROWS = 30  # of the table
+
+
+class Profile:
+    """Profiles this rank's steps --profile_step_start to --profile_step_end. `note` tells the user; what is no step's
+    time is spent within `paused()`.
+
+        profile.before(step); train_step(...); profile.after(step)      # in each step
+
+    Raises ValueError where the run ends before the first of them.
+    """
+
+    def __init__(
+        self,
+        options: ProfileOptions,
+        folder: Path,
+        max_steps: int,
+        note: Callable[[str], None],
+        paused: Callable[[], AbstractContextManager[None]],
+        first: int = 1,
+    ):
+        """`first`: the step that the run, where it is resumed, begins with."""
+        if options.profile and options.profile_step_start > max_steps:
+            raise ValueError(
+                f"--profile_step_start {options.profile_step_start}: the run has {plural(max_steps, 'step')}. Set an "
+                "earlier one"
+            )
+        mine = options.profile and dist.get_rank() in options.profile_ranks
+        end = min(options.profile_step_end, max_steps)
+        self.steps = range(max(options.profile_step_start, first), end + 1) if mine else range(0)
+        self.folder, self.note, self.paused = folder / "profile", note, paused
+        self._profiler: Any = None
+
+    def before(self, step: int) -> None:
+        if not self.steps or step != self.steps[0]:
+            return
+        runtime.synchronize()  # for the step before, whose time this is
+        with self.paused():
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> None:
+        if not self.steps or step != self.steps[-1]:
+            return
+        runtime.synchronize()
+        with self.paused():
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self.folder.mkdir(exist_ok=True)
+        trace = self.folder / f"steps-{self.steps[0]}-{step}-rank-{dist.get_rank()}.json"
+        profiler.export_chrome_trace(str(trace))
+        on_gpu = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+        kernels = [event for event in on_gpu if not event.is_user_annotation]  # which are not work, but names of it
+        table = (
+            table_of_kernels(kernels, len(self.steps)) if kernels else _table_of_operators(profiler, len(self.steps))
+        )
+        trace.with_suffix(".txt").write_text(table)
+        self.note(f"profiled steps {self.steps[0]} to {step}: {trace}, and a table beside it, in .txt")
+
+
+def table_of_kernels(kernels: list[Any], steps: int) -> str:
+    """Time of the device by kernel (copies among them), and how much of it has none at work."""
+    rows: dict[str, tuple[int, float]] = {}
+    for event in kernels:
+        count, total = rows.get(event.name, (0, 0.0))
+        rows[event.name] = count + 1, total + event.time_range.elapsed_us()
+    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - spans[0][0]
+    head = (
+        f"{plural(steps, 'step')} of {whole / steps / 1e3:,.1f} ms; of each {(whole - busy) / steps / 1e3:,.1f} ms "
+        f"({1 - busy / whole:.1%}) no kernel is at work, from the first one to the last\n"
+    )
+    return head + _table(rows, steps)
+
+
+def _table_of_operators(profiler: Any, steps: int) -> str:
+    """The same without a GPU: the CPU's own time by operator."""
+    averages = profiler.key_averages()
+    return _table({row.key: (row.count, row.self_cpu_time_total) for row in averages}, steps)
+
+
+def _table(rows: dict[str, tuple[int, float]], steps: int) -> str:
+    total = sum(microseconds for _, microseconds in rows.values())
+    lines = [f"{'ms a step':>12} {'share':>7} {'times':>8}"]
+    ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+    for name, (count, microseconds) in [("all together", (sum(n for n, _ in rows.values()), total)), *ordered[:ROWS]]:
+        lines.append(
+            f"{microseconds / steps / 1e3:12.3f} {microseconds / total:7.1%} {count / steps:8.0f}  {name[:160]}"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,98 @@
+"""Services that a run's metrics go to, chosen by `--report_to`: TensorBoard, wandb, swanlab."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..options.groups import LoggingOptions
+
+
+class Reporter(Protocol):
+    """Service that takes the scalars of a step. Its methods may raise any exception."""
+
+    name: str
+
+    def write(self, step: int, scalars: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def require_reporters(options: LoggingOptions) -> None:
+    """Raise ImportError, with the cure, where `--report_to` names a package that is not installed."""
+    for name in ("wandb", "swanlab"):
+        if name in options.report_to and importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or leave "
+                "the flag out: logging.jsonl and TensorBoard's files are written without it."
+            )
+
+
+class TensorBoard(Reporter):
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb(Reporter):
+    name = "wandb"
+
+    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        name = options.wandb_exp_name or folder.name
+        run_id = hashlib.sha256(str(folder).encode()).hexdigest()[:16]  # the same when the run is resumed
+        self._run = wandb.init(
+            project=options.wandb_project, name=name, dir=str(folder), config=settings, id=run_id, resume="allow"
+        )
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Swanlab(Reporter):
+    name = "swanlab"
+
+    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+        import swanlab  # pyright: ignore[reportMissingImports]
+
+        self._swanlab = swanlab
+        name = options.swanlab_exp_name or folder.name
+        swanlab.init(
+            project=options.swanlab_project, experiment_name=name, logdir=str(folder / "swanlab"), config=settings
+        )
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._swanlab.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+def reporters(options: LoggingOptions, folder: Path, settings: dict[str, Any], step: int) -> list[Reporter]:
+    """Start those that `--report_to` names, TensorBoard's files among them unless it is `none`.
+
+    settings: shown as the run's configuration. step: the last one of the run that is resumed, or 0.
+    """
+    started: list[Reporter] = []
+    if "none" not in options.report_to:
+        events = Path(options.tensorboard_dir) if options.tensorboard_dir else folder / "runs"
+        started.append(TensorBoard(events, step))
+    if "wandb" in options.report_to:
+        started.append(Wandb(options, folder, settings))
+    if "swanlab" in options.report_to:
+        started.append(Swanlab(options, folder, settings))
+    return started

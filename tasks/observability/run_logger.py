@@ -1,0 +1,344 @@
+"""What a run tells its user: a line and a row of numbers every few steps, curves, and a progress bar on a terminal.
+
+`RunLog` writes in the run's folder `logging.jsonl` (one JSON object a line), `runs/` (TensorBoard) and `images/*.png`
+(curves.py). A line on the terminal has the few numbers that matter.
+The keys of logging.jsonl are a promise to its readers:
+
+    step, max_steps   optimizer steps done, and of the whole run
+    loss, grad_norm, learning_rate, and the task's own metrics, as given to `train`
+    tokens            tokens trained on so far, over all ranks (real ones, no padding)
+    tokens_per_second_per_gpu, tflops_per_gpu, mfu, seconds_per_step
+                      rates since the row before (a GPU is a process, on a CPU); mfu is a share of the chip's dense bf16
+                      peak, null where that is not known. FLOPs are counted as in flops.py
+    memory_gib        the most memory that this process has held: of its GPU (not what a vLLM in it has let go), or of
+                      the host where there is none
+    data_wait         seconds that a step waited for its data, mean since the row before
+    elapsed, remaining   seconds since the start, and an estimate of those to come
+
+    skipped_steps     steps so far whose update was skipped as a spike, where there are any
+
+A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of a checkpoint has
+save_wait: the seconds that training waited for it. The last row sums it up. Of a run that is resumed, rows of later
+steps than the checkpoint's have gone: they come again.
+"""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from ...templates.plural import plural
+from ..options.groups import LoggingOptions
+from ..system.append_file import AppendFile
+from ..system.atomic_dir import explained
+from ..system.console import GREEN, columns, file_size, labelled, painted
+from .reporters import reporters, require_reporters
+from .throughput import Meter, Waiting
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a log goes on: all 0 for a new run."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0  # seconds
+    waiting: Waiting | None = None
+    spikes: int = 0
+
+
+class ThinnedRows:
+    """Rows at equal distances, at most `most` of however many are added: one, then every 2nd, then every 4th, ..."""
+
+    def __init__(self, most: int = 4000):
+        self.rows: list[dict[str, Any]] = []
+        self._most, self._every, self._added = most, 1, 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._added % self._every == 0:
+            self.rows.append(row)
+        self._added += 1
+        if len(self.rows) > self._most:
+            self.rows, self._every = self.rows[::2], 2 * self._every
+
+
+class RunLog:
+    """A run's log. With `folder` None, on every process but the one that writes, each method does nothing.
+
+        log = RunLog(folder, options, max_steps=100, chip_peak_flops=peak_flops(name), world_size=8)
+        log.step(tokens, flops, data_wait)                  # each step
+        if log.due(step): log.train(step, {"loss": ...})    # after fetching the metrics from the device
+        with log.meter.paused(): ...                        # evaluations and checkpoints
+        log.evaluation(step, {"eval_loss": ...})
+        log.close({"last_checkpoint": ...})
+
+    `settings`: what wandb and swanlab show as the run's configuration. `six_n`: FLOPs of a token by the usual estimate,
+    6 x parameters, which is printed beside the count at the end. `out` and `bar` stand for the terminal in tests.
+    Raises ImportError where `--report_to` names a package that is not installed, on every process alike.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        options: LoggingOptions,
+        max_steps: int,
+        chip_peak_flops: float | None,
+        world_size: int,
+        *,
+        start: "Start | None" = None,
+        six_n: float | None = None,
+        settings: dict[str, Any] | None = None,
+        out: TextIO | None = None,
+        bar: bool | None = None,
+    ):
+        self.folder = folder
+        self.max_steps = max_steps
+        self.logging_steps = options.logging_steps
+        self._on_gpu = chip_peak_flops is not None or _has_gpu()
+        self._six_n = six_n
+        self._rows: dict[str, ThinnedRows] = {}  # for the curves, by kind
+        start = start or Start()
+        self._step = start.step
+        self.spikes = start.spikes  # steps whose update was skipped for one
+        self._out = out or sys.stdout
+        require_reporters(options)
+        self._reporters = reporters(options, folder, settings or {}, start.step) if folder else []
+        # Its clock starts once the others, which take a while, are ready.
+        self.meter = Meter(world_size, chip_peak_flops, start.tokens, start.waiting)
+        self._start = time.perf_counter() - start.elapsed
+        if folder is None:
+            return
+        if start.step:
+            for row in _rows_until(start.step, folder / "logging.jsonl"):
+                self._keep(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
+        self._file = AppendFile(folder / "logging.jsonl", self._warn)
+        show = sys.stderr.isatty() if bar is None else bar
+        resizes = bool(columns(sys.stderr))
+        self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not show)
+
+    def due(self, step: int) -> bool:
+        """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
+        return step in (1, self.max_steps) or step % self.logging_steps == 0
+
+    def step(
+        self, tokens: int, flops: float, data_wait: float, ended: float | None = None, waiting: Waiting | None = None
+    ) -> None:
+        """Record a step: its real tokens and FLOPs over all ranks, the seconds that this rank waited for data, when it
+        ended and what waits, as Meter.step has it."""
+        if self.folder is None:
+            return
+        self.meter.step(tokens, flops, data_wait, ended, waiting)
+        self._step += 1
+        self._bar.update()
+
+    def train(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a step's metrics, with the rates since the last time. A metric of the same name as a rate replaces it."""
+        if self.folder is None:
+            return
+        rates = self.meter.window()
+        row = {"step": step, "max_steps": self.max_steps, **metrics, "tokens": self.meter.tokens, **rates}
+        from ..system.memory import memory_gib  # here, because it imports torch and cli/ imports this file
+
+        row |= {"memory_gib": memory_gib(), "elapsed": self.elapsed()}
+        row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
+        row |= metrics | ({"skipped_steps": self.spikes} if self.spikes else {})
+        self._write(row, "train")
+        self.note(train_line(row, on_gpu=self._on_gpu))
+
+    def spike(self, step: int) -> None:
+        """Count a step whose update was skipped because its loss or gradient norm stood out."""
+        self.spikes += 1
+        self.note(
+            f"step {step}: no update, loss or gradient norm is a spike (--loss_spike_sigma; {self.spikes} so far)"
+        )
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Log an evaluation's metrics, `eval_loss` among them."""
+        if self.folder is None:
+            return
+        row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self.elapsed()}
+        self._write(row, "eval")
+        fields = [
+            f"step {step}/{self.max_steps}",
+            *([f"eval_loss {loss:.4f}"] if (loss := metrics.get("eval_loss")) else []),
+        ]
+        fields += task_fields({key: value for key, value in metrics.items() if key != "eval_loss"})
+        self.note("  ".join([*fields, duration(row["elapsed"])]))
+
+    def saved(self, step: int, paths: dict[str, Path], waited: float, *, being_written: bool) -> None:
+        """Log that a checkpoint was saved, or began to be: training waited for it so many seconds."""
+        if self.folder is None:
+            return
+        self._write({"step": step, "max_steps": self.max_steps, "save_wait": waited, "elapsed": self.elapsed()}, "save")
+        if being_written:
+            self.note(f"Writing {paths['checkpoint'].name} while training goes on (training waited {waited:.1f} s)")
+        else:
+            self.written(paths, waited)
+
+    def written(self, paths: dict[str, Path], seconds: float) -> None:
+        """Print that a checkpoint is on the disk."""
+        for path in paths.values() if self.folder else ():
+            size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+            self.note(f"{painted(f'Saved {path.name}', GREEN, self._out)} ({size}, {seconds:.1f} s): {path}")
+
+    def note(self, text: str) -> None:
+        """Print text above the progress bar, or as a plain line."""
+        if self.folder is None:
+            return
+        if self._bar.disable:
+            print(text, file=self._out, flush=True)
+        else:
+            self._bar.write(text, file=self._out)
+
+    def draw(self, *, overview_only: bool = False) -> list[Path]:
+        """Draw the curves so far, or the overview of them, which takes less than a second; return the pictures."""
+        if self.folder is None:
+            return []
+        rows = sorted((row for kept in self._rows.values() for row in kept.rows), key=lambda row: row["step"])
+        try:
+            from .curves import draw  # numpy and matplotlib
+
+            title = f"{self.folder.parent.name}/{self.folder.name}"
+            return draw(rows, self.folder / "images", title, overview_only=overview_only)
+        except Exception as error:  # matplotlib's too: a picture is not worth a run
+            self._warn(f"warning: curves could not be drawn: {error!r}")
+            return []
+
+    def _warn(self, text: str) -> None:
+        self.note(labelled(text, self._out))
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write the summary as the last row, draw the curves, and say how fast the run was."""
+        if self.folder is None:
+            return
+        self._bar.close()
+        rates = self.meter.whole()
+        pictures = self.draw()
+        summary = {"step": self._step, "max_steps": self.max_steps, **summary, "tokens": self.meter.tokens, **rates}
+        self._file.write(_json({**summary, "elapsed": self.elapsed()}))
+        self._file.close()
+        for reporter in self._reporters:
+            try:
+                reporter.close()
+            except Exception as error:
+                self._warn(f"warning: {reporter.name} could not be closed: {error!r}")
+        self.note(
+            f"{plural(self.meter.tokens, 'token')} in {duration(self.elapsed())}; after the first step "
+            f"{self._speed(rates)}"
+        )
+        if pictures:
+            self.note(f"Curves: {pictures[0]}, and one picture for each metric beside it")
+
+    def _speed(self, rates: dict[str, float | None]) -> str:
+        text = _rates_text(rates, on_gpu=self._on_gpu)
+        if self._six_n and self._on_gpu:
+            tflops = (rates["tokens_per_second_per_gpu"] or 0.0) * self._six_n / 1e12
+            peak = self.meter.chip_peak_flops
+            text += f" (by 6ND {tflops:.4g} TFLOP/s/GPU" + (f", MFU {tflops * 1e12 / peak:.1%})" if peak else ")")
+        return text
+
+    def elapsed(self) -> float:
+        """Seconds of the whole run, of which a resumed one is a part."""
+        return time.perf_counter() - self._start
+
+    def _write(self, row: dict[str, Any], group: str) -> None:
+        self._keep(row, group)
+        self._file.write(_json(row))
+        scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
+        named = {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()}
+        for reporter in list(self._reporters):
+            try:
+                reporter.write(row["step"], named)
+            except Exception as error:  # a service that is gone, a disk that is full
+                self._reporters.remove(reporter)
+                self._warn(f"warning: {reporter.name} takes no more rows: {error!r}. Training goes on without it.")
+
+    def _keep(self, row: dict[str, Any], group: str) -> None:
+        self._rows.setdefault(group, ThinnedRows()).add(row)
+
+
+def train_line(row: dict[str, Any], *, on_gpu: bool) -> str:
+    """Return a row of logging.jsonl as one line for people: the numbers that matter; the file has all of them."""
+    fields = [f"step {row['step']}/{row['max_steps']}"]
+    if "loss" in row:
+        fields.append(f"loss {row['loss']:.4f}")
+    if "grad_norm" in row:
+        fields.append(f"grad norm {row['grad_norm']:.3f}")
+    if "learning_rate" in row:
+        fields.append(f"lr {row['learning_rate']:.3e}")
+    fields += task_fields({key: value for key, value in row.items() if key not in COMMON})
+    fields += [_rates_text(row, on_gpu=on_gpu), f"{row['memory_gib']:.2f} GiB"]
+    if on_gpu or row["data_wait"] > LONG_WAIT * row["seconds_per_step"]:
+        fields.append(f"data wait {row['data_wait']:.3f} s")
+    fields.append(f"left {duration(row['remaining'])}")
+    return "  ".join(fields)
+
+
+COMMON = {
+    "step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "tflops_per_gpu",
+    "mfu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining",
+}  # fmt: skip
+LONG_WAIT = 0.05  # share of a step
+SHORT_NAMES = {"rewards/margins": "margin", "rewards/accuracies": "accuracy", "completions/mean_length": "length"}
+OF_GENERATION = ("reward", "kl", "completions/mean_length")
+
+
+def task_fields(metrics: dict[str, float]) -> list[str]:
+    """Return the few metrics of a task that a line for people has, as `name value`."""
+    plain = {key.removeprefix("eval_"): (key, value) for key, value in metrics.items()}
+    generates = any(name.startswith("completions/") for name in plain)
+    shown = OF_GENERATION if generates else [name for name in plain if "/" not in name or name in SHORT_NAMES]
+    fields = []
+    for name in shown:
+        if name in plain:
+            key, value = plain[name]
+            prefix = "eval_" if key.startswith("eval_") else ""
+            fields.append(f"{prefix}{SHORT_NAMES.get(name, name)} {value:.4g}")
+    return fields
+
+
+def _rates_text(rates: dict[str, Any], *, on_gpu: bool) -> str:
+    text = f"{rates['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
+    if not on_gpu:  # a CPU's TFLOP/s say nothing to a person
+        return text
+    mfu = "" if rates["mfu"] is None else f"  MFU {rates['mfu']:.1%}"
+    return f"{text}  {rates['tflops_per_gpu']:.4g} TFLOP/s/GPU{mfu}"
+
+
+def duration(seconds: float) -> str:
+    """`3725.0` -> `1h 2m 5s`."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}h {minute}m {second}s" if hour else f"{minute}m {second}s" if minute else f"{second}s"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _json(row: dict[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, default=str) + "\n"
+
+
+def _rows_until(step: int, file: Path) -> list[dict[str, Any]]:
+    """The rows of a log up to a step, which it is left with; neither a summary nor half a row is among them."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if row["step"] <= step and "last_checkpoint" not in row:
+                rows.append(row)
+    with explained(file.parent):
+        beside = file.with_suffix(".partial")
+        beside.write_text("".join(_json(row) for row in rows), encoding="utf-8")
+        beside.replace(file)
+    return rows

@@ -1,0 +1,359 @@
+"""What the training loop reads, and the option set of each command. No torch here: the command line imports this."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from ...bridge.options import (
+    AdapterOptions,
+    BuildOptions,
+    LayoutOptions,
+    LoraOptions,
+    McoreAdapterOptions,
+    McoreOptions,
+    ModelOptions,
+    PredictionLayers,
+    TrainableOptions,
+)
+from ...templates.formats.schemas import Stage
+from ...templates.options import PrepareOptions
+from .groups import (
+    BatchOptions,
+    CheckpointOptions,
+    CompletionOptions,
+    ConversionOptions,
+    GenerationOptions,
+    LoggingOptions,
+    OptimizerOptions,
+    PrecomputeOptions,
+    ProfileOptions,
+    ReferenceOptions,
+    ResumeOptions,
+    SamplingOptions,
+    ScheduleOptions,
+    TeacherOptions,
+)
+from .multi_turn import TurnOptions
+from .rewards import RewardOptions
+from .rollout import EngineOptions
+from .rollout import RolloutOptions as RolloutOptions  # a command's, as those below
+
+# The flags that choose among the option sets of a command: each set has its own as its default.
+RlhfType = Annotated[
+    Literal["dpo", "kto", "rm", "grpo", "gkd"],
+    "What is trained: a policy by pairs of answers, one by single answers, a reward model, a policy by rewards of what "
+    "it generates, or a student by a teacher. Each has flags of its own: --rlhf_type kto --help shows them.",
+]
+TaskType = Annotated[
+    Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
+    "What is trained: the next token, classes or numbers, vectors, or a score of documents by a head or by two tokens. "
+    "Each has flags of its own: --task_type seq_cls --help shows them.",
+]
+
+
+@dataclass
+class SftOptions(
+    ModelOptions,
+    McoreOptions,
+    TrainableOptions,
+    LoraOptions,
+    AdapterOptions,
+    McoreAdapterOptions,
+    PrepareOptions,
+    BatchOptions,
+    ScheduleOptions,
+    OptimizerOptions,
+    BuildOptions,
+    CheckpointOptions,
+    ResumeOptions,
+    LoggingOptions,
+    ProfileOptions,
+):
+    """megatron sft"""
+
+    stage: ClassVar[Stage] = "sft"  # what templates make of a row
+    usual_metric: ClassVar[str] = "loss"  # by which the best checkpoint is known
+
+    def __post_init__(self) -> None:
+        """Fill in what is left out and follows from other options."""
+        lora = self.tuner_type == "lora"
+        if self.lr is None:
+            self.lr = 1e-4 if lora else 1e-5
+        if self.merge_lora is None and lora:
+            self.merge_lora = self.save_safetensors
+
+
+@dataclass
+class PtOptions(SftOptions):
+    """megatron pt"""
+
+    stage = "pt"
+    loss_scale: Literal["default", "last_round", "all"] = "all"
+
+
+@dataclass
+class DpoOptions(PrecomputeOptions, SftOptions):
+    """DPO"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "dpo"
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau).", "(0, inf)"] = 0.1
+    loss_type: Annotated[
+        list[
+            Literal[
+                "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+                "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+            ]
+        ],
+        "The loss, or several that are summed.",
+    ] = field(default_factory=lambda: ["sigmoid"])  # fmt: skip
+    loss_weights: Annotated[list[float], "The weight of each of --loss_type; left out: 1.", "(-inf, inf)"] = field(
+        default_factory=list
+    )
+    label_smoothing: Annotated[
+        float,
+        "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired).",
+        "[0, 0.5)",
+    ] = 0.0
+    rpo_alpha: Annotated[
+        float | None, "Weight of the chosen answers' own loss per token, beside the others.", "[0, inf)"
+    ] = None
+    reference_free: Annotated[bool, "No reference: its log-probabilities count as 0."] = False
+    f_divergence_type: Annotated[
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
+        "How the distance from the reference is measured.",
+    ] = "reverse_kl"
+    f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha.", "(-inf, inf)"] = 0.5
+    discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture.", "(0, inf)"] = 0.05
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+
+@dataclass
+class KtoOptions(PrecomputeOptions, SftOptions):
+    """KTO"""
+
+    stage = "kto"
+    rlhf_type: RlhfType = "kto"
+    beta: Annotated[float, "Higher: the policy stays nearer to the reference.", "(0, inf)"] = 0.1
+    loss_type: Annotated[
+        Literal["kto", "apo_zero_unpaired"], "The loss: with a KL estimate as its zero, or without one."
+    ] = "kto"
+    desirable_weight: Annotated[float, "Weight of the answers that are wanted.", "[0, inf)"] = 1.0
+    undesirable_weight: Annotated[float, "Weight of those that are not.", "[0, inf)"] = 1.0
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+
+@dataclass
+class RmOptions(SftOptions):
+    """Reward model"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "rm"
+    center_rewards_coefficient: Annotated[
+        float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance).", "[0, inf)"
+    ] = None
+
+
+@dataclass
+class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions, EngineOptions, SftOptions):
+    """GRPO"""
+
+    stage = "prompts"
+    usual_metric = "reward"
+    rlhf_type: RlhfType = "grpo"
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none.", "[0, inf)"] = 0.04
+    epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts.", "[0, inf)"] = 0.2
+    epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5).", "[0, inf)"] = None
+    delta: Annotated[float | None, "Bound of the ratio itself, above 1 + epsilon (two-sided clipping).", "(0, inf)"] = (
+        None
+    )
+    loss_type: Annotated[
+        Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
+        "The loss, and what it is a mean over: completions (grpo, sapo), tokens of a micro batch (bnpo), of the step "
+        "(dapo, cispo), or completions of the greatest length (dr_grpo).",
+    ] = "grpo"
+    tau_pos: Annotated[float, "sapo: temperature where the advantage is positive.", "(0, inf)"] = 1.0
+    tau_neg: Annotated[float, "sapo: where it is not.", "(0, inf)"] = 1.05
+    importance_sampling_level: Annotated[
+        Literal["token", "sequence", "sequence_token"], "Ratios of tokens, or of whole completions (GSPO, GSPO-token)."
+    ] = "token"
+    advantage_estimator: Annotated[
+        Literal["grpo", "rloo", "reinforce_plus_plus"], "What a reward is compared with."
+    ] = "grpo"
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        "What advantages are divided by: the standard deviation of the prompt's rewards, of all, or nothing; left "
+        "out: group (rloo: none, reinforce_plus_plus: batch).",
+    ] = None  # type: ignore[assignment]
+    kl_in_reward: Annotated[bool, "Take the KL divergence off the reward, in place of adding it to the loss."] = False
+    dynamic_sample: Annotated[
+        bool, "Generate anew in place of prompts whose completions all have the same reward (DAPO)."
+    ] = False
+    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step.", "[0, inf)"] = 3
+    overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
+    top_entropy_quantile: Annotated[
+        float, "Train only on this share of a step's tokens, those at which the policy was the least certain.", "(0, 1]"
+    ] = 1.0
+    log_entropy: Annotated[bool, "Log how uncertain the policy is at its tokens."] = False
+    rollout_importance_sampling_mode: Annotated[
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
+        "Weigh tokens (or completions) by the trainer's probability over the engine's, at most the threshold, or "
+        "leave out those beyond it.",
+    ] = None
+    rollout_importance_sampling_threshold: Annotated[
+        float, "The highest weight, or (mask) what is left out.", "(0, inf)"
+    ] = 2.0
+    router_replay_mode: Annotated[
+        Literal["disabled", "R2", "R3"],
+        "Of a mixture of experts: train each token by the experts that it went to in the pass before training (R2), or "
+        "in the engine that drew it (R3).",
+    ] = "disabled"
+    async_generate: Annotated[
+        bool, "Generate for the steps to come while those at hand are trained on, by servers (--vllm_mode server)."
+    ] = False
+    off_policy_sequence_mask_delta: Annotated[
+        float | None,
+        "Leave out completions that are worse than others where the engine's log-probabilities of their tokens are "
+        "above the trainer's by more than this, in the mean (DeepSeek-V3.2).",
+        "(0, inf)",
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_train_epochs is None and self.train_iters is None:
+            self.num_train_epochs = 1.0
+        if self.steps_per_generation is None:
+            self.steps_per_generation = max(1, (self.generation_batch_size or 0) // max(self.global_batch_size, 1))
+        if self.generation_batch_size is None:
+            self.generation_batch_size = self.global_batch_size * self.steps_per_generation
+        if self.cosine_max_len is None:
+            self.cosine_max_len = self.max_completion_length
+        if self.soft_max_length is None:
+            self.soft_max_length = self.max_completion_length
+        if self.scale_rewards is None:
+            self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
+        if self.epsilon_high is None:
+            self.epsilon_high = 5.0 if self.loss_type == "cispo" else self.epsilon
+
+
+@dataclass
+class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
+    """GKD"""
+
+    rlhf_type: RlhfType = "gkd"
+    lmbda: Annotated[
+        float, "Share of the steps that are on what the student generates, not on the data's answers.", "[0, 1]"
+    ] = 0.5
+    beta: Annotated[
+        float,
+        "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both.",
+        "[0, 1]",
+    ] = 0.5
+    temperature: Annotated[
+        float, "Of the completions' sampling, and of both models where they are compared.", "(0, inf)"
+    ] = 0.9
+    seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False
+    sft_alpha: Annotated[
+        float,
+        "Weight of the answers' own loss per token, beside the divergence; not of what the student generates.",
+        "[0, inf)",
+    ] = 0.0
+    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+
+    @property
+    def stage(self) -> Stage:
+        """Answers are needed where steps are on them."""
+        return "asked" if self.seq_kd or self.lmbda == 1 else "answered"
+
+
+@dataclass
+class CausalLmOptions(SftOptions):
+    """Task"""
+
+    task_type: TaskType = "causal_lm"
+
+
+@dataclass
+class SeqClsOptions(SftOptions):
+    """Classification"""
+
+    stage = "seq_cls"
+    task_type: TaskType = "seq_cls"
+    num_labels: Annotated[
+        int | None, "Outputs of the head; left out: those that the checkpoint's head has.", "(0, inf)"
+    ] = None
+    problem_type: Annotated[
+        Literal["single_label_classification", "multi_label_classification", "regression"] | None,
+        "One class of several, any number of them, or numbers; left out: the checkpoint's, else what the labels are.",
+    ] = None
+
+
+@dataclass
+class EmbeddingOptions(SftOptions):
+    """Embedding"""
+
+    stage = "embedding"
+    task_type: TaskType = "embedding"
+    loss_type: Annotated[
+        Literal["infonce", "contrastive", "online_contrastive", "cosine_similarity"],
+        "Find the positive among others, or (with labels) push pairs together and apart, or to a score.",
+    ] = "infonce"
+    pooling: Annotated[Literal["last", "mean"], "A text's vector: its last token's, or the mean of all."] = "last"
+    mrl_dims: Annotated[
+        list[int],
+        "Matryoshka: train the vectors' first so many dimensions to be vectors of their own, too.",
+        "[1, inf)",
+    ] = field(default_factory=list)
+    mrl_weights: Annotated[list[float], "The weight of each of --mrl_dims; left out: 1.", "(-inf, inf)"] = field(
+        default_factory=list
+    )
+    infonce_temperature: Annotated[float, "infonce: similarities are divided by it.", "(0, inf)"] = 0.1
+    infonce_use_batch: Annotated[bool, "In-batch negatives, across data-parallel ranks."] = True
+    contrastive_margin: Annotated[
+        float, "contrastive, online_contrastive: how far apart is far enough.", "[0, inf)"
+    ] = 0.5
+
+
+@dataclass
+class RerankerOptions(SftOptions):
+    """Reranker"""
+
+    stage = "reranker"
+    task_type: TaskType = "reranker"
+    loss_type: Annotated[
+        Literal["pointwise_reranker", "listwise_reranker"],
+        "Each document is relevant or not, or the positive is found among its negatives.",
+    ] = "pointwise_reranker"
+    listwise_temperature: Annotated[float, "listwise_reranker: scores are divided by it.", "(0, inf)"] = 1.0
+
+
+@dataclass
+class GenerativeRerankerOptions(RerankerOptions):
+    """Generative reranker"""
+
+    task_type: TaskType = "generative_reranker"
+    positive_token: Annotated[str, "The token that says a document is relevant."] = "yes"
+    negative_token: Annotated[str, "The one that says it is not."] = "no"
+
+
+@dataclass
+class ExportOptions(
+    ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions, PredictionLayers, ConversionOptions
+):
+    """swift export"""
+
+    def __post_init__(self) -> None:
+        if self.merge_lora is None:
+            self.merge_lora = self.mcore_adapter is not None
+
+
+@dataclass
+class MegatronExportOptions(ExportOptions, LayoutOptions):
+    """megatron export"""
+
+    # A process may write for long, and others wait for it.
+    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error.", "(0, inf)"] = 18_000_000
+
+
+@dataclass
+class InferOptions(ModelOptions, AdapterOptions, GenerationOptions):
+    """swift infer"""

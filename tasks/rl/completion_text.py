@@ -1,0 +1,29 @@
+"""Completions as text, for those who judge them and for users."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...templates.chat_template.generation_prompt import Openings
+from ..multi_turn.load import prompt_tools
+from ..options import GrpoOptions
+from ..rollout.engine import Completion
+from ..run.context import Run
+
+
+class Texts:
+    """The text of an answer begins where the assistant's turn begins: with what the chat template has put before the
+    first token that the model drew (`<think>`, of some), as a conversation would have it. Special tokens are left out.
+    """
+
+    def __init__(self, run: Run, options: GrpoOptions):
+        self._tokenizer, thinking = run.tokenizer, options.enable_thinking
+        more = {} if thinking is None else {"enable_thinking": thinking}
+        self._openings = Openings(run.tokenizer, tools=prompt_tools(options), **more)
+
+    def __call__(
+        self, columns: Sequence[dict[str, Any]], before: Sequence[Sequence[int]], drawn: Sequence[Completion]
+    ) -> list[str]:
+        """Of each completion: the columns of its row, the tokens that it was drawn behind, and itself."""
+        texts = self._tokenizer.batch_decode([each.tokens for each in drawn], skip_special_tokens=True)
+        rows = zip(columns, before, texts, strict=True)
+        return [self._openings(of_row, tokens) + text for of_row, tokens, text in rows]

@@ -1,0 +1,116 @@
+"""Episodes go on, turn after turn: the scheduler's messages behind an answer, then the model's next answer."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...templates.batching.prompt_dataloader import Prompt
+from ...templates.chat_template.continuation import Continuation
+from ...templates.formats.schemas import UnusableRow
+from ..distributed.collectives import kept_by_first_rank, on_first_rank, patient_group
+from ..multi_turn.call import Asked, TurnError
+from ..multi_turn.load import load_scheduler, prompt_tools
+from ..multi_turn.registry import Turn
+from ..options import GrpoOptions
+from ..rollout.eos import end_tokens
+from ..run.context import Run
+from .completion_text import Texts
+from .episode import Episode
+from .rollout_metrics import RolloutLog
+from .sampler import Generation
+
+
+class Next(NamedTuple):
+    """How an episode goes on."""
+
+    messages: list[dict[str, Any]]  # none: it is over
+    tokens: list[int]  # of the messages, to the generation prompt
+    full: bool  # there is no room for them: it is over, and cut off
+    info: dict[str, Any]
+
+
+class Turns:
+    """What follows the first answers. The scheduler runs on the first rank, for all."""
+
+    def __init__(self, run: Run, options: GrpoOptions):
+        self._tokenizer, self._texts = run.tokenizer, Texts(run, options)
+        self._most, self._room = options.max_turns, options.max_completion_length
+        self._name = options.multi_turn_scheduler
+        self._columns = kept_by_first_rank(lambda: run.data.columns) or []
+        self._scheduler = kept_by_first_rank(lambda: load_scheduler(options))
+        thinking = options.enable_thinking
+        self._continuation = kept_by_first_rank(
+            lambda: Continuation(
+                run.tokenizer,
+                end_tokens(run.model_folder, run.tokenizer),
+                tools=prompt_tools(options),
+                **({} if thinking is None else {"enable_thinking": thinking}),
+            )
+        )
+
+    def __call__(
+        self, complete: Generation, prompts: Sequence[Prompt], episodes: Sequence[Episode], log: RolloutLog
+    ) -> None:
+        """Let these episodes, one of each prompt, go on to their ends. Every rank calls it alike.
+
+        Raises TurnError, on every rank, for a scheduler that fails.
+        """
+        going = list(zip(prompts, episodes, strict=True))
+        states: dict[int, dict[str, Any]] = {}  # on the first rank, by episode
+        number = 1
+        while going:
+            with log.timed("turns"):
+                found = on_first_rank(lambda: self._next(going, number, states), patient_group())  # noqa: B023  at once
+            for (_, episode), each in zip(going, found, strict=True):
+                episode.info = each.info | {"num_turns": number}
+                episode.finish = "length" if each.full else episode.finish
+            asked = [(pair, each) for pair, each in zip(going, found, strict=True) if each.tokens]
+            if asked:
+                with log.timed("generate"):
+                    self._answer(complete, asked)
+            going, number = [pair for pair, _ in asked], number + 1
+        log.mean("num_turns", [episode.info["num_turns"] for episode in episodes])
+
+    def _answer(self, complete: Generation, asked: list[tuple[tuple[Prompt, Episode], Next]]) -> None:
+        tokens = [[*episode.tokens.tolist(), *each.tokens] for (_, episode), each in asked]
+        limits = [
+            self._room - (len(ids) - len(prompt.tokens)) for ids, ((prompt, _), _) in zip(tokens, asked, strict=True)
+        ]
+        completions = complete.of(tokens, limits)
+        texts = self._texts([episode.columns for (_, episode), _ in asked], tokens, completions)
+        for ((_, episode), each), completion, text in zip(asked, completions, texts, strict=True):
+            episode.go_on(each.messages, each.tokens, completion, text)
+
+    def _next(self, going: list[tuple[Prompt, Episode]], number: int, states: dict[int, dict[str, Any]]) -> list[Next]:
+        assert self._scheduler is not None
+        asked = [self._asked(episode, number, states.setdefault(id(episode), {})) for _, episode in going]
+        said = self._scheduler(asked)
+        return [self._after(*pair, each, messages) for pair, each, messages in zip(going, asked, said, strict=True)]
+
+    def _asked(self, episode: Episode, number: int, state: dict[str, Any]) -> Asked:
+        ids = episode.last.tolist()
+        turn = Turn(
+            number,
+            [*episode.columns["messages"], *episode.messages],
+            episode.text,
+            self._tokenizer.decode(ids, skip_special_tokens=False),
+            ids,
+            "length" if episode.finish == "length" else "stop",
+            episode.finish == "length" or number == self._most,
+            {name: episode.columns.get(name) for name in self._columns},
+            state,
+            episode.info,
+        )
+        return Asked(episode.place, turn)
+
+    def _after(self, prompt: Prompt, episode: Episode, asked: Asked, messages: list[dict[str, Any]]) -> Next:
+        assert self._continuation is not None
+        if not messages or asked.turn.final:
+            return Next([], [], False, asked.turn.info)
+        try:
+            tokens = self._continuation(messages, episode.columns, asked.turn.token_ids)
+        except UnusableRow as error:
+            raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {asked})") from None
+        used = len(episode.tokens) - len(prompt.tokens) + len(tokens)
+        if used >= self._room:
+            return Next([], [], True, asked.turn.info)
+        return Next(messages, tokens, False, asked.turn.info)

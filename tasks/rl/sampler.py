@@ -1,0 +1,71 @@
+"""Completions of a run's prompts, with random numbers that go on from one time to the next."""
+
+import copy
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ...templates.batching.prompt_dataloader import Prompt
+from ..options.groups import CompletionOptions
+from ..rollout.engine import Completion, Request, Sampling
+from ..rollout.engine_group import Rollout
+from ..run.vocabulary import check_tokens
+
+
+class Generation:
+    """Asks engines as the options say. Every rank has one, and asks for the same.
+
+    `ends`: tokens that end a completion, whatever the engine's folder says of it; None: as that says. `vocab_size`:
+    tokens that the model's embedding has.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        options: CompletionOptions,
+        seed: int,
+        *,
+        ends: Collection[int] | None,
+        vocab_size: int,
+        experts: bool = False,
+    ):
+        self.rollout, self.seed, self.vocab_size = rollout, seed, vocab_size
+        self.sampling = Sampling(
+            options.temperature,
+            options.top_p,
+            options.top_k,
+            options.repetition_penalty,
+            options.max_completion_length,
+            tuple(options.stop_words),
+            experts,
+            None if ends is None else tuple(sorted(ends)),
+        )
+        self.asked = 0  # completions so far, by which their random numbers differ
+
+    def without_weights(self) -> "Generation":
+        """One that goes on from here by itself. Where a server is lost it raises WeightsLost: it has none to give."""
+        other = copy.copy(self)
+        other.rollout = self.rollout.without_weights()
+        return other
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """One of each."""
+        return self.of([prompt.tokens for prompt in prompts])
+
+    def of(self, tokens: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
+        """One behind each of these; `limits`: how many tokens each may have, where that is less than the options'.
+
+        Raises ValueError for a token that the model does not have.
+        """
+        check_tokens(max((max(ids) for ids in tokens if len(ids)), default=0), self.vocab_size)
+        seeds = np.random.SeedSequence([self.seed, self.asked]).generate_state(len(tokens), np.uint64) >> 1
+        self.asked += len(tokens)
+        most = limits or [None] * len(tokens)
+        requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, most, strict=True)]
+        found = self.rollout.generate(requests, self.sampling)
+        if self.sampling.experts and any(completion.experts is None for completion in found):
+            raise RuntimeError(
+                "--router_replay_mode R3: the engine did not say which experts its tokens went to. Give R2, or another "
+                "engine"
+            )
+        return found

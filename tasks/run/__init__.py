@@ -1,0 +1,1 @@
+"""A run's folder, arguments and resume, and the context that tasks share."""

@@ -1,0 +1,35 @@
+"""Weights into a model, from either format."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...bridge.checkpoint.distributed import load_distributed
+from ...bridge.checkpoint.hub import has_weights, in_mcore_format, no_weights, read_config
+from ...bridge.checkpoint.load import load_weights
+from ...bridge.model.build import Model
+from ...bridge.model.score_head import head_of, with_head
+from ..system.atomic_dir import loading
+
+
+def read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
+    """The weights of a folder: Hugging Face's, or a megatron-core checkpoint of `hf_config`.
+
+    The first rank prints how long it takes. A head that the folder does not have begins at random, by `seed`. Raises
+    ValueError where it has no weights.
+    """
+    tells = dist.is_initialized() and dist.get_rank() == 0
+    with loading(folder) if tells else nullcontext():
+        _read_weights(model, hf_config, folder, seed=seed)
+
+
+def _read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
+    if not has_weights(folder):
+        if not in_mcore_format(folder):
+            raise ValueError(f"{folder} {no_weights(folder)}")
+        load_distributed(model.chunks, hf_config, folder, seed=seed)
+        return
+    config, labels = read_config(folder), head_of(hf_config)  # which says how these are quantised
+    load_weights(model.chunks, config if labels is None else with_head(config, labels), folder, seed=seed)

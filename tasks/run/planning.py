@@ -1,0 +1,217 @@
+"""What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
+
+import math
+import os
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
+from ...templates.plural import plural
+from ..options import ExportOptions, GkdOptions, SftOptions
+from ..options.groups import BatchOptions, CompletionOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from ...templates.batching.dataloader import Batches
+    from ...templates.batching.prompt_dataloader import Prompts
+    from ...templates.batching.streaming import TokenStream
+    from ...templates.dataset.store import TokenStore
+    from ...templates.prepare import Prepared
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes there are, and how they share the model and the data."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, options: ParallelOptions, world: int) -> "Layout":
+        return cls(
+            world=world,
+            tensor=options.tensor_model_parallel_size,
+            pipeline=options.pipeline_model_parallel_size,
+            context=options.context_parallel_size,
+            expert=options.expert_model_parallel_size,
+            expert_tensor=options.expert_tensor_parallel_size,
+        )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of the dense weights; 0 where the processes are too few."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of the experts' weights."""
+        return self.world // (self.expert * self.expert_tensor * self.pipeline)
+
+    def __str__(self) -> str:
+        split = f"TP {self.tensor} x PP {self.pipeline} x CP {self.context} x DP {self.data}"
+        text = f"{plural(self.world, 'process')} = {split}"
+        if self.expert == self.expert_tensor == 1:
+            return text
+        experts = f"EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline} x DP {self.expert_data}"
+        return f"{text}; experts: {experts}"
+
+
+def teacher_layout(options: GkdOptions) -> GkdOptions | None:
+    """The run's options with the layout that the teacher has for itself; None: it has the student's."""
+    given = {
+        "tensor_model_parallel_size": options.teacher_tensor_model_parallel_size,
+        "pipeline_model_parallel_size": options.teacher_pipeline_model_parallel_size,
+        "context_parallel_size": options.teacher_context_parallel_size,
+        "expert_model_parallel_size": options.teacher_expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.teacher_expert_tensor_parallel_size,
+    }
+    own: dict[str, int] = {name: getattr(options, name) if value is None else value for name, value in given.items()}
+    if all(value == getattr(options, name) for name, value in own.items()):
+        return None
+    even = dict.fromkeys(
+        (
+            "virtual_pipeline_model_parallel_size",
+            "microbatch_group_size_per_vp_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+    )
+    return replace(options, **own, **even, sequence_parallel=own["tensor_model_parallel_size"] > 1)  # pyright: ignore[reportArgumentType]
+
+
+def build_options(options: ExportOptions) -> BuildOptions:
+    """How an export builds its model: as the flags of `megatron export` say, or in one process."""
+    names = [field.name for options_class in (LayoutOptions, PredictionLayers) for field in fields(options_class)]
+    return BuildOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+
+
+def export_folder(options: ExportOptions) -> Path:
+    """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's name of it.
+
+    The source of what has an adapter is the adapter.
+    """
+    if options.output_dir:
+        return Path(options.output_dir).expanduser().resolve()  # a link stays, and leads to what is made
+    adapter = next(iter(options.adapters), options.mcore_adapter)
+    source, ending = adapter or options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
+    if adapter and options.merge_lora:
+        ending = "merged-mcore" if options.to_mcore else "merged"
+    folder = Path(source).expanduser().absolute()
+    return (
+        folder.with_name(f"{folder.name}-{ending}")
+        if folder.exists()
+        else Path(f"{Path(source).name}-{ending}").absolute()
+    )
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    steps_per_epoch: int | None  # None: a stream, whose length is not known
+    steps: int
+    prepared: "Prepared"
+    tokenizer: Any
+
+
+def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
+    """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
+    from ...bridge.checkpoint.hub import source_folder
+    from ...bridge.checkpoint.pretrained import load_tokenizer
+
+    tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
+    prepared = tokens_of(options, tokenizer)
+    batches = batches_of(options, prepared.train, layout)
+    per_epoch = None if batches.samples is None else -(-batches.samples // options.global_batch_size)
+    return DataPlan(per_epoch, steps_of(options, batches.samples), prepared, tokenizer)
+
+
+def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
+    """The tokens of the datasets, from their cache or made now: `prepare`, as the task wants it."""
+    from ...templates.prepare import prepare
+    from ..multi_turn.load import prompt_tools
+
+    return prepare(
+        options,
+        tokenizer,
+        stage=options.stage,
+        use_hf=options.use_hf,
+        hub_token=options.hub_token,
+        tools=prompt_tools(options),
+        verify=verify,
+    )
+
+
+def batches_of(
+    options: SftOptions,
+    store: "TokenStore | TokenStream",
+    layout: Layout,
+    *,
+    data_rank: int = 0,
+    context_rank: int = 0,
+    shuffle: bool = True,
+    pad_token_id: int = 0,
+) -> "Batches | Prompts":
+    """The micro batches of one rank of a layout; of a task that generates, the prompts."""
+    from ...templates.batching.dataloader import Batches
+    from ...templates.batching.prompt_dataloader import Prompts
+
+    if isinstance(options, CompletionOptions):
+        each = options.num_generations * options.num_iterations if isinstance(options, SamplingOptions) else 1
+        return Prompts(store, samples_each=each, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
+
+    return Batches(
+        store,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+        data_parallel_rank=data_rank,
+        data_parallel_size=layout.data,
+        context_parallel_rank=context_rank,
+        context_parallel_size=layout.context,
+        length_multiple=length_multiple(options),
+        equal_lengths=layout.pipeline > 1,
+        equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
+        packing=options.packing,
+        padding_free=options.padding_free,
+        max_length=options.packing_length or options.max_length,
+        shuffle=shuffle,
+        seed=options.data_seed,
+        # Of a stream, the number of workers decides who reads what: it is to be the same everywhere.
+        num_workers=options.dataloader_num_workers
+        if options.streaming
+        else min(options.dataloader_num_workers, cores_of_a_rank()),
+        pad_token_id=pad_token_id,
+    )
+
+
+def length_multiple(options: BuildOptions) -> int:
+    """By what the tokens of a micro batch on one context-parallel rank divide: SP splits them, FP8 takes so many."""
+    split = options.tensor_model_parallel_size if options.sequence_parallel else 1
+    return split * options.fp8_token_multiple
+
+
+def cores_of_a_rank() -> int:
+    """Cores for each of the ranks on this machine, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def steps_of(options: BatchOptions, samples: int | None) -> int:
+    """Optimizer steps of a run. Epochs are passes over all samples; the last step is filled from a further pass."""
+    if options.train_iters is not None:
+        return options.train_iters
+    if samples is None or options.num_train_epochs is None:
+        raise ValueError("a stream has no known length: give --train_iters instead of --num_train_epochs")
+    return max(1, math.ceil(options.num_train_epochs * samples / options.global_batch_size - 1e-9))
+
+
+def shard_bytes(size: str) -> int:
+    """'5GB' or '500MB' in bytes. Raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)I?B?\s*", size.upper())
+    if not match or float(match[1]) <= 0:
+        raise ValueError(f"--max_shard_size {size}: give a size such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,1 @@
+"""Supervised tasks: language models, classifiers, embeddings, rerankers."""

@@ -1,0 +1,1 @@
+"""Terminal, files, memory and plugins of one process."""

@@ -1,0 +1,1 @@
+"""The trainer: setup, loop, step, optimizer, checkpoints."""

@@ -1,0 +1,322 @@
+"""Checkpoints of a run: `checkpoint-N` folders, Hugging Face's or megatron-core's, each whole or absent.
+
+A folder has the model's weights or, with LoRA, the adapter alone; `--merge_lora` puts `checkpoint-N-merged` beside it.
+In `training_state` it has what the run needs to go on from there (train_state.py, tasks/run/resume.py).
+"""
+
+import errno
+import json
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from ...bridge.checkpoint.adapter_files import stage_adapter
+from ...bridge.checkpoint.distributed import save_distributed, save_distributed_adapter
+from ...bridge.checkpoint.safetensors_io import Form
+from ...bridge.checkpoint.save import stage_weights
+from ...bridge.checkpoint.sentence_transformers import sentence_transformers_files
+from ...bridge.checkpoint.writer import Folder, Report, Writer
+from ...bridge.mapping.fp8 import masters_in_bf16
+from ...bridge.model.build import Model
+from ..distributed.collectives import on_first_rank
+from ..distributed.watchdog import Watchdog
+from ..options import EmbeddingOptions
+from ..run.context import Run
+from ..run.planning import shard_bytes
+from ..run.resume import tidy_for
+from ..run.run_dir import STATE, last_save, merged_beside
+from ..system.atomic_dir import Entry, FolderError, begin, commit_together, explained
+from .reference_sync import REFERENCE
+from .step import Training
+from .train_state import rank_file
+
+POLL = 0.02  # seconds between two looks at the others' reports
+
+
+class Checkpoints:
+    """Saves a run. Every rank calls every method, in the same order.
+
+    A rank writes its files and reports that they are on the disk; when all have, rank 0 puts the checkpoint in its
+    place. Threads do this: training waits for them, or with --async_save for copies of what is written alone. They
+    tell each other by the process group's store, so that no collective is in the way of training's own.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        training: Training,
+        watchdog: Watchdog,
+        note: Callable[[str], None],
+        following: Model | None = None,
+        written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
+    ):
+        """
+        note: tells the user.
+        following: a reference that changes while training does, and is saved too.
+        written: tells the user that a checkpoint which was written while training went on is on the disk.
+        """
+        self._run, self._training, self._watchdog, self._following = run, training, watchdog, following
+        # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
+        self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
+        self._saved = 0
+        self._before = last_save(run.folder)  # rank 0's counts
+        self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
+        self._saving: _Saving | None = None
+        self._note, self._failed = note, False  # the last one was
+        self._written = written if run.options.async_save else lambda paths, seconds: None
+
+    def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
+        """Save the weights, and beside them this rank's `tensors` and (rank 0's) `state`.
+
+        Returns the folder as "checkpoint", and that of the merged weights, if there is one, as "merged_checkpoint".
+        Raises what `settle` raises. If the checkpoint before has failed, and only that, this one is to do instead.
+        """
+        try:
+            self.settle()
+        except OSError as error:
+            if self._failed:
+                raise
+            self._failed = True
+            self._note(f"{error} Training goes on, and this checkpoint is tried instead.")
+        path = self._run.folder / f"checkpoint-{step}"
+        merged = merged_beside(path) if self._training.model.lora and self._run.options.merge_lora else None
+        paths = [merged, path] if merged else [path]
+        self._saved += 1
+        with self._watchdog.phase(f"saving {path.name}"):
+            more = [f"{STATE}/{REFERENCE}"] if self._following else []
+            temporary = on_first_rank(lambda: _begin(path, paths, [STATE, *more]))
+            masters = masters_in_bf16(self._training.optimizer, self._training.chunks)
+            with self._training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
+                folders = {
+                    path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
+                }
+                if self._following:
+                    folders[path].append(self._stage_reference(self._following, temporary / path.name))
+                if merged:
+                    folders[merged] = [self._stage_weights(temporary / merged.name)]
+                state = state | {"saves": self._before + self._saved, "time": time.time(), "step": step}
+                self._saving = _Saving(
+                    self._run, self._store, self._saved, temporary, paths, folders, state, self._written
+                )
+                if not self._run.options.async_save:
+                    self.settle()
+        return _named(paths)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is in its place. Raises, on every rank, what a rank met."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with self._watchdog.phase(f"waiting until {saving.paths[-1].name} is written"):
+            while not saving.ended():
+                if saving.waits_for_others:
+                    self._watchdog.others_work()
+                time.sleep(POLL)
+        saving.result()
+        self.last, self._failed = _named(saving.paths), False
+
+    def _stage(self, step: int, folder: Path) -> list[Folder]:
+        """The weights, or the adapter alone, in the format that is asked for."""
+        run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
+        if lora and run.options.save_safetensors:
+            return [stage_adapter(chunks, run.hf_config, lora, folder, base=run.base, copied=run.options.async_save)]
+        if lora:
+            save_distributed_adapter(chunks, run.hf_config, lora, folder, base=run.base, iteration=step)
+        elif run.options.save_safetensors:
+            return [self._stage_weights(folder)]
+        else:
+            save_distributed(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, iteration=step)
+        return []
+
+    def _stage_weights(self, folder: Path) -> Folder:
+        """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
+        run = self._run
+        staged = stage_weights(
+            self._training.model.chunks,
+            run.hf_config,
+            run.model_folder,
+            folder,
+            dtype=run.dtype,
+            max_shard_bytes=shard_bytes(run.options.max_shard_size),
+            merge=True,
+            copied=run.options.async_save,
+        )
+        return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
+
+    def _stage_reference(self, reference: Model, folder: Path) -> Folder:
+        run, within = self._run, f"{STATE}/{REFERENCE}"
+        staged = stage_weights(
+            reference.chunks,
+            run.hf_config,
+            run.model_folder,
+            folder / within,
+            dtype=run.dtype,
+            max_shard_bytes=shard_bytes(run.options.max_shard_size),
+            copied=run.options.async_save,
+        )
+        return replace(staged, within=within)
+
+    def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> Folder:
+        writer = Writer(temporary / path.name / STATE, copied=self._run.options.async_save)
+        if tensors:
+            writer.begin(
+                rank_file(dist.get_rank()),
+                {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+            )
+        for name, tensor in tensors.items():
+            writer.put(name, tensor)
+        return Folder(writer, lambda _: {}, within=STATE)
+
+
+class _Saving:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(
+        self,
+        run: Run,
+        store: Any,
+        number: int,
+        temporary: Path,
+        paths: list[Path],
+        folders: dict[Path, list[Folder]],
+        state: dict[str, Any],
+        written: Callable[[dict[str, Path], float], None],
+    ):
+        self.paths, self._written, self._began = paths, written, time.perf_counter()
+        self.waits_for_others = False  # what they do, they watch themselves
+        self._run, self._store, self._number = run, store, number
+        self._temporary, self._folders, self._state = temporary, folders, state
+        self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> bool:
+        """Whether it is whole, or not to be."""
+        return self._store.check([self._key("outcome")])
+
+    def result(self) -> None:
+        """Raise what stood against it."""
+        self._thread.join()
+        _answer(self._store.get(self._key("outcome")))
+
+    def _key(self, name: object) -> str:
+        return f"{self._number}/{name}"
+
+    def _work(self) -> None:
+        try:
+            reports = {path: [folder.report() for folder in folders] for path, folders in self._folders.items()}
+            message = json.dumps([[report.as_json() for report in reports[path]] for path in self.paths])
+        except Exception as error:
+            message = _error_as_json(error)
+        self._store.set(self._key(dist.get_rank()), message)
+        self.waits_for_others = True
+        if dist.get_rank() == 0:
+            try:
+                with explained(self.paths[-1]), _removed_on_error(self._temporary):
+                    self._finish(self._reports())
+                with suppress(OSError):
+                    self._written(_named(self.paths), time.perf_counter() - self._began)
+                outcome = json.dumps(None)
+            except Exception as error:
+                outcome = _error_as_json(error)
+            self._store.set(self._key("outcome"), outcome)
+
+    def _reports(self) -> list[dict[Path, list[Report]]]:
+        keys = [self._key(rank) for rank in range(dist.get_world_size())]
+        for key in keys:
+            while not self._store.check([key]):
+                time.sleep(POLL)
+        self.waits_for_others = False
+        answers = [_answer(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return [
+            {
+                path: [Report.of_json(report) for report in reports]
+                for path, reports in zip(self.paths, answer, strict=True)
+            }
+            for answer in answers
+        ]
+
+    def _finish(self, ranks: list[dict[Path, list[Report]]]) -> None:
+        known: dict[Path, dict[str, Entry]] = {}
+        for path, folders in self._folders.items():
+            known[path] = {}
+            for number, folder in enumerate(folders):
+                reports = [reports[path][number] for reports in ranks]
+                names = folder.complete(reports)
+                for shard in (shard for report in reports for shard in report.shards):
+                    name = f"{folder.within}{'/' if folder.within else ''}{names.get(shard.name, shard.name)}"
+                    known[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
+        run, path = self._run, self.paths[-1]
+        (self._temporary / path.name / STATE / "state.json").write_text(json.dumps(self._state, indent=2) + "\n")
+        for each in self.paths:
+            (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
+        commit_together(self._temporary, self.paths, known)
+        tidy_for(run.options, path)
+
+
+def _embedding(staged: Folder, folder: Path, options: EmbeddingOptions) -> Folder:
+    """With what sentence-transformers reads."""
+
+    def complete(ranks: list[Report]) -> dict[str, str]:
+        names = staged.complete(ranks)
+        sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims)
+        return names
+
+    return replace(staged, complete=complete)
+
+
+def _named(paths: list[Path]) -> dict[str, Path]:
+    """A checkpoint, and its merged weights where it has some."""
+    return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
+
+
+def _error_as_json(error: Exception) -> str:
+    """Return an error as JSON for other ranks: an OSError by its text, any other, a fault of the program, by its stack.
+
+    The store carries no pickles: whoever reaches its port could put one there.
+    """
+    if isinstance(error, OSError):
+        kind = "explained" if isinstance(error, FolderError) else "os"
+        return json.dumps({"kind": kind, "errno": error.errno or errno.EIO, "text": error.strerror or str(error)})
+    return json.dumps({"kind": "fault", "errno": 0, "text": "".join(traceback.format_exception(error))})
+
+
+def _answer(message: bytes) -> Any:
+    """Return the report that a rank has sent. Raises its error."""
+    answer = json.loads(message)
+    if isinstance(answer, dict):
+        if answer["kind"] == "fault":
+            raise RuntimeError(answer["text"])
+        raise (FolderError if answer["kind"] == "explained" else OSError)(answer["errno"], answer["text"])
+    return answer
+
+
+def _begin(path: Path, paths: list[Path], within: list[str]) -> Path:
+    temporary = begin(path)
+    with explained(path):
+        for each in paths:
+            (temporary / each.name).mkdir()
+        for folder in within:
+            (temporary / path.name / folder).mkdir()
+    return temporary
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """A disk that this checkpoint has filled is given its space back."""
+    try:
+        yield
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,67 @@
+"""References that follow the policy: TR-DPO's soft updates (https://arxiv.org/abs/2404.09656), as TRL does them.
+
+Both models are laid out alike, so that every rank moves what it holds of the reference towards what it holds of the
+policy. A checkpoint has the reference beside the policy, as a Hugging Face folder in its training state.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ...bridge.lora.merge import merging
+from ...bridge.mapping.fp8 import masters_in_bf16
+from ...bridge.mapping.local_params import held, held_whole
+from ...bridge.mapping.param_mapping import Key
+from ...bridge.model.build import Model
+from ..distributed.collectives import on_every_rank
+from ..options.groups import ReferenceOptions
+from .step import Training
+
+REFERENCE = "reference"  # the folder in a checkpoint's training state
+
+
+class Follower:
+    """A `reference` that is drawn to `model` every --ref_model_sync_steps. Every rank makes one.
+
+    Raises ValueError, on every rank, where the two have other tensors.
+    """
+
+    def __init__(self, model: Model, reference: Model, options: ReferenceOptions):
+        self.reference = reference
+        self._every, self._share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
+        on_every_rank(lambda: _check_alike(model, reference))
+
+    @torch.no_grad()
+    def __call__(self, training: Training, step: int) -> None:
+        """After a step: reference = (1 - share) reference + share policy, of parameters, in their dtype."""
+        if step % self._every:
+            return
+        masters = masters_in_bf16(training.optimizer, training.chunks)
+        with training.parameters_gathered(), masters:
+            chunks = training.model.chunks
+            ours, with_adapters = held(chunks), merging(chunks)
+            for key, theirs in _parameters(self.reference):
+                own = with_adapters[key](ours[key]) if key in with_adapters else ours[key]
+                theirs.mul_(1.0 - self._share).add_(own.to(theirs.device), alpha=self._share)
+
+
+def _parameters(model: Model) -> Iterator[tuple[Key, Tensor]]:
+    for _, tensor, views in held_whole(model.chunks):
+        if isinstance(tensor, nn.Parameter):  # no buffer: rules that balance experts change those
+            yield from views.items()
+
+
+def _check_alike(model: Model, reference: Model) -> None:
+    ours = {key: tensor.shape for key, tensor in held(model.chunks).items()}
+    theirs = {key: tensor.shape for key, tensor in held(reference.chunks).items()}
+    for key in (key for key in [*theirs, *ours] if ours.get(key) != theirs.get(key)):
+        raise ValueError(
+            f"--sync_ref_model true: the reference follows the model tensor by tensor, and {key} is "
+            f"{_shown(ours.get(key))} in the model and {_shown(theirs.get(key))} in the reference. Give a reference of "
+            "the same shape, or leave it out"
+        )
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else str(list(shape))

@@ -1,0 +1,83 @@
+"""Giving a run that is resumed what its checkpoint has: the data's place, optimizer, schedule, random numbers."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from ...bridge.parallel import seed_ranks
+from ...templates.batching.dataloader import Batches
+from ..distributed.collectives import on_every_rank
+from ..run.context import Run
+from ..run.planning import steps_of
+from ..run.resume import Resumed
+from .step import Training
+from .train_state import load_optimizer, load_rng, read_prefixed
+
+
+def place_data(run: Run, train: Batches) -> list[str]:
+    """Have `train` go on where the checkpoint was, in any layout. Notes for the user.
+
+    Every rank calls this. Raises ValueError, on every rank, where the data is another.
+    """
+    if run.resumed is None:
+        return []
+    notes = [f"resumed from {run.resumed.checkpoint}, at step {run.resumed.step}", *run.resumed.notes]
+    if run.options.ignore_data_skip:
+        return [*notes, "the data begins anew (--ignore_data_skip true)"]
+    position, cursors = run.resumed.state["data"], _cursors(run.resumed)
+    try:
+        return notes + on_every_rank(lambda: train.resume(position, cursors))
+    except ValueError as error:
+        raise ValueError(
+            f"{run.resumed.checkpoint}: {error}. Give the --dataset that it was, or --ignore_data_skip true to have "
+            "the data begin anew"
+        ) from None
+
+
+def steps_left(run: Run, train: Batches) -> int:
+    """The number of the run's last step."""
+    options = run.options
+    goes_by_samples = not getattr(options, "dynamic_sample", False)  # which takes other prompts in the place of some
+    if (
+        run.resumed is None
+        or options.train_iters is not None
+        or options.num_train_epochs is None
+        or not goes_by_samples
+    ):
+        return steps_of(options, train.samples)
+    samples = train.samples_until(options.num_train_epochs)
+    if samples is None:  # a stream
+        return steps_of(options, None)
+    return run.resumed.step + math.ceil(samples / options.global_batch_size - 1e-9)
+
+
+def restore(run: Run, training: Training) -> list[str]:
+    """Give optimizer, schedule and random numbers their state, in any layout. Notes for the user.
+
+    Every rank calls this, last before the first step. Raises ValueError, on every rank, where files lack something.
+    """
+    if run.resumed is None:
+        return []
+    options, resumed, notes = run.options, run.resumed, []
+    same = resumed.state["layout"] == run.layout
+    numbers: dict[str, Any] | None = resumed.state["optimizer"]
+    if options.no_load_optim or numbers is None:
+        training.schedule.step(resumed.step)
+        notes.append("the optimizer begins anew (--no_load_optim true)")
+    else:
+        load_optimizer(training, run.hf_config, resumed.folder, numbers, same_layout=same)
+    if same and resumed.state["rng"] and not options.no_load_rng:
+        load_rng(resumed.folder, dist.get_rank())
+    else:
+        seed_ranks(options, options.seed + resumed.step)
+        why = "--no_load_rng true" if same else "the layout is another"
+        notes.append(f"random numbers (of dropout) begin anew: {why}")
+    return notes
+
+
+def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
+    """Where the readers of a stream were, on all ranks of then."""
+    files = sorted(resumed.folder.glob("*.safetensors"))
+    return {name: tensor.numpy() for file in files for name, tensor in read_prefixed(file, "data/").items()}

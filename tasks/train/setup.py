@@ -1,0 +1,86 @@
+"""From options to a run that trains: what every task does alike."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ...bridge.mapping.fp8 import reading_in_bf16
+from ...bridge.model.build import Model, build_model
+from ...templates.plural import plural
+from ..distributed.collectives import on_every_rank, on_first_rank
+from ..distributed.signals import EXIT_STOPPED
+from ..options import SftOptions
+from ..run.args_json import save_args
+from ..run.context import Run, eval_batches, open_run, train_batches
+from ..run.interrupt import interruptible
+from ..run.load_weights import read_weights
+from ..run.planning import Layout
+from ..system.memory import explained
+from .loss_spikes import SpikeFilter
+from .objective import Objective
+from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from .restore import place_data, restore, steps_left
+from .step import Training
+from .trainer import fit
+from .tuner import choose_trained
+
+# What a run trains for, with notes for the user: made when the model has its weights, and no optimizer yet.
+# The last two: Batches to train and to evaluate on, of a task that generates Prompts.
+Make = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
+
+
+def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
+    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    with explained(options), interruptible():
+        return _train(options, sources, make)
+
+
+def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
+    opened = open_run(options, sources)
+    train, val = train_batches(opened), eval_batches(opened)
+    notes = place_data(opened, train)
+    steps = steps_left(opened, train)
+    if opened.writes:
+        print(*_about_data(opened, train, steps), sep="\n", flush=True)
+    adapters = options.tuner_type == "lora"
+    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
+    with reading_in_bf16(model.chunks):
+        on_every_rank(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
+    trained = choose_trained(model, opened)
+    objective, about = make(opened, model, train, val)
+    gc.collect()  # a model that was needed for it alone
+    torch.cuda.empty_cache()
+    chunks = wrap_for_data_parallelism(model, options)
+    optimizer = build_optimizer(model, chunks, options, options)
+    schedule = build_schedule(optimizer, options, options.weight_decay, steps)
+    spikes = SpikeFilter(options.loss_spike_sigma) if options.loss_spike_sigma else None
+    training = Training(model, chunks, optimizer, schedule, options.clip_grad, spikes)
+    notes += about + restore(opened, training)
+    on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
+    if opened.writes:
+        print(*trained, *notes, sep="\n")
+        print(f"{model.kernels}; weights: {str(opened.dtype).removeprefix('torch.')}")
+        print(f"Run folder: {opened.folder}", flush=True)
+    stopped = fit(opened, training, objective, train, val, steps)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return EXIT_STOPPED if stopped else 0
+
+
+def _about_data(run: Run, train: Any, steps: int) -> list[str]:
+    """Return what a user should know before the model is loaded, as lines."""
+    batch = run.options.global_batch_size
+    layout = Layout.of(run.options, dist.get_world_size())
+    lines = [run.data.report, f"{layout}; {plural(steps, 'step')} of {plural(batch, 'sample')}"]
+    if train.samples is not None and train.samples < batch:
+        lines.append(
+            f"--global_batch_size {batch}: the data has {plural(train.samples, 'sample')}, so a step sees some of them "
+            "more than once"
+        )
+    if train.padding_share is not None:
+        lines.append(f"Padding: {train.padding_share:.2%} of an epoch's tokens in this layout")
+    return lines

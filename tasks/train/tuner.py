@@ -1,0 +1,80 @@
+"""What a run trains: all weights, those that are not frozen, or adapters beside them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...bridge.checkpoint.adapter_files import load_adapter, settings_of
+from ...bridge.checkpoint.distributed import adapter_settings, load_distributed_adapter
+from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, LATEST, read_adapter_config
+from ...bridge.checkpoint.safetensors_io import names_of
+from ...bridge.checkpoint.tensor_names import some
+from ...bridge.lora.attach import attach
+from ...bridge.lora.disable_adapter import Switch
+from ...bridge.lora.settings import LoraSettings
+from ...bridge.model.build import Model
+from ...bridge.model.trainable import count_parameters, freeze, freeze_output
+from ..distributed.collectives import on_every_rank, on_first_rank
+from ..options import EmbeddingOptions
+from ..options.groups import ReferenceOptions
+from ..run.context import Run
+from ..system.atomic_dir import WEIGHTS, damage, listed
+
+
+def choose_trained(model: Model, run: Run) -> list[str]:
+    """Freeze what is not to be trained of a model whose weights are read, and attach adapters where they are.
+
+    Every rank calls this; errors reach every rank. Returns what a user should know of it, as lines.
+    """
+    options, names = run.options, names_of(run.model_folder)
+    if options.tuner_type == "lora":
+        settings = on_every_rank(lambda: _settings(run))
+        on_every_rank(lambda: attach(model, run.hf_config, settings, seed=options.seed, names=names))
+        if model.lora and isinstance(options, ReferenceOptions) and not reference_apart(options):
+            model.lora.switch = Switch(model.chunks)
+        _read_adapter(model, run)
+    else:
+        on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
+        if isinstance(options, EmbeddingOptions):  # which does not use the output layer: it is not to decay
+            freeze_output(model)
+    trained, total = count_parameters(model, run.hf_config)
+    model.trained_share = trained / total
+    lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
+    if model.lora and model.lora.plan.left_out:
+        lines.append(f"no adapters: {some(model.lora.plan.left_out)}, which have all experts in one")
+    return lines
+
+
+def reference_apart(options: ReferenceOptions) -> bool:
+    """Whether the reference is to be another model than the one that is trained without its adapters."""
+    return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
+
+
+def _settings(run: Run) -> LoraSettings:
+    """As the options say; of an adapter that the run goes on from all that makes it what it is."""
+    options = run.options
+    if run.adapter_folder is None:
+        return LoraSettings.of_options(options)
+    if _is_of_peft(run.adapter_folder):
+        settings = settings_of(run.adapter_folder, read_adapter_config(run.adapter_folder))
+    else:
+        settings = adapter_settings(run.adapter_folder)
+    dropout = settings.dropout if options.lora_dropout is None else options.lora_dropout
+    return replace(settings, dropout=dropout, dtype=options.lora_dtype)
+
+
+def _read_adapter(model: Model, run: Run) -> None:
+    if folder := run.adapter_folder:
+        on_first_rank(lambda: _check_whole(folder))
+        read = load_adapter if _is_of_peft(folder) else load_distributed_adapter
+        on_every_rank(lambda: read(model.chunks, run.hf_config, model.lora, folder))
+
+
+def _is_of_peft(folder: Path) -> bool:
+    """Whether an adapter is in PEFT's format, and not in megatron-core's."""
+    return (folder / ADAPTER_WEIGHTS).is_file() or not (folder / LATEST).is_file()
+
+
+def _check_whole(folder: Path) -> None:
+    names = [name for name in listed(folder) if name.endswith(WEIGHTS)]
+    if faults := damage(folder, checksums=True, names=names):
+        raise ValueError(f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another")

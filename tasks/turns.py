@@ -1,0 +1,5 @@
+"""Former place of tasks/multi_turn, for plugins: `from megaswift.tasks.turns import scheduler`."""
+
+from .multi_turn import MultiTurnScheduler, Turn, multi_turns, scheduler, tool
+
+__all__ = ["MultiTurnScheduler", "Turn", "multi_turns", "scheduler", "tool"]

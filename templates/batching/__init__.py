@@ -1,0 +1,1 @@
+"""Batches: order of samples, streaming, packing layout, data loaders."""

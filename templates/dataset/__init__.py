@@ -1,0 +1,1 @@
+"""Datasets: files, sources, tokenization, the token store."""

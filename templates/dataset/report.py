@@ -1,0 +1,70 @@
+"""What a user should know about the data before training on it."""
+
+import numpy as np
+
+from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage
+from ..plural import plural
+from .packing import Packs
+from .store import Document, Refusals, TokenStore
+
+OPEN, CLOSE = "⟦", "⟧"  # around what is trained on
+SHOWN = 4000  # characters of a document of the first sample
+NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one's is that of all further
+    "preference": ("chosen", "rejected"),
+    "kto": ("answer", "answer to another prompt"),
+    "seq_cls": ("text",),
+    "embedding": ("anchor", "positive", "negative"),
+    "reranker": ("first document", "negative"),
+    "prompts": ("prompt",),
+    "answered": ("prompt", "with its answer"),
+    "asked": ("prompt", "with its answer"),
+}
+
+
+def describe_source(name: str, rows: int, documents: int, refusals: Refusals) -> str:
+    line = f"  {name}: {plural(rows, 'row')}, {plural(documents, 'sample')}"
+    return f"{line}; rows dropped:\n{refusals}" if refusals.counts else line
+
+
+def describe_store(store: TokenStore) -> str:
+    tokens = int(store.lengths.sum())
+    share = f"{store.trained_tokens / tokens:.1%} trained on"
+    if store.stage not in ALONE:
+        share = f"in {plural(int(store.document_counts.sum()), 'document')}"
+    shortest, longest = int(store.lengths.min()), int(store.lengths.max())
+    lengths = plural(longest, "token")
+    if shortest != longest:
+        lengths = f"{shortest:,} to {lengths}, {tokens / len(store):,.0f} on average"
+    return f"  together {plural(len(store), 'sample')} of {lengths}: {plural(tokens, 'token')}, {share}"
+
+
+def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
+    full = lengths.sum() / (len(packs) * capacity)
+    rows = f"{plural(len(packs), 'pack')} of {plural(capacity, 'token')}"
+    return f"  packed into {rows}, {full:.2%} full: {1 - full:.2%} is padding"
+
+
+def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:
+    """The first sample as text, document by document."""
+    marked = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
+    brackets = f" ({OPEN}{CLOSE}: what is trained on)" if any(marked) else ""
+    labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
+    texts = [_text(document, tokenizer, marked=each) for document, each in zip(documents, marked, strict=True)]
+    if stage not in ALONE:
+        names = NAMES[stage]
+        texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]
+    return "\n".join([f"The first sample{labelled}{brackets}:", *texts])
+
+
+def _text(document: Document, tokenizer, *, marked: bool) -> str:
+    """The document, with what is trained on between brackets. Both ends of a long one are shown."""
+    ids, weights = document
+    edges = np.flatnonzero(np.diff(weights > 0)) + 1
+    parts = []
+    for run in np.split(np.arange(len(ids)), edges):
+        text = tokenizer.decode(ids[run].tolist())
+        parts.append(f"{OPEN}{text}{CLOSE}" if marked and weights[run[0]] > 0 else text)
+    text = "".join(parts)
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]}\n... {len(text) - SHOWN:,} characters ...\n{text[-SHOWN // 2 :]}"
+    return text

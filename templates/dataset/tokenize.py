@@ -1,0 +1,254 @@
+"""Rows -> tokens and how much each is trained on."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..chat_template.render import Renderer, Text
+from ..chat_template.token_offsets import Offsets, Span
+from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage, UnusableRow, renamed, usable
+from ..options import TemplateOptions
+from .store import FORMAT, Encoded, Refusals, Runs
+
+Row = tuple[int, str, dict[str, Any]]  # number, place to name in a message, columns
+
+
+GROUP = 1 << 20  # characters tokenized at a time: what the tokenizer returns is a hundred times as large
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    number: int
+    place: str
+    texts: list[Text]
+    label: list[float]
+    columns: bytes
+
+
+class _Document(NamedTuple):
+    ids: np.ndarray  # int32 [tokens]
+    runs: Runs
+    body: Span  # the tokens among which it may be cut
+    prompt: int = 0  # preference, kto, answered: tokens before the answer
+
+
+class Encoder:
+    """Encodes rows by the options. Raises ValueError where the options and the tokenizer do not fit together.
+
+    `sample_length`: how long the documents of a sample may be together; none: no bound. `tools`: of prompts whose rows
+    have none.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        options: TemplateOptions,
+        stage: Stage,
+        columns: dict[str, str],
+        sample_length: int | None = None,
+        tools: list[dict] | None = None,
+    ):
+        if not tokenizer.is_fast:
+            raise ValueError("the tokenizer has no fast version (tokenizer.json), which finds the tokens of a turn")
+        if stage != "pt" and options.truncation_strategy == "split":
+            raise ValueError("--truncation_strategy split cuts plain text (megatron pt); take delete, left or right")
+        if stage == "pt" and tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token, which ends each document of pre-training")
+        self.tokenizer, self.options, self.columns = tokenizer, options, columns
+        self.stage: Stage = stage
+        # KTO's two documents lie in two rows.
+        self.sample_length = None if stage in (*ALONE, "kto") else sample_length
+        self.renderer = Renderer(tokenizer, options, stage, tools)
+        backend = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        self.offsets = Offsets(backend)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all that decides what a row becomes."""
+        import tokenizers
+        import transformers
+
+        options = [getattr(self.options, f.name) for f in fields(TemplateOptions)]
+        tokenizer = self.tokenizer
+        parts = [
+            FORMAT, self.stage, options, self.renderer.system, self.renderer.tools, self.columns, self.sample_length,
+            tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map,
+            transformers.__version__, tokenizers.__version__,
+        ]  # fmt: skip
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+    def encode(self, rows: Iterable[Row]) -> tuple[list[Encoded], Refusals]:
+        """The samples of rows, in order, and the rows that give none. KTO: the rows lend each other their answers."""
+        refusals = Refusals()
+        rendered: list[_Rendered] = []
+        for number, place, row in rows:
+            try:
+                rendered += self._rendered(number, place, renamed(row, self.columns))
+            except UnusableRow as reason:
+                refusals.add(reason, place)
+        samples: list[tuple[_Rendered, list[_Document]]] = []
+        tokenized = self._tokenize([text for sample in rendered for text in sample.texts])
+        for sample in rendered:
+            documents = list(islice(tokenized, len(sample.texts)))
+            try:
+                samples += [(sample, cut) for cut in self._cut(documents)]
+            except UnusableRow as reason:
+                refusals.add(reason, sample.place)
+        if self.stage == "kto":
+            lenders = [documents[0] for _, documents in samples]
+            for number, (_, documents) in enumerate(samples):
+                documents.append(self._mismatched(documents[0], lenders[number - 1]))
+        encoded = [
+            Encoded(
+                sample.number, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
+            )
+            for sample, documents in samples
+        ]
+        return encoded, refusals
+
+    def _rendered(self, number: int, place: str, row: dict[str, Any]) -> list[_Rendered]:
+        with usable():
+            columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
+            samples = self.renderer(row)
+            for text in (text.text for texts, _ in samples for text in texts):
+                if not text.isascii():  # such are never refused, and need no copy
+                    text.encode()
+        return [_Rendered(number, place, *sample, columns) for sample in samples]
+
+    def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
+        for group in _groups(texts):
+            plain, others = ([text for text in group if text.special is special] for special in (True, False))
+            encodings = iter(self.tokenizer.backend_tokenizer.encode_batch_fast([text.text for text in plain]))
+            spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in others]
+            located = iter(self.offsets.tokenize([text.text for text in others], spans))
+            for text in group:
+                yield self._plain(next(encodings).ids) if text.special else self._located(text, *next(located))
+
+    def _plain(self, ids: list[int]) -> _Document:
+        """A text with the tokenizer's own special tokens; in pre-training it ends with eos."""
+        if self.stage == "pt":
+            eos = self.tokenizer.eos_token_id
+            ids = ids if ids[-1:] == [eos] else [*ids, eos]
+            return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
+        before, after = self._special
+        return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (before, len(ids) - after))
+
+    @cached_property
+    def _special(self) -> Span:
+        """How many special tokens the tokenizer puts before and after a text."""
+        mask = self.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
+        return mask.index(0), mask[::-1].index(0)
+
+    def _located(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
+        turns, further = spans[: len(text.turns)], spans[len(text.turns) :]
+        runs = _runs(len(ids), turns, text.weights, text.elsewhere)
+        return _Document(
+            ids,
+            runs,
+            body=further[0] if text.body else (0, len(ids)),
+            prompt=further[0][0] if text.answer else 0,
+        )
+
+    def _cut(self, documents: list[_Document]) -> list[list[_Document]]:
+        """The documents of a sample within --max_length; of a single one perhaps its pieces, each a sample."""
+        if self.stage in ALONE:
+            samples = [[piece] for piece in self._pieces(documents[0]) if _is_trained(piece)]
+            if not samples:
+                raise UnusableRow("no token of it is trained on")
+            return samples
+        documents = [self._shortened(document) for document in documents]
+        if not all(len(document.ids) for document in documents):
+            raise UnusableRow("one of its texts gives no token")
+        if self.stage not in POOLED:
+            self._check_answers(documents[self.stage in PROMPTED :])
+        if self.sample_length and sum(len(document.ids) for document in documents) > self.sample_length:
+            raise UnusableRow(f"its documents are together longer than --packing_length {self.sample_length}")
+        return [documents]
+
+    def _pieces(self, document: _Document) -> list[_Document]:
+        if self.options.truncation_strategy != "split":
+            return [self._shortened(document)]
+        limit = self.options.max_length or len(document.ids)
+        pieces = [document.ids[start : start + limit] for start in range(0, len(document.ids), limit)]
+        return [_Document(ids, [(len(ids), 1.0)], (0, len(ids))) for ids in pieces]
+
+    def _shortened(self, document: _Document) -> _Document:
+        ids, runs, (first, after), prompt = document
+        limit = self.options.max_length
+        if limit is None or (over := len(ids) - limit) <= 0:
+            return document
+        if self.options.truncation_strategy == "delete":
+            raise UnusableRow(f"longer than --max_length {limit}", tokens=len(ids))
+        if over >= after - first:
+            raise UnusableRow(f"longer than --max_length {limit} even without all that may be cut", tokens=len(ids))
+        left = self.options.truncation_strategy == "left"
+        start = first if left else after - over
+        kept = np.concatenate([ids[:start], ids[start + over :]])
+        runs = _slice(runs, 0, start) + _slice(runs, start + over, len(ids))
+        return _Document(kept, runs, (first, after - over), max(prompt - over, 0) if left else prompt)
+
+    def _check_answers(self, documents: list[_Document]) -> None:
+        for document in documents:
+            if document.prompt >= len(document.ids):
+                limit = self.options.max_length
+                raise UnusableRow(f"its prompt leaves no room for an answer within --max_length {limit}")
+            if not _is_trained(document):
+                raise UnusableRow("no token of it is trained on")
+        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+            raise UnusableRow("its chosen and rejected answers are the same")
+
+    def _mismatched(self, document: _Document, other: _Document) -> _Document:
+        """KTO: the prompt of a document with the answer of another."""
+        ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])
+        runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
+        limit = self.options.max_length or len(ids)
+        return _Document(ids[:limit], _slice(runs, 0, limit), (0, limit))
+
+
+def _is_trained(document: _Document) -> bool:
+    """Whether any token that is predicted is trained on: nothing predicts the first."""
+    return any(weight for _, weight in _slice(document.runs, 1, len(document.ids)))
+
+
+def _runs(length: int, spans: list[Span], weights: Sequence[float], elsewhere: float) -> Runs:
+    """The loss weights of a document whose turns are these spans of tokens."""
+    runs, done = [], 0
+    for (first, after), weight in zip(spans, weights, strict=True):
+        first = max(first, done)
+        if after > first:
+            runs += [(first - done, elsewhere), (after - first, weight)]
+            done = after
+    return [run for run in (*runs, (length - done, elsewhere)) if run[0]]
+
+
+def _groups(texts: list[Text]) -> Iterator[list[Text]]:
+    """The texts, in order, in groups of about GROUP characters."""
+    group, size = [], 0
+    for text in texts:
+        group.append(text)
+        size += len(text.text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _slice(runs: Runs, start: int, stop: int) -> Runs:
+    """The runs of the tokens [start, stop)."""
+    cut, at = [], 0
+    for tokens, weight in runs:
+        inside = min(at + tokens, stop) - max(at, start)
+        if inside > 0:
+            cut.append((inside, weight))
+        at += tokens
+    return cut

@@ -1,0 +1,1 @@
+"""Row formats of datasets."""

@@ -1,0 +1,10 @@
+"""config.json and sizes of models as they lie on the hub.
+
+Sizes are what the hub counts in the files' headers, where that could be seen, else what the table had when this was
+written, and then the publisher's figure agrees with it as far as it goes.
+"""
+
+from tests.bridge.families.published import deepseek, dense, experts, llama, qwen
+from tests.bridge.families.published.model import Published
+
+MODELS: dict[str, Published] = qwen.MODELS | llama.MODELS | deepseek.MODELS | experts.MODELS | dense.MODELS

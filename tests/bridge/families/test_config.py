@@ -1,0 +1,228 @@
+"""What families make of a config.json: against transformers' config classes, and what they refuse."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from megaswift.bridge.checkpoint.load import load_weights
+from megaswift.bridge.checkpoint.safetensors_io import INDEX
+from megaswift.bridge.families import FAMILIES, family_of
+from megaswift.bridge.families.__main__ import PAGE, page
+from megaswift.bridge.mapping.param_mapping import Rope
+from safetensors.torch import save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests import tiny
+
+# What a family asks for by name, where transformers' config has no default, or one that makes no model.
+ASKED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_missing_keys_take_the_defaults_of_transformers(family):
+    """A config.json of nothing but its architecture is transformers' default model."""
+    asked = ASKED.get(family.name, {})
+    about = family.describe({"architectures": list(family.architectures[:1]), **asked})
+    config = CONFIG_MAPPING[family.name](**asked)
+    given = about.transformer
+    assert given["num_layers"] == len(about.layers) == config.num_hidden_layers
+    assert given["hidden_size"] == config.hidden_size
+    heads = config.num_attention_heads
+    assert given["num_attention_heads"] == heads
+    assert given["layernorm_epsilon"] == config.rms_norm_eps
+    assert (about.vocab_size, about.tied) == (config.vocab_size, config.tie_word_embeddings)
+    assert about.max_positions == config.max_position_embeddings
+    if given.get("multi_latent_attention"):
+        assert given["qk_head_dim"] == config.qk_nope_head_dim
+        assert (given["q_lora_rank"], given["kv_lora_rank"]) == (config.q_lora_rank, config.kv_lora_rank)
+    else:
+        assert given["num_query_groups"] == config.num_key_value_heads
+        assert given["kv_channels"] == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    wide = "intermediate_size_mlp" if family.name == "llama4_text" else "intermediate_size"
+    if getattr(config, wide, None):
+        assert given["ffn_hidden_size"] == getattr(config, wide)
+    ropes = config.rope_parameters
+    named = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes] or [ropes]
+    assert [rope.base for rope in about.ropes] == [rope["rope_theta"] for rope in named]
+    if not given.get("multi_latent_attention"):
+        turning = [given["kv_channels"] * rope.get("partial_rotary_factor", 1.0) for rope in named]
+        assert [rope.dim for rope in about.ropes] == turning
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" in kinds:
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        assert [layer.window for layer in about.layers] == windows
+    if "num_moe_experts" in given:
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        assert given["num_moe_experts"] == next(getattr(config, name) for name in names if hasattr(config, name))
+        topk = getattr(config, "num_experts_per_tok", None) or config.moe_k
+        assert given["moe_router_topk"] == topk
+    if family.name == "qwen3_moe":
+        assert given["moe_ffn_hidden_size"] == config.moe_intermediate_size
+        assert given["moe_layer_freq"] == [1] * config.num_hidden_layers
+        assert given["moe_router_pre_softmax"] is not config.norm_topk_prob
+
+
+def test_both_spellings_of_rope():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    older = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    oldest = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
+    newer = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
+    for config in (older, oldest, newer):
+        about = family_of({"model_type": "llama"}).describe({"max_position_embeddings": 512, **config})
+        assert about.ropes == (Rope(5e5, 128, {"rope_type": "llama3", **scaling}),)
+    plain = family_of({"model_type": "llama"}).describe({"rope_theta": 1e6, "rope_scaling": None})
+    assert plain.ropes == (Rope(1e6, 128),)
+
+
+def test_two_rules_of_rope():
+    """transformers takes rope_scaling alone: with rope_parameters beside it, it must say the same."""
+    qwen3 = family_of({"model_type": "qwen3"})
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    added = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
+    theirs = transformers.Qwen3Config(**copy.deepcopy(added)).rope_parameters
+    assert (theirs["rope_type"], theirs["rope_theta"]) == ("yarn", 1e4)
+    for config in (
+        added,
+        added | {"rope_theta": 1e6},
+        {"rope_parameters": yarn, "rope_scaling": yarn | {"factor": 2.0}},
+    ):
+        with pytest.raises(ValueError, match="put what is meant into rope_parameters, with its rope_theta"):
+            qwen3.describe(config)
+    both = {"rope_parameters": yarn | {"rope_theta": 1e6}, "rope_scaling": yarn, "rope_theta": 1e6}
+    [rope] = qwen3.describe(both).ropes
+    assert rope == qwen3.describe({"rope_parameters": both["rope_parameters"]}).ropes[0]
+    theirs = transformers.Qwen3Config(**copy.deepcopy(both)).rope_parameters
+    assert (theirs["rope_type"], theirs["factor"], theirs["rope_theta"]) == ("yarn", 4.0, rope.base)
+
+    named = {"full_attention": {"rope_type": "default", "rope_theta": 2e6}, "sliding_attention": {"rope_theta": 3e4}}
+    merged = {"rope_parameters": named, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    theirs = transformers.Gemma3TextConfig(**copy.deepcopy(merged)).rope_parameters
+    everywhere, nearby = family_of({"model_type": "gemma3_text"}).describe(merged).ropes
+    assert everywhere == Rope(theirs["full_attention"]["rope_theta"], 256, {"rope_type": "linear", "factor": 8.0})
+    assert theirs["full_attention"]["rope_type"] == "linear"
+    assert nearby == Rope(theirs["sliding_attention"]["rope_theta"], 256)
+
+
+@pytest.mark.parametrize(
+    ("step", "dense"),
+    [(1, []), (1, [0, 3]), (2, []), (2, [1]), (3, None)],
+)
+def test_which_layers_have_experts(step, dense):
+    config = tiny.config("qwen3_moe", num_hidden_layers=7, decoder_sparse_step=step, mlp_only_layers=dense)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    theirs = [int(hasattr(layer.mlp, "experts")) for layer in model.model.layers]
+    raw = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    assert family_of(raw).describe(raw).transformer["moe_layer_freq"] == theirs
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "message"),
+    [
+        (
+            "qwen2",
+            {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
+            "layer_types with sliding_attention, and no sliding_window",
+        ),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "one for each of the 32 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "spiral_attention"] * 16}, "spiral_attention.*must be one for"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types that differ"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic', whose freq"),
+        ("llama", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope scaling of type 'spiral'; known are"),
+        ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "no short_factor with a number for"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters for each type of layer",
+        ),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'; Phi-3"),
+        ("phi3", {"attention_bias": True}, "attention_bias True; this family is known with False only"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'; this family is known with 'per_layer'"),
+        ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size or sliding_window"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias true"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid'; this family is known with 'softmax'"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(model_type, config, message):
+    config["model_type"] = model_type
+    with pytest.raises(ValueError, match=message):
+        family_of(config).describe(config)
+
+
+def test_sliding_windows_that_no_layer_uses():
+    """Qwen2's own settings: sliding_window is there, and switched off or beyond the last layer."""
+    for config in (
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 32},
+    ):
+        about = family_of({"model_type": "qwen2"}).describe(config)
+        assert {layer.window for layer in about.layers} == {None}
+
+
+def test_older_names_of_gemmas_ropes():
+    """config.json of the first Gemma 3 files: two bases by name, a pattern of layers, scaling of the global rope."""
+    config = {
+        "num_hidden_layers": 7,
+        "head_dim": 16,
+        "sliding_window": 512,
+        "sliding_window_pattern": 3,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    about = family_of({"model_type": "gemma3_text"}).describe(config)
+    assert about.ropes == (Rope(5e5, 16, {"rope_type": "linear", "factor": 8.0}), Rope(2e4, 16))
+    assert [layer.window for layer in about.layers] == [512, 512, None] * 2 + [512]
+    assert [layer.rope for layer in about.layers] == [1, 1, 0] * 2 + [1]
+
+
+def test_unknown_architecture():
+    known = "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
+    with pytest.raises(ValueError, match=rf"architecture BertForMaskedLM, which .* It knows: {known}"):
+        family_of({"architectures": ["BertForMaskedLM"], "model_type": "bert"})
+    with pytest.raises(ValueError, match=r"model_type None, which"):
+        family_of({})
+
+
+def test_weights_of_another_model(tmp_path):
+    """Names are compared before anything is read, in both directions."""
+    folder = tiny.save(tmp_path / "model", "qwen3")
+    config = json.loads((folder / "config.json").read_text()) | {"layer_types": None}
+    with pytest.raises(ValueError, match=r"lacks 11 tensors \(model.layers.4.input_layernorm.weight, .*qwen3 model"):
+        load_weights([], config | {"num_hidden_layers": 5}, folder)
+    with pytest.raises(ValueError, match=r"has 11 tensors \(model.layers.3.input_layernorm.weight, .* no place for"):
+        load_weights([], config | {"num_hidden_layers": 3}, folder)
+    save_file({"lm_head.weight": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors"):
+        load_weights([], config, folder)
+
+
+def test_a_shard_that_the_index_lacks(tmp_path):
+    folder = tmp_path / "model"
+    tiny.model("qwen3").save_pretrained(folder, max_shard_size="200kB")
+    index = json.loads((folder / INDEX).read_text())
+    last = max(index["weight_map"].values())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last}
+    (folder / INDEX).write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"lacks \d+ tensors? .*index.json does not name {last}, which is there"):
+        load_weights([], config, folder)
+
+
+def test_the_page_of_models_is_up_to_date():
+    assert PAGE.read_text() == page(), "run: python -m megaswift.bridge.families"

@@ -1,0 +1,183 @@
+"""Multi-token prediction against a reference written from the paper (DeepSeek-V3, section 2.2): transformers has none.
+
+The reference is plain torch around transformers' decoder layers, for each document by itself.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bridge import families
+from tests.bridge.families.deepseek_v3 import config as deepseek
+from tests.bridge.families.test_families import one_process  # noqa: F401
+from tests.torchrun import torchrun
+
+pytestmark = pytest.mark.slow
+DEPTHS, SCALE, BOUND = 2, 0.3, 1e-4
+
+
+def make(folder: Path) -> dict:
+    """Write a tiny checkpoint with further layers, and return the reference's losses and gradients by file names."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+    from tests.bridge.families import reference
+
+    settings = deepseek(num_mtp_layers=DEPTHS)
+    tiny = families.Tiny(lambda: settings)
+    model = reference.random_model(tiny, 0)
+    model.save_pretrained(folder)
+    layers = []
+    for depth in range(DEPTHS):
+        layer = torch.nn.Module()
+        layer.block = DeepseekV3DecoderLayer(settings, settings.num_hidden_layers - 1)  # with experts
+        layer.block.self_attn.config._attn_implementation = "eager"
+        layer.enorm, layer.hnorm, layer.norm = (DeepseekV3RMSNorm(settings.hidden_size, 1e-4) for _ in range(3))
+        layer.eh_proj = torch.nn.Linear(2 * settings.hidden_size, settings.hidden_size, bias=False)
+        generator = torch.Generator().manual_seed(10 + depth)
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            noise = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.data.copy_(noise + 1 if "norm" in name else noise)
+        layers.append(layer)
+
+    def in_files(tensors_of) -> dict:
+        found = {}
+        for depth, layer in enumerate(layers):
+            prefix = f"model.layers.{settings.num_hidden_layers + depth}."
+            for name, tensor in tensors_of(layer):
+                name = name.removeprefix("block.")
+                name = f"shared_head.{name}" if name == "norm.weight" else name
+                if name.endswith("experts.gate_up_proj"):
+                    for expert, both in enumerate(tensor):
+                        gate, up = both.chunk(2)
+                        found[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate.contiguous()
+                        found[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = up.contiguous()
+                elif name.endswith("experts.down_proj"):
+                    found |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+                else:
+                    found[prefix + name] = tensor
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= in_files(lambda layer: [*layer.named_parameters(), *layer.named_buffers()])
+    first = f"model.layers.{settings.num_hidden_layers}."
+    tensors[first + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    main, further = torch.zeros(()), torch.zeros(())
+    packs = reference.documents()
+    count = sum(float(weights[1:].sum()) for pack in packs for _, weights in pack)
+    for ids, weights in (document for pack in packs for document in pack):
+        tokens, weights = torch.from_numpy(ids), torch.from_numpy(weights)
+        hidden = model.model(tokens[None]).last_hidden_state
+        turns = model.model.rotary_emb(hidden, torch.arange(len(tokens))[None])
+        main = main + loss(model, hidden, tokens, weights, 1)
+        for depth, layer in enumerate(layers, start=1):
+            if len(tokens) - depth < 2:
+                break
+            # What position i knows, with the embedding of token i + depth: positions 0 to T - depth - 1.
+            kept = len(tokens) - depth
+            embedding = model.model.embed_tokens(tokens[None, depth:])
+            hidden = layer.eh_proj(torch.cat((layer.enorm(embedding), layer.hnorm(hidden[:, :kept])), dim=-1))
+            mask = torch.full((kept, kept), -torch.inf).triu(1)[None, None]
+            cos, sin = (turn[:, :kept] for turn in turns)
+            hidden = layer.norm(layer.block(hidden, attention_mask=mask, position_embeddings=(cos, sin)))
+            further = further + loss(model, hidden, tokens, weights, depth + 1)
+    main, further = main / count, further / count / DEPTHS
+    (main + SCALE * further).backward()
+    gradients = in_files(lambda layer: [(name, p.grad) for name, p in layer.named_parameters()])
+    gradients["model.embed_tokens.weight"] = model.model.embed_tokens.weight.grad
+    gradients["lm_head.weight"] = model.lm_head.weight.grad
+    gradients["model.layers.0.self_attn.kv_b_proj.weight"] = model.model.layers[0].self_attn.kv_b_proj.weight.grad
+    return {"loss": main.item(), "mtp_loss": further.item(), "gradients": gradients}
+
+
+def loss(model, hidden, tokens, weights, ahead):
+    """Summed over the tokens that are `ahead` of each position."""
+    import torch
+
+    logits = model.lm_head(hidden)[0, : len(tokens) - ahead]
+    losses = torch.nn.functional.cross_entropy(logits, tokens[ahead:], reduction="none")
+    return (losses * weights[ahead:]).sum()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder, and the reference's losses."""
+    import torch
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("prediction")
+    expected = make(folder / "fp32")
+    torch.save(expected, folder / "reference.pt")
+    (folder / "flags.json").write_text(json.dumps({"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": SCALE}))
+    return folder, expected
+
+
+def compare(result: dict, expected: dict) -> None:
+    for rows in ("packed", "padded"):
+        for name in ("loss", "mtp_loss"):
+            assert result[rows][name] == pytest.approx(expected[name], rel=BOUND), f"{name} of {rows} documents"
+    assert not result["changed"]
+    assert result["gradients"] < BOUND, result["worst gradient"]
+
+
+def test_one_process(made, one_process):  # noqa: F811
+    from tests.bridge.families import worker, worker_prediction
+
+    folder, expected = made
+    assert expected["mtp_loss"] > 1
+    options = worker.options_of(json.loads((folder / "flags.json").read_text()))
+    compare(worker_prediction.compute(folder, options), expected)
+
+
+@pytest.mark.parametrize("depths", [None, DEPTHS])
+def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa: F811
+    """As parts of the model, or beside it: what comes back is what was there."""
+    import torch
+    from megaswift.bridge.checkpoint.distributed import load_distributed, save_distributed, stored_depths
+    from megaswift.bridge.checkpoint.hub import read_config
+    from megaswift.bridge.model.build import build_model
+
+    from tests.bridge.families import worker
+
+    source, (mcore, back) = made[0] / "fp32", (tmp_path / name for name in ("mcore", "back"))
+    config, options = read_config(source), worker.options_of({"mtp_num_layers": depths})
+    model = worker.open_model(source, options, torch.float32)
+    mcore.mkdir()
+    save_distributed(model.chunks, config, source, mcore, dtype=torch.float32, converted=True)
+    assert stored_depths(mcore) == (depths or 0)
+    model = build_model(config, options, torch.float32)
+    load_distributed(model.chunks, config, mcore)
+    saved = worker.save(model, mcore, back, torch.float32, 100_000)
+    before = worker.tensors_of(source)
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+    if depths:
+        without = build_model(config, one_process, torch.float32)
+        with pytest.raises(ValueError, match=f"give --mtp_num_layers {depths}"):
+            load_distributed(without.chunks, config, mcore)
+
+
+def test_two_processes(made):
+    folder, expected = made
+    done = torchrun("tests.bridge.families.worker_prediction", folder, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((folder / "results.json").read_text())
+    assert len(results) == 3
+    for result in results.values():
+        compare(result, expected)
+
+
+def test_what_cannot_be_is_refused(made, one_process):  # noqa: F811
+    from tests.bridge.families import worker
+
+    folder, _ = made
+    for flags, message in (
+        ({"mtp_num_layers": 3}, "--mtp_num_layers 3: config.json has num_nextn_predict_layers 2"),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_size": 2}, "needs --pipeline_model_parallel_size 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            worker.open_model(folder / "fp32", worker.options_of(flags), None)  # type: ignore[arg-type]

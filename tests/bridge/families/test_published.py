@@ -1,0 +1,260 @@
+"""Models as they are published: their config.json is understood, and the table has their tensors, all of them."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from megaswift.bridge.checkpoint.conversion_report import accounted
+from megaswift.bridge.checkpoint.passthrough import carried_names
+from megaswift.bridge.families import family_of
+from megaswift.bridge.layers.rope import rotation
+from megaswift.bridge.mapping.param_mapping import Architecture, Entry, Key, table
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tests.bridge.families.published import MODELS
+
+
+def sizes(name: str, about: Architecture) -> tuple[int, ...]:
+    """The shape of megatron-core's whole tensor `name`, from the architecture alone."""
+    of, (name, kind) = about.transformer, name.rsplit(".", 1)
+    last = name.rsplit(".", 1)[-1]
+    hidden, heads, head = of["hidden_size"], of["num_attention_heads"], of["kv_channels"]
+    latent = of.get("multi_latent_attention", False)
+    values, keys = of.get("linear_num_value_heads", 0), of.get("linear_num_key_heads", 0)
+    mixed = 2 * keys * of.get("linear_key_head_dim", 0) + values * of.get("linear_value_head_dim", 0)
+    attended = heads * (of["v_head_dim"] if latent else head)
+    turning, plain = of.get("qk_pos_emb_head_dim", 0), of.get("qk_head_dim", 0)
+    inner = of["ffn_hidden_size"]
+    if ".experts." in name:
+        inner = of["moe_ffn_hidden_size"]
+    elif ".shared_experts" in name:
+        inner = of["moe_shared_expert_intermediate_size"]
+    normed = {
+        "q_layernorm": of.get("q_lora_rank") if latent else head * (heads if about.qk_norm == "all" else 1),
+        "k_layernorm": head * (of["num_query_groups"] if about.qk_norm == "all" else 1),
+        "kv_layernorm": of.get("kv_lora_rank"),
+    }
+    queries = 2 * heads if of.get("attention_output_gate") else heads
+    shape = {
+        "word_embeddings": (about.vocab_size, hidden),
+        "output_layer": (about.vocab_size, hidden),
+        "linear_qkv": ((queries + 2 * of["num_query_groups"]) * head, hidden),
+        "linear_proj": (hidden, attended),
+        "linear_q_proj": (heads * (plain + turning), hidden),
+        "linear_q_down_proj": (of.get("q_lora_rank"), hidden),
+        "linear_q_up_proj": (heads * (plain + turning), of.get("q_lora_rank")),
+        "linear_kv_down_proj": (of.get("kv_lora_rank", 0) + turning, hidden),
+        "linear_kv_up_proj": (heads * (plain + of.get("v_head_dim", 0)), of.get("kv_lora_rank")),
+        "in_proj": (mixed + values * (of.get("linear_value_head_dim", 0) + 2), hidden),
+        "conv1d": (mixed, 1, of.get("linear_conv_kernel_dim")),
+        "out_proj": (hidden, values * of.get("linear_value_head_dim", 0)),
+        "linear_fc1": (2 * inner, hidden),
+        "linear_fc2": (hidden, inner),
+        "router": (of.get("num_moe_experts"), hidden),
+        "eh_proj": (hidden, 2 * hidden),
+    }.get(last)
+    if kind == "expert_bias" and about.routing and about.routing.choice_bias:
+        return (1, of["num_moe_experts"])
+    if kind in ("softmax_offset", "A_log", "dt_bias", "gate_weight"):
+        return {"softmax_offset": (heads,), "gate_weight": (1, hidden)}.get(kind, (values,))
+    if name.endswith("self_attention.norm"):
+        return (of["linear_value_head_dim"],)
+    if shape is None:
+        return (normed.get(last, hidden),)
+    return shape if kind == "weight" else shape[:1]
+
+
+def tensors(entries: dict[Key, Entry], about: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shapes of all Hugging Face tensors of the table, by name."""
+    found, shapes = {}, {}
+    for key, entry in entries.items():
+        if key.name not in shapes:
+            whole = sizes(key.name, about)
+            shapes[key.name] = list(entry.shapes(whole, entry.spans(whole, 1, about)).values())
+        found |= {name: entry.stored(shape) for name, shape in zip(entry.hf, shapes[key.name], strict=True)}
+    return found
+
+
+@cache
+def text_model(name: str, predicting: int = 0) -> tuple[Architecture, dict[str, tuple[int, ...]]]:
+    """With so many layers of multi-token prediction, and the shapes of all its tensors."""
+    config = MODELS[name].config
+    family = family_of(config)
+    about = replace(family.describe(config), predicting=predicting)
+    return about, tensors(table(family, config, about), about)
+
+
+def count(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_is_in_the_table(name):
+    model = MODELS[name]
+    about, found = text_model(name)
+    assert family_of(model.config).name == model.family
+    total, digits = count(found.values()), len(model.size.partition(".")[2])
+    assert model.size in (str(total), f"{total / 1e9:.{digits}f}")
+    assert accounted(model.extra, about).keys() | carried_names(model.extra, about) == set(model.extra)
+    assert not set(model.extra) & set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "published"),
+    [("GLM-4.5", 2, 358337791296), ("GLM-4.5-Air", 2, 110468824832), ("GLM-4.6", 0, 356785898816)],
+)
+def test_layers_that_predict_further_tokens(name, tables, published):
+    """What the hub counts in the files; some have copies of the embedding and of the output matrix there."""
+    about, found = text_model(name, predicting=1)
+    copies = tables * about.vocab_size * about.transformer["hidden_size"]
+    assert count(found.values()) + copies == published
+
+
+def test_scales_of_quantised_matrices():
+    """DeepSeek-V3's 684.5 billion on the hub are its tensors, two more tables, and a scale for each block."""
+    about, found = text_model("DeepSeek-V3", predicting=1)
+    blocks = count((-(-shape[0] // 128), -(-shape[1] // 128)) for shape in _quantised(found).values())
+    assert count(found.values()) + 2 * about.vocab_size * about.transformer["hidden_size"] + blocks == 684531386000
+    # Kimi-K2's 139,644 tensors: with a buffer of rotary embeddings in each of 61 layers.
+    _, found = text_model("Kimi-K2-Instruct")
+    assert len(found) + len(_quantised(found)) + 61 == 139644
+
+
+def _quantised(found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {
+        name: shape
+        for name, shape in found.items()
+        if re.search(r"(_proj|_with_mqa|kv_b_proj)\.weight", name) and "eh_proj" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "head"),
+    [
+        ("gemma-3-4b-it", "language_model.model.", None),
+        ("Llama-4-Scout-17B-16E", "language_model.model.", "language_model.lm_head.weight"),
+        ("Qwen3.5-0.8B", "model.language_model.", None),
+        ("Qwen3.5-35B-A3B", "model.language_model.", "lm_head.weight"),
+    ],
+)
+def test_text_models_within_models_that_see(name, prefix, head):
+    _, found = text_model(name)
+    assert {other for other in found if not other.startswith(prefix)} == ({head} if head else set())
+    assert {prefix + "embed_tokens.weight", prefix + "layers.0.input_layernorm.weight"} < set(found)
+
+
+def cut(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model with eight layers and a few experts; all its widths stay."""
+    text = dict(config.get("text_config", config), num_hidden_layers=8)
+    for key in ("layer_types", "no_rope_layers", "attn_type_list"):
+        if key in text:
+            text[key] = text[key][:8]
+    if "moe_layers" in text:
+        text["moe_layers"] = [layer for layer in text["moe_layers"] if layer < 8]
+    if "moe_layer_end_index" in text:
+        text["moe_layer_end_index"] = 7
+    experts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    text |= {key: 16 for key in experts if key in text}
+    text.pop("quantization_config", None)
+    return config | {"text_config": text} if "text_config" in config else text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
+    """Of the text model alone: transformers' own, made of the published config.json and saved."""
+    config = cut(MODELS[name].config)
+    family = family_of(config)
+    about = family.describe(config)
+    text = config.get("text_config", config) | {"model_type": family.name}
+    if family.name == "llama4_text":
+        text["attn_temperature_tuning"] = bool(text["attn_temperature_tuning"])  # transformers 5 asks for a bool
+    if "rotary_dim" in text:
+        text["partial_rotary_factor"] = text["rotary_dim"] / text["head_dim"]  # transformers does not know the first
+    text.pop("auto_map", None)
+    theirs = CONFIG_MAPPING[family.name].from_dict(text)
+    with torch.device("meta"):
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)](theirs)
+    state = model.state_dict()
+    if about.tied:
+        del state["lm_head.weight"]
+    saved = {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
+    found = tensors(table(family, config, about, saved), about)
+    alone = {re.sub(r"^(model\.)?language_model\.", r"\1", key): tuple(shape) for key, shape in found.items()}
+    assert alone == saved
+    turning = type(model.model.rotary_emb)(theirs)
+    ropes = [turning] if len(about.ropes) == 1 else [turning, turning]
+    prefixes = ["", ""] if len(about.ropes) == 1 else ["full_attention_", "sliding_attention_"]
+    for rope, module, prefix in zip(about.ropes, ropes, prefixes, strict=False):
+        ours = rotation(rope, torch.device("cpu"))
+        torch.testing.assert_close(ours.frequencies, getattr(module, prefix + "inv_freq"), rtol=1e-6, atol=0)
+        assert ours.factor == pytest.approx(getattr(module, prefix + "attention_scaling"))
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("Qwen2.5-7B-Instruct", [None] * 28),
+        ("Qwen1.5-MoE-A2.7B", [None] * 24),
+        ("Mistral-7B-v0.1", [4096] * 32),
+        ("Mistral-7B-v0.3", [None] * 32),
+        ("Phi-3-mini-4k-instruct", [2047] * 32),
+        ("phi-4", [None] * 40),
+        ("gpt-oss-20b", [128, None] * 12),
+        ("gemma-3-270m", ([512] * 5 + [None]) * 3),
+        ("gemma-3-1b-it", ([512] * 5 + [None]) * 4 + [512] * 2),
+        ("gemma-3-27b-it", ([1024] * 5 + [None]) * 10 + [1024] * 2),
+        ("dots.llm1.inst", [None] * 62),
+    ],
+)
+def test_windows(name, windows):
+    about, _ = text_model(name)
+    assert [layer.window for layer in about.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "experts", "chosen"),
+    [
+        ("Qwen3-30B-A3B-Instruct-2507", [1] * 48, 128, 8),
+        ("Qwen3.5-35B-A3B", [1] * 40, 256, 8),
+        ("DeepSeek-V2", [0] + [1] * 59, 160, 6),
+        ("DeepSeek-V3", [0] * 3 + [1] * 58, 256, 8),
+        ("Kimi-K2-Instruct", [0] + [1] * 60, 384, 8),
+        ("GLM-4.5", [0] * 3 + [1] * 89, 160, 8),
+        ("GLM-4.5-Air", [0] + [1] * 45, 128, 8),
+        ("dots.llm1.inst", [0] + [1] * 61, 128, 6),
+        ("ERNIE-4.5-21B-A3B-PT", [0] + [1] * 27, 64, 6),
+        ("ERNIE-4.5-300B-A47B-PT", [0] * 3 + [1] * 51, 64, 8),
+        ("Llama-4-Scout-17B-16E", [1] * 48, 16, 1),
+        ("Llama-4-Maverick-17B-128E", [0, 1] * 24, 128, 1),
+    ],
+)
+def test_experts(name, places, experts, chosen):
+    of = text_model(name)[0].transformer
+    assert (of["moe_layer_freq"], of["num_moe_experts"], of["moe_router_topk"]) == (places, experts, chosen)
+
+
+def test_what_only_published_configs_say():
+    def of(name: str) -> Architecture:
+        return text_model(name)[0]
+
+    # 192 dimensions, times the square of YaRN's 0.1 * log(40) + 1.
+    assert of("DeepSeek-V3").transformer["softmax_scale"] == pytest.approx(0.1352337788608801)
+    assert of("Moonlight-16B-A3B").transformer["softmax_scale"] == 192**-0.5
+    assert of("DeepSeek-V3").transformer["moe_router_num_groups"] == 8
+    assert "moe_router_num_groups" not in of("Kimi-K2-Instruct").transformer
+    assert of("MiniMax-M2").ropes[0].dim == of("GLM-4.5").ropes[0].dim == of("Qwen3-Next-80B-A3B-Instruct").ropes[0].dim
+    assert of("Llama-4-Maverick-17B-128E").qk_norm == "head"  # and none: transformer's qk_layernorm is off
+    for name in ("Llama-4-Scout-17B-16E", "Llama-4-Scout-17B-16E-Instruct"):
+        assert (of(name).qk_norm, of(name).query_growth) == ("l2", (0.1, 8192))
+        assert [layer.rope for layer in of(name).layers] == [0, 0, 0, None] * 12
+        assert [layer.chunk for layer in of(name).layers] == [8192, 8192, 8192, None] * 12
+    assert [layer.mixer for layer in of("Qwen3.5-27B").layers].count("gated_delta_net") == 48
+    assert of("gemma-3-27b-it").transformer["softmax_scale"] == 168**-0.5
+    assert of("Phi-4-mini-instruct").ropes[0].dim == 96

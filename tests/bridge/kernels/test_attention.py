@@ -1,0 +1,64 @@
+"""The attention kernels against torch's softmax in fp64, document by document."""
+
+import pytest
+import torch
+from megaswift.bridge.layers.packed_seqs import Reach, make_segments
+
+CASES = {
+    "documents": {"lengths": (5, 130, 1)},
+    "many heads to a key": {"lengths": (70, 3), "heads": 8},
+    "windows": {"lengths": (90, 7), "reach": Reach(window=50)},
+    "one of two ranks": {"lengths": (8, 140), "cp_size": 2},
+    "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": Reach(window=21)},
+}
+
+
+def plain(query, key, value, segments, scale):
+    outputs, log_sums = [], []
+    repeat = query.shape[1] // key.shape[1]
+    for q, k, v in zip(
+        query.split(segments.queries), key.split(segments.keys), value.split(segments.keys), strict=True
+    ):
+        k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+        at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
+        met = torch.arange(len(k)) <= at
+        if segments.window:
+            met &= torch.arange(len(k)) > at - segments.window
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores.masked_fill(~met, -torch.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        log_sums.append(scores.logsumexp(-1))
+    return torch.cat(outputs), torch.cat(log_sums, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention(case, device):
+    from megaswift.bridge.kernels.attention import BLOCK, attend, attend_back
+
+    cp_size = CASES[case].get("cp_size", 1)
+    bounds = [0, *torch.tensor(CASES[case]["lengths"]).cumsum(0).tolist()]
+    segments = make_segments(bounds, cp_size - 1, cp_size, torch.device(device), CASES[case].get("reach", Reach()))
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens, heads):
+        # Heads lie in wider rows, as where they are views.
+        return torch.randn(tokens, 2 * heads, 16, generator=generator, dtype=torch.float64)[:, ::2].requires_grad_()
+
+    heads = CASES[case].get("heads", 4)
+    inputs = random(sum(segments.queries), heads), random(sum(segments.keys), 2), random(sum(segments.keys), 2)
+    expected, log_sum = plain(*inputs, segments, 0.3)
+    slopes = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    exact = torch.autograd.grad(expected, inputs, slopes)
+
+    # A GPU's products of fp32 are in TF32.
+    dtype, bound = (torch.float32, 2e-5) if device == "cpu" else (torch.float16, 1e-2)
+
+    def here(x):
+        return x.detach().to(device, dtype)
+
+    tiles, key_tiles = segments.tiles(BLOCK)
+    query, key, value = map(here, inputs)
+    found = attend(query, key, value, tiles, 0.3, segments.window)
+    grads = attend_back(here(slopes), query, key, value, *found, tiles, key_tiles, 0.3, segments.window)
+    for mine, reference in zip((*found, *grads), (expected, log_sum, *exact), strict=True):
+        torch.testing.assert_close(mine.double().cpu(), reference.detach(), rtol=bound, atol=bound)

@@ -1,0 +1,211 @@
+"""The fused log-probabilities of labels, against torch's log_softmax in fp64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megaswift.bridge.layers.logprobs import label_log_probs, log_probs_and_entropies
+
+TOKENS, SIZE, VOCAB, ROWS = (2, 5), 8, 69, 72  # 3 rows of the matrix are padding, far larger than all else
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def inputs(device, monkeypatch):
+    """hidden [sequence, batch, hidden_size], weight, labels and gradients [batch, sequence]; blocks of 32 columns."""
+    from megaswift.bridge.kernels import log_probs
+
+    monkeypatch.setattr(log_probs, "_blocks", lambda width: {"BLOCK": 32, "num_warps": 1})
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*TOKENS[::-1], SIZE, generator=generator)
+    weight = torch.randn(ROWS, SIZE, generator=generator)
+    weight[VOCAB:] = 1e3
+    labels = torch.randint(0, VOCAB, TOKENS, generator=generator)
+    slopes = torch.randn(TOKENS, generator=generator)
+    slopes[0, 3] = 0.0
+    hidden, weight, labels, slopes = (x.to(device) for x in (hidden, weight, labels, slopes))
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, slopes
+
+
+def exact(hidden, weight, labels, slopes, temperature):
+    """Log-probabilities, and the gradients of hidden and weight."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = hidden.transpose(0, 1) @ weight[:VOCAB].t() / temperature
+    found = logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
+    return found, *torch.autograd.grad(found, (hidden, weight), slopes.double())
+
+
+def agree(found, expected):
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
+
+
+def waiting(module) -> int:
+    """Chunks of logits that are kept."""
+    return sum(len(kept.chunks) for kept in module._Kept.everywhere)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
+    """The numbers are the same however many chunks are kept, and for a second backward pass."""
+    from megaswift.bridge.kernels import log_probs
+
+    hidden, weight, labels, slopes = inputs
+    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
+    monkeypatch.setattr(log_probs, "_chunks", lambda hidden, columns: [slice(0, 4), slice(4, 8), slice(8, 10)])
+    several = []
+    for room, kept in ((0, 0), (4 * 128 * 4, 1), (2**20, 3)):
+        monkeypatch.setattr(log_probs, "most_kept", lambda device, room=room: room)
+        found = label_log_probs(hidden, weight, labels, **settings)
+        assert waiting(log_probs) == kept
+        for again in (True, False):
+            several.append((found.detach(), *torch.autograd.grad(found, (hidden, weight), slopes, retain_graph=again)))
+            assert waiting(log_probs) == 0
+    agree(several[0], exact(*inputs, temperature))
+    for other in several[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(other, several[0], strict=True))
+    with torch.no_grad():
+        assert torch.equal(label_log_probs(hidden, weight, labels, **settings), several[0][0])
+        assert waiting(log_probs) == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_entropies(alone, inputs, temperature):
+    """From the same reading as the log-probabilities, which stay what they are; also where a token is all but sure."""
+    hidden, weight, labels, slopes = inputs
+    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
+    found, entropies = log_probs_and_entropies(hidden, weight, labels, **settings)
+    agree((found, *torch.autograd.grad(found, (hidden, weight), slopes)), exact(*inputs, temperature))
+    assert torch.equal(found, label_log_probs(hidden, weight, labels, **settings))
+    logits = hidden.detach().double().transpose(0, 1) @ weight.detach()[:VOCAB].double().t() / temperature
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    assert not entropies.requires_grad
+    agree([entropies], [expected])
+
+
+def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
+    from megaswift.bridge.kernels import log_probs
+
+    hidden, weight, labels, _ = inputs
+    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False}
+    monkeypatch.setattr(log_probs, "most_kept", lambda device: 2 * 10 * 128 * 4)
+    calls = [label_log_probs(hidden, weight, labels, **settings) for _ in range(3)]
+    assert waiting(log_probs) == 2
+    del calls[0]
+    assert waiting(log_probs) == 1
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_of_what_is_frozen_no_gradient_is_made(alone, inputs, frozen):
+    hidden, weight, labels, slopes = inputs
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    label_log_probs(hidden, weight, labels, vocab_size=VOCAB, group=alone, sequence_parallel=False).backward(slopes)
+    _, *expected = exact(*inputs, 1.0)
+    assert (hidden.grad is None) == (frozen == "hidden")
+    assert (weight.grad is None) == (frozen == "weight")
+    found, reference = (weight.grad, expected[1]) if frozen == "hidden" else (hidden.grad, expected[0])
+    agree([found], [reference])
+
+
+def test_columns_on_three_ranks(inputs):
+    """Labels are on one rank of three; the second has the padding, and the third nothing else."""
+    from megaswift.bridge.kernels.log_probs import LabelLogProbs
+
+    hidden, weight, labels, slopes = inputs
+    log_probs, grad_hidden, grad_weight = exact(*inputs, 0.7)
+    flat = hidden.detach().transpose(0, 1).reshape(-1, SIZE).requires_grad_()
+    padded = torch.cat((weight.detach(), torch.full((36, SIZE), 1e3, device=weight.device)))
+    parts = [part.clone().requires_grad_() for part in padded.chunk(3)]
+    held = []
+
+    def call(rank, over_ranks):
+        columns = min(36, max(0, VOCAB - 36 * rank))
+        return LabelLogProbs.apply(
+            flat, parts[rank], labels.reshape(-1), 36 * rank, columns, 0.7, over_ranks, True, False, False
+        )[0]
+
+    for rank in range(3):
+        call(rank, lambda sums, chosen, _: (held.append((sums, chosen)), (sums, chosen, None))[1])
+    sums, chosen = (torch.stack(each) for each in zip(*held, strict=True))
+    whole = sums.logsumexp(0), chosen.sum(0), None
+    for rank in range(3):
+        found = call(rank, lambda *_: whole)
+        agree([found], [log_probs.flatten()])
+        found.backward(slopes.flatten())  # the ranks' parts of the hidden states' gradient are summed here
+    agree([flat.grad], [grad_hidden.transpose(0, 1).reshape(-1, SIZE)])
+    agree([torch.cat([part.grad for part in parts])[:ROWS]], [grad_weight])
+    assert not parts[2].grad.any()
+
+
+def test_gradients_are_added_in_the_product(alone, inputs):
+    """Of two calls of a micro batch, with a matrix that is the embedding's as well."""
+    hidden, weight, labels, slopes = inputs
+    before = torch.randn_like(weight)
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = before.clone(), False, True
+    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "accumulate": True}
+    calls = [label_log_probs(hidden, weight, labels, **settings) for _ in range(2)]
+    (sum((found * slopes).sum() for found in calls) + weight[3].sum()).backward()
+    _, grad_hidden, grad_weight = exact(*inputs, 1.0)
+    agree([hidden.grad, weight.main_grad], [2 * grad_hidden, 2 * grad_weight + before])
+    assert weight.grad_added_to_main_grad
+    assert torch.equal(weight.grad.nonzero().unique(), torch.tensor([*range(SIZE)], device=weight.device))
+
+
+def test_sums_that_are_not_in_fp32_get_no_gradient_by_chunks(alone, inputs):
+    hidden, weight, labels, slopes = inputs
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.bfloat16), False
+    found = label_log_probs(
+        hidden, weight, labels, vocab_size=VOCAB, group=alone, sequence_parallel=False, accumulate=True
+    )
+    found.backward(slopes)
+    agree([weight.grad], [exact(*inputs, 1.0)[2]])
+    assert not weight.main_grad.any()
+    assert not weight.grad_added_to_main_grad
+
+
+def test_chunks_are_equal_and_fit(monkeypatch):
+    from megaswift.bridge.kernels import log_probs
+
+    monkeypatch.setattr(log_probs, "most_kept", lambda device: 9_000_000_000)
+    for tokens, sizes in ((16_384, [8_192] * 2), (8_192, [8_192]), (20_001, [6_784] * 2 + [6_433]), (0, [])):
+        chunks = log_probs._chunks(torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta"), 151_936)
+        assert [part.stop - part.start for part in chunks] == sizes
+        assert [part.start for part in chunks] == [0, *(part.stop for part in chunks[:-1])][: len(sizes)]
+    assert log_probs._chunks(torch.empty(7, 1), 0) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(alone, dtype):
+    """An odd vocabulary of more than a block, and more logits than 32 bits can number."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, size, tokens, vocab = 50_259, 64, 43_008, 50_257
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    hidden, weight = random(tokens, 1, size).requires_grad_(), (random(rows, size) / 4).requires_grad_()
+    labels = torch.randint(0, vocab, (1, tokens), generator=generator, device="cuda")
+    slopes = random(1, tokens).float()
+    weight.main_grad = torch.ones(rows, size, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
+    weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+    found, entropies = log_probs_and_entropies(
+        hidden, weight, labels, vocab_size=vocab, group=alone, sequence_parallel=False, accumulate=True
+    )
+    found.backward(slopes)
+    wholes = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    for part in torch.arange(tokens, device="cuda").split(2048):
+        logits = wholes[0][part, 0] @ wholes[1][:vocab].t()
+        expected = logits.log_softmax(-1).gather(1, labels[0, part, None]).squeeze(1)
+        torch.testing.assert_close(found[0, part], expected, rtol=1e-2, atol=1e-2)
+        uncertain = torch.distributions.Categorical(logits=logits.detach(), validate_args=False).entropy()
+        torch.testing.assert_close(entropies[0, part], uncertain, rtol=1e-2, atol=1e-2)
+        expected.backward(slopes[0, part])
+    for mine, reference in ((hidden.grad, wholes[0].grad), (weight.main_grad - 1, wholes[1].grad)):
+        assert (mine.float() - reference).norm() < 1e-2 * reference.norm()

@@ -1,0 +1,163 @@
+"""What is made of the output matrix: log-probabilities, entropies, divergences from a teacher, its likeliest tokens.
+Against torch's own on whole logits, and TRL's divergence."""
+
+import json
+
+import pytest
+import torch
+from megaswift.bridge.layers import divergence
+
+from tests.bridge.layers import output_worker
+from tests.bridge.layers.output_worker import BETAS, Sides, compare, jensen_shannon, planted, random
+from tests.torchrun import torchrun
+
+BOUND = 5e-6
+
+
+@pytest.fixture(scope="module")
+def group(alone):
+    return torch.distributed.group.WORLD
+
+
+def wrong(found: dict[str, dict[str, float]], bound: float = BOUND) -> list[str]:
+    return [
+        f"{case}: {what} {value:.1e}"
+        for case, values in found.items()
+        for what, value in values.items()
+        if value > bound
+    ]
+
+
+def test_one_process(group):
+    found = compare(group)
+    assert len(found) == 12
+    assert not wrong(found)
+
+
+@pytest.mark.parametrize("fault", ["teacher and student swapped", "the other share"])
+def test_planted_faults_show(group, fault):
+    with planted(fault):
+        found = compare(group)
+    assert len([case for case in wrong(found, 1e-2) if case.startswith("of_divergence")]) >= 4 * 3
+
+
+def test_temperatures_are_each_ones_own(group):
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    settings = {"beta": 0.3, **mine.how}
+    found = divergence.divergence(**mine.own, **mine.teacher, temperatures=(1.3, 0.7), **settings)
+    expected = jensen_shannon(mine.log_probs(1.3), mine.teachers(0.7), 0.3)
+    swapped = jensen_shannon(mine.log_probs(0.7), mine.teachers(1.3), 0.3)
+    torch.testing.assert_close(found, expected)
+    assert (found - swapped).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("beta", [*BETAS, 0.5])
+def test_divergence_is_trls(group, beta):
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    found = divergence.divergence(**mine.own, **mine.teacher, beta=beta, temperatures=(0.9, 0.9), **mine.how)
+    labels = torch.where(random(*found.shape, seed=9) > 0, mine.labels, -100)
+    logits = [mine.log_probs(1.0), mine.teachers(1.0)]  # of which softmax makes the same again
+    expected = GKDTrainer.generalized_jsd_loss(*logits, labels=labels, beta=beta, temperature=0.9)
+    loss = found[labels != -100].mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    mean = torch.autograd.grad(loss, tuple(mine.own.values()))
+    theirs = torch.autograd.grad(expected, (mine.hidden, mine.weight))
+    for one, other in zip(mean, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_all_tokens_are_the_likeliest(group):
+    """With k the vocabulary, nothing is left out."""
+    mine = Sides(**output_worker.CASES["some"], group=group)
+    for beta in BETAS:
+        settings = {"beta": beta, "temperatures": (0.7, 1.3), **mine.how}
+        top = divergence.top_log_probs(mine.teacher["teacher_hidden"], mine.teacher["teacher_weight"], 21, **mine.how)
+        found = divergence.top_divergence(**mine.own, teacher_log_probs=top[0], ids=top[1], **settings)
+        torch.testing.assert_close(found, divergence.divergence(**mine.own, **mine.teacher, **settings))
+
+
+def test_no_divergence_from_oneself(group):
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    teacher = {f"teacher_{name}": tensor.detach() for name, tensor in mine.own.items()}
+    for beta in BETAS:
+        found = divergence.divergence(**mine.own, **teacher, beta=beta, **mine.how)
+        assert found.abs().max() < 1e-6
+        assert all(slope.abs().max() < 1e-6 for slope in torch.autograd.grad(found.sum(), tuple(mine.own.values())))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_of_what_is_frozen_no_gradient_is_made(group, frozen):
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    mine.own[frozen].requires_grad_(False)
+    top = divergence.top_log_probs(mine.teacher["teacher_hidden"], mine.teacher["teacher_weight"], 4, **mine.how)
+    for found in (
+        divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how),
+        divergence.top_divergence(**mine.own, teacher_log_probs=top[0], ids=top[1], beta=0.5, **mine.how),
+    ):
+        found.sum().backward()
+    assert mine.own[frozen].grad is None
+    assert mine.own["weight" if frozen == "hidden" else "hidden"].grad is not None
+
+
+def test_gradients_are_added_to_the_sum(group):
+    """Where the weight has one in fp32 and it is asked for; autograd then gets nothing that is read."""
+    mine = Sides(**output_worker.CASES["some"], group=group)
+    weight = mine.own["weight"]
+    expected = torch.autograd.grad(
+        divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how).sum(), weight
+    )[0]
+    before = torch.randn_like(weight)
+    weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
+    for accumulate in (True, False):
+        found = divergence.divergence(
+            **mine.own, **mine.teacher, beta=0.5, temperatures=(1.0, 1.0), accumulate=accumulate, **mine.how
+        )
+        weight.grad = None
+        found.sum().backward()
+        torch.testing.assert_close(weight.main_grad - before, expected, rtol=1e-5, atol=1e-5)
+        assert weight.grad_added_to_main_grad
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_never_two_full_logits(group, monkeypatch):
+    """The largest tensor of either pass is a chunk's logits."""
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    monkeypatch.setattr(divergence, "CHUNK_LOGITS", 3 * output_worker.PADDED)
+    whole, logits = divergence.chunk_logits, []
+
+    def watched(hidden, weight, columns):
+        logits.append(whole(hidden, weight, columns))
+        return logits[-1]
+
+    monkeypatch.setattr(divergence, "chunk_logits", watched)
+    divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how).sum().backward()
+    assert max(each.numel() for each in logits) == 3 * 21
+    assert len(logits) == 2 * 2 * 4  # of both models, forward and backward, 12 tokens by threes
+
+
+def test_matrices_of_different_vocabularies(group):
+    mine = Sides(**output_worker.CASES["all"], group=group)
+    teacher = mine.teacher | {"teacher_weight": mine.teacher_weight}
+    with pytest.raises(ValueError, match=r"--teacher_model: its output matrix has 26 rows on this rank.*24"):
+        divergence.divergence(**mine.own, **teacher, beta=0.5, **mine.how)
+    assert divergence.with_rows(mine.teacher_weight, 30, group).shape == (30, 5)
+    assert not divergence.with_rows(mine.teacher_weight, 30, group)[26:].any()
+    assert torch.equal(divergence.with_rows(mine.teacher_weight, 24, group), mine.teacher_weight[:24])
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(tmp_path):
+    done = torchrun("tests.bridge.layers.output_worker", tmp_path / "results.json", processes=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    faults = ("each rank by itself", "one rank's entropy")
+    right = {case: values for case, values in found.items() if not case.startswith(faults)}
+    assert len(right) == 12
+    assert not wrong(right)
+    for fault in faults:
+        of_fault = {case: values for case, values in found.items() if case.startswith(fault)}
+        assert any("entropies" in case for case in wrong(of_fault, 1e-2))
+    alone = {case: values for case, values in found.items() if case.startswith("each rank by itself: of_divergence")}
+    assert len(wrong(alone, 1e-2)) >= 4 * 3

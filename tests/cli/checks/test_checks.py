@@ -1,0 +1,381 @@
+"""What cannot run is refused before anything heavy is imported, with the flag, the value and the cure."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megaswift.cli.checks.common import check_infer, check_lock, check_training
+from megaswift.cli.flags import UsageError
+from megaswift.cli.main import main, read_options
+from megaswift.tasks.options import InferOptions
+from megaswift.tasks.run import run_dir
+from megaswift.tasks.run.planning import Layout
+
+from tests.cli.conftest import DENSE, write_model
+
+
+def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[Any, list[str]]:
+    line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
+    options, sources, _ = read_options("megatron", line)
+    notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world, sources=sources)
+    return options, notes
+
+
+TP, PP, CP, EP, ETP, VPP = (
+    f"--{name}_parallel_size"
+    for name in (
+        "tensor_model",
+        "pipeline_model",
+        "context",
+        "expert_model",
+        "expert_tensor",
+        "virtual_pipeline_model",
+    )
+)
+FIRST, LAST = "--decoder_first_pipeline_num_layers", "--decoder_last_pipeline_num_layers"
+SP = "--sequence_parallel true"
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (f"{TP} 3", 3, f"{TP} 3: does not divide the model's 8 attention heads. Give a divisor of 8."),
+        (f"{TP} 0", 1, f"{TP} 0: must be above 0."),
+        (f"{TP} 2", 3, "= 2: does not divide the number of processes, 3. Set NPROC_PER_NODE"),
+        (f"{TP} 4 {PP} 2", 4, f"{TP} x {PP} x {CP} = 8: does not divide the number of processes, 4."),
+        (f"{PP} 3", 3, f"{PP} 3: 4 of the model's 4 layers cannot be shared evenly by 3 stages"),
+        (f"{PP} 8 --global_batch_size 8", 8, "cannot be shared evenly by 8 stages"),
+        (f"{PP} 2 {VPP} 3", 2, f"{PP} 2, {VPP} 3: 4 of the model's 4 layers"),
+        (f"{PP} 3 {FIRST} 1", 3, f"{PP} 3, {FIRST} 1: 3 of the model's 4 layers cannot be shared evenly by 2 stages"),
+        (f"{PP} 2 {FIRST} 2 {LAST} 1", 2, f"{FIRST} 2, {LAST} 1: 1 of the model's 4 layers cannot"),
+        (f"{PP} 2 {FIRST} 3 {VPP} 2", 2, f"{FIRST} 3: not a multiple of {VPP} 2."),
+        (f"{VPP} 2", 1, f"{VPP} 2: there is one pipeline stage. Give {PP} 2 or more"),
+        (f"{FIRST} 2", 1, f"{FIRST} 2: there is one pipeline stage."),
+        (f"{PP} 2 {VPP} 2 --global_batch_size 1", 2, f"{VPP} 2: a step has 1 micro batch on each"),
+        (
+            f"{PP} 2 {VPP} 2 --microbatch_group_size_per_vp_stage 3 --global_batch_size 4",
+            2,
+            "--microbatch_group_size_per_vp_stage 3: a step has 4 micro batches",
+        ),
+        (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+        ("--lr_warmup_iters 9 --train_iters 8", 1, "--lr_warmup_iters 9: not less than the 8 steps of the schedule."),
+        ("--lr_warmup_iters 8 --train_iters 8", 1, "--lr_warmup_iters 8: not less than the 8 steps of the schedule."),
+        (
+            "--lr_wsd_decay_iters 6 --lr_warmup_iters 3 --train_iters 8",
+            1,
+            "--lr_wsd_decay_iters 6 and --lr_warmup_iters 3: more than the 8 steps of the schedule.",
+        ),
+        ("--lr_wsd_decay_iters 9 --train_iters 8", 1, "--lr_wsd_decay_iters 9: more than the 8 steps of the schedule."),
+        ("--train_iters 0", 1, "--train_iters 0: must be above 0."),
+        ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: give a size such as 5GB or 500MB"),
+        ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
+        ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),
+        (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: does not divide by 2 x {CP} 2 = 4. Give 1024."),
+        (f"{TP} 2 {SP} --packing true --max_length 101", 2, "--max_length 101: a pack must divide by"),
+        ("--packing true", 1, "--packing true needs the length of a pack: give --max_length."),
+        ("--packing true --padding_free false --max_length 8", 1, "--packing true needs --padding_free true"),
+        ("--recompute_granularity full", 1, "--recompute_granularity full needs --recompute_method"),
+        (
+            "--recompute_granularity full --recompute_method block",
+            1,
+            "needs --recompute_num_layers, as in --recompute_num_layers 1.",
+        ),
+        ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
+        ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
+        ("--system nope.txt", 1, "--system nope.txt: there is no such file (seen from"),
+        ("--val_dataset /dev/null", 1, "--val_dataset /dev/null: is not a regular file, but a pipe or a device"),
+        ("--columns " + "[" * 100_000, 1, "JSON that is nested too deeply."),
+        ("--lr 1e-5 --min_lr 1e-4", 1, "--min_lr 0.0001: above --lr 1e-05."),
+        (
+            "--overlap_param_gather true --overlap_grad_reduce false",
+            1,
+            "--overlap_param_gather true needs --overlap_grad_reduce true.",
+        ),
+        ("--profile true --train_iters 5", 1, "--profile_step_start 10: the run has 5 steps. Set an earlier one."),
+        ("--profile true --profile_step_end 9", 1, "--profile_step_start 10, --profile_step_end 9: give 1 or more"),
+        ("--profile true --train_iters 20 --profile_ranks 1", 1, "--profile_ranks 1: the run has 1 process, and"),
+        ("--max_shard_size big", 1, "--max_shard_size big: give a size such as 5GB or 500MB"),
+        ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be with --streaming true."),
+    ],
+)
+def test_options_that_cannot_be_together(dense: Path, words: str, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check(dense, words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (f"{TP} 2", 2, f"{TP} 2: training a mixture of experts with it needs --sequence_parallel true."),
+        (f"{EP} 3", 3, f"{EP} 3: does not divide the model's 8 experts. Give a divisor of 8."),
+        (f"{EP} 2 {ETP} 2", 2, f"{EP} x {ETP} x {PP} = 4: does not divide the number of processes, 2."),
+        (f"{ETP} 9 --global_batch_size 18", 9, f"{ETP} 9: does not divide the model's 24 columns of an expert."),
+    ],
+)
+def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check(mixture, words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            f"{TP} 4 {CP} 2 {SP} --max_length 1024",
+            8,
+            f"{TP} 4 x {CP} 2: does not divide the 4 key heads of the model's gated delta nets. Give a product that "
+            "divides 4.",
+        ),
+        (f"{EP} 2 --global_batch_size 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+    ],
+)
+def test_sizes_of_a_text_model_within_another(tmp_path: Path, words: str, world: int, message: str) -> None:
+    text = DENSE | {"model_type": "qwen3_5_text", "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    seeing = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    with pytest.raises(UsageError) as error:
+        check(write_model(tmp_path / "seeing", seeing), words, world=world)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        (f"{TP} 2 {SP}", 2),
+        (f"{TP} 8", 8),  # more than the 4 KV heads
+        (f"{TP} 4 {PP} 2 {CP} 2 {SP} --max_length 1024 --packing true", 32),
+        (f"{PP} 2 {FIRST} 3", 2),
+        (f"{PP} 3 {FIRST} 1 {LAST} 2", 3),
+        (f"{PP} 2 {VPP} 2", 2),
+        (f"{PP} 2 {VPP} 1 --global_batch_size 1", 2),
+    ],
+)
+def test_layouts_that_can_run(dense: Path, words: str, world: int) -> None:
+    assert check(dense, words, world=world)[1] == []
+
+
+def test_epochs_beside_steps_are_left_out(dense: Path) -> None:
+    options, notes = check(dense, "--num_train_epochs 0.5 --lr_warmup_fraction 0.05")
+    assert options.num_train_epochs is None
+    assert notes == ["--num_train_epochs 0.5 is left out: --train_iters 1 is given."]
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_switched_off(mixture: Path) -> None:
+    options, notes = check(mixture, f"{SP} {EP} 2", world=2)
+    assert options.sequence_parallel is False
+    (note,) = notes
+    assert note.startswith("--sequence_parallel true is switched off")
+
+
+def test_more_processes_than_gpus(dense: Path) -> None:
+    with pytest.raises(UsageError, match=r"NPROC_PER_NODE 4: more processes than the 2 visible GPUs\. Set "):
+        check(dense, "", world=4, gpus=2)
+    check(dense, "", world=4, gpus=0)  # a CPU takes as many as one likes
+
+
+def test_how_long_to_train_must_be_said(dense: Path, capsys) -> None:
+    assert main("megatron", ["sft", "--model", str(dense), "--dataset", "d"]) == 2
+    assert "--train_iters or --num_train_epochs is needed" in capsys.readouterr().err
+
+
+def test_files_of_data_that_are_not_there(dense: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    check(dense, f"--val_dataset {tmp_path}/rows.jsonl#5 {tmp_path} some/rows hf::some/rows:part")  # hubs are not asked
+    for name in ("rows.csv", "./rows", f"{tmp_path}/none", "rows.jsonl#5"):
+        said = rf"^--val_dataset {name.removesuffix('#5')}: there is no such file or folder \(seen from .*\)\.$"
+        with pytest.raises(UsageError, match=said):
+            check(dense, f"--val_dataset d {name}")
+        assert main("swift", ["infer", "--model", str(dense), "--val_dataset", name]) == 2
+        assert "error: --val_dataset" in capsys.readouterr().err
+
+
+def test_a_dataset_is_needed(dense: Path, capsys) -> None:
+    assert main("megatron", ["pt", "--model", str(dense), "--train_iters", "1"]) == 2
+    assert "--dataset is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-such", "none", "a/b/c"])
+@pytest.mark.parametrize("command", [("megatron", "sft"), ("swift", "infer")])
+def test_no_such_model_folder(name: str, command: tuple[str, str], capsys) -> None:
+    assert main(command[0], [command[1], "--model", name]) == 2
+    assert f"--model {name}: no such model folder. Give a folder, or a hub id as OWNER/NAME." in capsys.readouterr().err
+
+
+def test_the_model_is_needed(capsys) -> None:
+    assert main("swift", ["infer"]) == 2
+    assert "--model is needed" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_config(tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main("megatron", ["sft", "--model", str(tmp_path / "empty")]) == 2
+    assert f"--model {tmp_path / 'empty'}: no config.json there" in capsys.readouterr().err
+
+
+def test_a_config_that_is_broken(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert main("megatron", ["sft", "--model", str(tmp_path)]) == 2
+    assert "config.json is not valid JSON" in capsys.readouterr().err
+
+
+def test_an_output_folder_below_a_file(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UsageError, match=r"--output_dir .*taken/x: .*taken is a file\. Give a folder"):
+        check(dense, f"--output_dir {tmp_path / 'taken' / 'x'}")
+
+
+def test_an_output_folder_that_cannot_be_written(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UsageError, match=r"--output_dir .*: .* cannot be written\. Give a folder"):
+        check(dense, f"--output_dir {tmp_path / 'out'}")
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", {"architectures": ["NewForCausalLM"]})
+    with pytest.raises(UsageError) as error:
+        check(model, "")
+    assert f"--model {model}: config.json names the architecture NewForCausalLM" in str(error.value)
+    assert "Qwen3ForCausalLM" in str(error.value)
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": DENSE}])
+def test_texts_beyond_the_positions(config: dict, tmp_path: Path) -> None:
+    """A note, whether config.json says it of a text model or of one that sees too."""
+    own = {"max_position_embeddings": 32}
+    model = write_model(tmp_path / "m", {"text_config": DENSE | own} if config else DENSE | own)
+    (note,) = check_infer(InferOptions(model=str(model), max_new_tokens=64))
+    assert note.startswith("--max_new_tokens 64: up to 64 tokens, and the model is made for 32 (max_position_embeddi")
+    assert check_infer(InferOptions(model=str(model), max_new_tokens=32)) == []
+
+
+def test_an_output_folder_whose_name_is_too_long(dense: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--output_dir a{300}: File name too long\. Set another folder\.$"):
+        check(dense, f"--output_dir {'a' * 300}")
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "MODELSCOPE_CACHE"])
+def test_a_cache_that_cannot_be_made(name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "file" / "x"))
+    with pytest.raises(UsageError, match=rf"^{name}=.*file/x: the cache of tokens cannot be made there"):
+        check(dense, "")
+
+
+def test_a_folder_in_which_another_run_is_at_work(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before processes start. Another process of this machine has the lock."""
+    output = tmp_path / "out"
+    output.mkdir()
+    program = (
+        "import sys, time; from pathlib import Path; from megaswift.tasks.run.run_dir import take;"
+        "take(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(run_dir.check_idle, "__defaults__", (0.1,))
+    options, _ = check(dense, f"--output_dir {output} --add_version false")
+    check_lock(options)
+    with subprocess.Popen([sys.executable, "-c", program, str(output)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(
+            UsageError, match=r"^--output_dir .*out: another run is at work in .*out: wait for its end, or"
+        ):
+            check_lock(options)
+        check_lock(replace(options, add_version=True))
+        other.kill()
+    check_lock(options)
+
+
+def test_infer_reads_no_pickles(dense: Path) -> None:
+    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"^--model .*dense: has no weights: .* Its \.bin files are not read: convert"):
+        check_infer(InferOptions(model=str(dense)))
+
+
+@pytest.mark.parametrize("layers", [10_000_000, 2000])
+def test_more_layers_than_tensors(dense: Path, layers: int) -> None:
+    """Building them would take minutes before anything could say that they are not there."""
+    (dense / "config.json").write_text(json.dumps(DENSE | {"num_hidden_layers": layers}))
+    message = rf"config\.json has num_hidden_layers {layers}, and the folder's weights are 47 tensors\. Download"
+    with pytest.raises(UsageError, match=message):
+        check(dense, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "note"),
+    [
+        ("--max_length 32", {}, None),
+        ("--max_length 33", {}, "--max_length 33: up to 33 tokens, and the model is made for 32"),
+        ("--packing true --packing_length 64", {}, "--packing_length 64: up to 64 tokens"),
+        ("--packing true --packing_length 64 --max_length 32", {}, None),
+        ("--max_length 64", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ("--max_length 129", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "made for 128"),
+    ],
+)
+def test_training_texts_beyond_the_positions(words: str, more: dict, note: str | None, tmp_path: Path) -> None:
+    notes = check(write_model(tmp_path / "m", DENSE | more | {"max_position_embeddings": 32}), words)[1]
+    assert [note in each for each in notes] == [True] if note else notes == []
+
+
+def test_sgd_has_no_state_to_share(dense: Path) -> None:
+    options, (note,) = check(dense, "--optimizer sgd")
+    assert options.use_distributed_optimizer is False  # type: ignore[attr-defined]
+    assert note.startswith("--use_distributed_optimizer true is switched off")
+    with pytest.raises(UsageError, match="--overlap_param_gather true cannot be with --optimizer sgd"):
+        check(dense, "--optimizer sgd --overlap_grad_reduce true --overlap_param_gather true")
+
+
+def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--report_to wandb: the package wandb is not installed\. Install it"):
+        check(dense, "--report_to wandb")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--temperature -1", "--temperature -1.0: must not be below 0."),
+        ("--max_batch_size 0", "--max_batch_size 0: must be at least 1."),
+        ("--top_p 1.5", "--top_p 1.5: must be above 0 and at most 1."),
+        ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
+    ],
+)
+def test_what_infer_cannot_do(words: str, message: str, dense: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main("swift", ["infer", "--model", str(dense), *words.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_layout_sizes() -> None:
+    layout = Layout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
+    assert (layout.data, layout.expert_data) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder. Give a checkpoint's"),
+        ("--finetune false --resume_from_checkpoint auto", "--resume_from_checkpoint auto and --finetune false"),
+        ("--finetune false --tuner_type lora", "--finetune false needs --mcore_adapter or --adapters"),
+        ("--async_save true --save_safetensors false", "--async_save true cannot be with --save_safetensors false"),
+        (
+            "--metric_for_best_model acc --val_dataset d",
+            "--metric_for_best_model acc: evaluations have loss, mtp_loss",
+        ),
+        ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Give --val_dataset"),
+        ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
+    ],
+)
+def test_what_saving_and_resuming_cannot_be(dense: Path, words: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(dense, words)
+    assert str(caught.value).startswith(message)
+
+
+def test_flags_of_resuming_without_it_are_told(dense: Path) -> None:
+    assert check(dense, "--no_load_optim true")[1] == ["--no_load_optim true is not needed: nothing is resumed."]
+    assert check(dense, "--no_load_optim true --resume_from_checkpoint auto")[1] == []

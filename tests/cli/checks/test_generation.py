@@ -1,0 +1,485 @@
+"""Tasks that generate: the guide's GRPO examples, and what completions, rewards, policies and engines cannot be."""
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megaswift.cli.checks.common import check_rollout, check_training
+from megaswift.cli.checks.generation import _memory, check_generation
+from megaswift.cli.checks.teacher import check_teacher
+from megaswift.cli.flags import UsageError
+from megaswift.cli.main import main, read_options
+from megaswift.tasks.options import GkdOptions, GrpoOptions
+from megaswift.tasks.run.planning import Layout
+
+from tests.cli.conftest import DENSE, write_model, write_tokenizer
+
+# As the guide has them: environment and flags.
+EXAMPLES = {
+    "Megatron GRPO": r"""
+        PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \
+        NPROC_PER_NODE=4 \
+        CUDA_VISIBLE_DEVICES=0,1,2,3 \
+        megatron rlhf \
+            --rlhf_type grpo \
+            --model Qwen/Qwen2.5-7B-Instruct \
+            --use_hf \
+            --save_safetensors true \
+            --dataset /path/to/grpo_data.jsonl \
+            --reward_funcs accuracy format \
+            --num_generations 8 \
+            --max_completion_length 2048 \
+            --tensor_model_parallel_size 2 \
+            --sequence_parallel true \
+            --micro_batch_size 1 \
+            --global_batch_size 8 \
+            --recompute_granularity full \
+            --recompute_method uniform \
+            --recompute_num_layers 1 \
+            --finetune true \
+            --cross_entropy_loss_fusion true \
+            --lr 5e-7 \
+            --beta 0.04 \
+            --num_train_epochs 1 \
+            --output_dir megatron_output/grpo \
+            --no_save_optim true \
+            --no_save_rng true
+    """,
+    "Megatron GRPO with vLLM (Server Mode)": r"""
+        NPROC_PER_NODE=4 \
+        CUDA_VISIBLE_DEVICES=0,1,2,3 \
+        megatron rlhf \
+            --rlhf_type grpo \
+            --model Qwen/Qwen2.5-7B-Instruct \
+            --use_hf \
+            --save_safetensors true \
+            --vllm_mode server \
+            --dataset /path/to/data.jsonl \
+            --reward_funcs accuracy format \
+            --num_generations 8 \
+            --tensor_model_parallel_size 2 \
+            --sequence_parallel true \
+            --micro_batch_size 1 \
+            --global_batch_size 8 \
+            --output_dir megatron_output/grpo \
+            --no_save_optim true \
+            --no_save_rng true
+    """,
+}
+QWEN = DENSE | {  # the sizes of the model of the examples
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+
+
+def words_of(example: str) -> tuple[dict[str, str], list[str]]:
+    """Environment and arguments."""
+    words = shlex.split(EXAMPLES[example].replace("\\\n", " "))
+    start = words.index("megatron")
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 1 :]
+
+
+def check(model: Path, words: str, *, world: int = 1, kind: str = "grpo") -> tuple[Any, list[str]]:
+    line = ["rlhf", "--rlhf_type", kind, "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
+    options, sources, _ = read_options("megatron", line)
+    return options, check_training(options, Layout.of(options, world), gpus=0, processes=world, sources=sources)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, vllm: bool) -> None:
+    """As if vLLM were there, or not."""
+    find, there = importlib.util.find_spec, importlib.util.spec_from_loader("vllm", None) if vllm else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: there if name == "vllm" else find(name, *more))
+
+
+def refusal(model: Path, words: str, *, world: int = 1) -> str:
+    if "--reward_funcs" not in words:
+        words = f"--reward_funcs accuracy {words}"
+    with pytest.raises(UsageError) as error:
+        check(model, words, world=world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples(example: str, tmp_path: Path, rows: Path) -> None:
+    """With a model of the size that they name, on four GPUs."""
+    environment, words = words_of(example)
+    assert environment["NPROC_PER_NODE"] == "4"
+    words[words.index("--dataset") + 1] = str(rows)
+    words[words.index("--model") + 1] = str(write_model(tmp_path / "model", QWEN))
+    options, sources, notes = read_options("megatron", words)
+    layout = Layout.of(options, 4)
+    notes += check_training(options, layout, gpus=4, processes=4, sources=sources)
+    assert isinstance(options, GrpoOptions)
+    assert notes == []
+    assert str(layout) == "4 processes = TP 2 x PP 1 x CP 1 x DP 2"
+    assert (options.generation_batch_size, options.steps_per_generation) == (8, 1)
+    assert (options.num_generations, options.beta, options.epsilon_high) == (8, 0.04, 0.2)
+    assert (options.train_iters, options.num_train_epochs) == (None, 1)  # which the second does not say
+    served = example.endswith("(Server Mode)")
+    assert options.max_completion_length == options.cosine_max_len == (512 if served else 2048)
+    assert (options.vllm_mode, options.vllm_server_port) == ("server" if served else None, [8000])
+    assert (options.lr, sources["lr"]) == ((1e-5, "derived") if served else (5e-7, "command line"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """40 prompts x 8 completions, 8 to a step."""
+    environment, words = words_of(example)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "model", DENSE)
+    write_tokenizer(model)
+    words[words.index("--model") + 1] = str(model)
+    words[words.index("--dataset") + 1] = str(rows)
+    rows.write_text("".join(json.dumps(json.loads(row) | {"solution": "7"}) + "\n" for row in rows.open()))
+    code = main("megatron", [*words, "--dry_run", "true"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert "steps per epoch   40\n" in printed.out
+    assert "4 processes = TP 2 x PP 1 x CP 1 x DP 2" in printed.out
+    assert not (tmp_path / "megatron_output").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num_generations_eval 0", "--num_generations_eval 0: must be at least 1."),
+        ("--max_completion_length 0", "--max_completion_length 0: must be at least 1."),
+        ("--steps_per_generation 0", "--steps_per_generation 0: must be at least 1."),
+        ("--num_iterations 0", "--num_iterations 0: must be at least 1."),
+        ("--max_resample_times 0 --dynamic_sample true", "--max_resample_times 0: must be at least 1."),
+        ("--num_generations 1", "--num_generations 1: must be at least 2, since completions of a prompt are compared."),
+        (
+            "--global_batch_size 8 --generation_batch_size 24 --steps_per_generation 2",
+            "--generation_batch_size 24: must be --global_batch_size 8 x --steps_per_generation 2 = 16. Leave one of",
+        ),
+        (
+            "--global_batch_size 8 --generation_batch_size 12",
+            "--generation_batch_size 12: must be a multiple of --global_batch_size 8.",
+        ),
+        (
+            "--global_batch_size 8 --num_generations 3",
+            "--num_generations 3: must divide the 8 completions that are generated at a time (--global_batch_size x "
+            "--steps_per_generation).",
+        ),
+        (
+            "--global_batch_size 4",
+            "--num_generations 8: must divide the 4 completions that are generated at a time",
+        ),
+        ("--streaming true", "--streaming true cannot be with --rlhf_type grpo: prompts are few and short. Leave it"),
+        (
+            "--packing true --max_length 100",
+            "--packing true with --rlhf_type grpo needs --packing_length, of at least the longest prompt (--max_length"
+            ") and completion (--max_completion_length) together: 612 tokens or more.",
+        ),
+        (
+            "--packing true --max_length 100 --packing_length 300 --max_completion_length 201",
+            "together: 301 tokens or more.",
+        ),
+        (
+            "--max_length 30 --truncation_strategy right",
+            "--truncation_strategy right cannot be with --rlhf_type grpo: it cuts off the end of the question, and the",
+        ),
+        ("--temperature 0", "--temperature 0.0: must be at least 0.001"),
+        ("--top_p 0", "--top_p 0.0: must be above 0 and at most 1."),
+        ("--top_p 1.1", "--top_p 1.1: must be above 0 and at most 1."),
+        ("--top_k 0", "--top_k 0: must be at least 1, or -1 for all."),
+        ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
+        ("--padding_free false", "--padding_free false cannot be with --rlhf_type grpo"),
+    ],
+)
+def test_completions(words: str, message: str, dense: Path) -> None:
+    if "--global_batch_size" not in words:
+        words += " --global_batch_size 8"
+    assert message in refusal(dense, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--beta -0.1", "--beta -0.1: must not be below 0."),
+        ("--beta 0 --ref_model r", "--ref_model r cannot be with --beta 0, which has no reference. Leave one out."),
+        ("--beta 0 --mcore_ref_model r", "--mcore_ref_model r cannot be with --beta 0, which has no reference."),
+        ("--beta 0 --ref_adapters r", "--ref_adapters r cannot be with --beta 0, which has no reference."),
+        ("--beta 0 --offload_ref_model true", "--offload_ref_model true cannot be with --beta 0, which has no"),
+        ("--beta 0 --kl_in_reward true", "--kl_in_reward true cannot be with --beta 0, which has no reference."),
+        ("--beta 0 --sync_ref_model true", "--sync_ref_model true cannot be with --beta 0, which has no reference."),
+        (
+            "--sync_ref_model true --tuner_type lora",
+            "--sync_ref_model true with --tuner_type lora: the reference is the model without its adapters, which does",
+        ),
+        ("--sync_ref_model true --ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0.0: must be above 0 and at most"),
+        ("--sync_ref_model true --ref_model_mixup_alpha 1.1", "--ref_model_mixup_alpha 1.1: must be above 0 and at"),
+        ("--sync_ref_model true --ref_model_sync_steps 0", "--ref_model_sync_steps 0: must be at least 1."),
+        ("--ref_model_sync_steps 8", "--ref_model_sync_steps 8 is for --sync_ref_model true, not false. Leave it out."),
+        ("--ref_model r --mcore_ref_model s", "--ref_model r and --mcore_ref_model s: give one of them."),
+        ("--delta 1.2", "--delta 1.2: must be above 1 + --epsilon 0.2, to bound anything."),
+        ("--epsilon -0.1", "--epsilon -0.1: must not be below 0."),
+        ("--epsilon_high -0.1", "--epsilon_high -0.1: must not be below 0."),
+        ("--loss_type sapo --tau_pos 0", "--tau_pos 0.0: must be above 0."),
+        ("--loss_type sapo --tau_neg -1", "--tau_neg -1.0: must be above 0."),
+        ("--top_entropy_quantile 0", "--top_entropy_quantile 0.0: must be above 0 and at most 1."),
+        ("--top_entropy_quantile 1.5", "--top_entropy_quantile 1.5: must be above 0 and at most 1."),
+        (
+            "--rollout_importance_sampling_mode token_mask --rollout_importance_sampling_threshold 0",
+            "--rollout_importance_sampling_threshold 0.0: must be above 0.",
+        ),
+        ("--off_policy_sequence_mask_delta 0", "--off_policy_sequence_mask_delta 0.0: must be above 0."),
+        (
+            "--rollout_importance_sampling_threshold 3",
+            "--rollout_importance_sampling_threshold 3.0 is for --rollout_importance_sampling_mode token_truncate or "
+            "token_mask or sequence_truncate or sequence_mask, not",
+        ),
+        ("--tau_pos 0.8", "--tau_pos 0.8 is for --loss_type sapo, not grpo. Leave it out."),
+        ("--tau_neg 0.8", "--tau_neg 0.8 is for --loss_type sapo, not grpo. Leave it out."),
+        ("--loss_type cispo --delta 2", "--delta 2.0 is for --loss_type grpo or bnpo or dr_grpo or dapo, not cispo."),
+        ("--loss_type cispo --epsilon 0.1", "--epsilon 0.1 is for --loss_type grpo or bnpo or dr_grpo or dapo, not ci"),
+        (
+            "--loss_type sapo --epsilon_high 0.3",
+            "--epsilon_high 0.3 is for --loss_type grpo or bnpo or dr_grpo or dapo",
+        ),
+        ("--max_resample_times 2", "--max_resample_times 2 is for --dynamic_sample true, not false. Leave it out."),
+        ("--loss_type dpo", "--loss_type dpo: choose one of grpo, bnpo, dr_grpo, dapo, cispo, sapo."),
+        ("--scale_rewards std", "--scale_rewards std: choose one of group, batch, none."),
+        ("--importance_sampling_level word", "--importance_sampling_level word: choose one of token, sequence, seq"),
+        ("--advantage_estimator ppo", "--advantage_estimator ppo: choose one of grpo, rloo, reinforce_plus_plus."),
+        (
+            "--async_generate true --use_vllm false",
+            "--async_generate true is for --vllm_mode server: engines in the training processes generate while nothing",
+        ),
+        ("--async_generate true --vllm_mode server --sleep_level 1", "--sleep_level 1 cannot be with --async_generate"),
+        ("--metric_for_best_model loss", "--metric_for_best_model loss: evaluations have reward"),
+    ],
+)
+def test_policies(words: str, message: str, dense: Path) -> None:
+    assert message in refusal(dense, f"{words} --global_batch_size 8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--vllm_mode colocate --use_vllm false",
+            "--vllm_mode colocate cannot be with --use_vllm false. Leave one out.",
+        ),
+        ("--vllm_mode server --use_vllm false", "--vllm_mode server cannot be with --use_vllm false. Leave one out."),
+        (
+            "--vllm_mode colocate --vllm_server_host a b",
+            "--vllm_server_host a b is for --vllm_mode server. Leave it out.",
+        ),
+        (
+            "--vllm_mode colocate --vllm_server_base_url http://a:1",
+            "--vllm_server_base_url http://a:1 is for --vllm_mode server. Leave it out.",
+        ),
+        (
+            "--use_vllm false --vllm_server_host a",
+            "--vllm_server_host a is for --vllm_mode server. Leave it out.",
+        ),
+        ("--vllm_server_port 9000", "--vllm_server_port 9000 is for --vllm_mode server. Leave it out."),
+        ("--wait_for_server 10", "--wait_for_server 10.0 is for --vllm_mode server. Leave it out."),
+        (
+            "--vllm_server_host a --wait_for_server 1800",
+            "--wait_for_server 1800.0: must be below --ddp_timeout 1800, after which a run that waits is ended. Raise",
+        ),
+        (
+            "--vllm_server_host a --vllm_server_timeout 500 --ddp_timeout 400",
+            "--vllm_server_timeout 500.0: must be below --ddp_timeout 400, after",
+        ),
+        ("--sleep_level 3", "--sleep_level 3: must be at least 0 and at most 2."),
+        (
+            "--offload_optimizer true --async_generate true --vllm_server_host a",
+            "--offload_optimizer true cannot be with --async_generate true: the model trains while completions are",
+        ),
+        (
+            "--vllm_server_host a b --vllm_server_port 1 2 3",
+            "--vllm_server_host has 2 hosts and --vllm_server_port 3 ports: give a port for each host, or one of",
+        ),
+        ("--vllm_tensor_parallel_size 0", "--vllm_tensor_parallel_size 0: must be at least 1."),
+        ("--vllm_gpu_memory_utilization 1.5", "--vllm_gpu_memory_utilization 1.5: must be above 0 and at most 1."),
+    ],
+)
+def test_engines(words: str, message: str, dense: Path) -> None:
+    assert message in refusal(dense, f"{words} --global_batch_size 8")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--vllm_tensor_parallel_size 2", "--vllm_max_model_len 4096", "--vllm_max_num_seqs 3",
+        "--vllm_enforce_eager true", "--vllm_enable_prefix_caching false", "--vllm_gpu_memory_utilization 0.3",
+        "--sleep_level 2",
+    ],
+)  # fmt: skip
+def test_flags_of_another_engine(given: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine that generates does not read is no setting of it."""
+    words = f"{given} --global_batch_size 8 --reward_funcs accuracy"
+    install(monkeypatch, vllm=True)
+    check(dense, f"{words} --vllm_mode colocate")
+    assert refusal(dense, f"{words} --use_vllm false") == (
+        f"{given} is for vLLM, and --use_vllm false is given. Leave it out."
+    )
+    server = f"{words} --vllm_server_base_url http://a:1"
+    if given == "--sleep_level 2":
+        check(dense, server)
+    else:
+        assert refusal(dense, server) == (
+            f"{given} is for vLLM in the training processes, and a server generates. Give it to `swift rollout`, and "
+            "leave it out here."
+        )
+    line = ["rlhf", "--rlhf_type", "gkd", "--model", str(dense), "--dataset", "d", "--teacher_model", "t", "--lmbda"]
+    options, sources, _ = read_options("megatron", [*line, "0", *given.split()])
+    with pytest.raises(UsageError, match=f"{given} cannot be with --lmbda 0, with which the student generates"):
+        check_generation(options, sources)
+    install(monkeypatch, vllm=False)
+    assert f"{given} is for vLLM, and it is not installed here" in refusal(dense, words)
+
+
+def test_a_length_that_is_too_short(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm=True)
+    words = "--global_batch_size 8 --max_length 100 --max_completion_length 60 --vllm_max_model_len"
+    assert refusal(dense, f"{words} 159") == (
+        "--vllm_max_model_len 159: must be at least the longest prompt (--max_length) and completion "
+        "(--max_completion_length) together: 160 tokens or more."
+    )
+    check(dense, f"{words} 160 --reward_funcs accuracy")
+
+
+def test_keys_that_are_empty(dense: Path) -> None:
+    """A variable that is not set."""
+    message = r'--{} "": is empty\. Is the variable set that it comes from'
+    line = ["rollout", "--model", str(dense), "--api_key", ""]
+    with pytest.raises(UsageError, match=message.format("api_key")):
+        check_rollout(read_options("swift", line)[0])
+    line = ["rlhf", "--model", str(dense), "--dataset", "d", "--rlhf_type"]
+    options, sources, _ = read_options(
+        "megatron", [*line, "grpo", "--vllm_mode", "server", "--vllm_server_api_key", ""]
+    )
+    with pytest.raises(UsageError, match=message.format("vllm_server_api_key")):
+        check_generation(options, sources)
+    server = ["--teacher_model_server", "http://a:1", "--teacher_model_server_api_key", ""]
+    options, _, _ = read_options("megatron", [*line, "gkd", *server])
+    with pytest.raises(UsageError, match=message.format("teacher_model_server_api_key")):
+        check_teacher(options, 1)
+    options, _, _ = read_options("megatron", [*line, "gkd", "--teacher_model_server", "http://a:port"])
+    with pytest.raises(UsageError, match=r"^--teacher_model_server http://a:port: .*An address is http://host:port\.$"):
+        check_teacher(options, 1)
+
+
+def test_router_replay(dense: Path, mixture: Path) -> None:
+    words = "--global_batch_size 8 --router_replay_mode"
+    for mode in ("R2", "R3"):
+        assert (
+            refusal(dense, f"{words} {mode}") == f"--router_replay_mode {mode}: the model has no experts. Leave it out."
+        )
+        assert check(mixture, f"--reward_funcs accuracy {words} {mode}")[0].router_replay_mode == mode
+        assert (
+            f"--router_replay_mode {mode} cannot be with --moe_router_load_balancing_type sinkhorn, by which"
+        ) in refusal(mixture, f"{words} {mode} --moe_router_load_balancing_type sinkhorn")
+    check(dense, f"--reward_funcs accuracy {words} disabled")
+    assert "--router_replay_mode R4: choose one of disabled, R2, R3." in refusal(mixture, f"{words} R4")
+    line = ["rollout", "--vllm_enable_return_routed_experts", "true", "--model"]
+    check_rollout(read_options("swift", [*line, str(mixture)])[0])
+    with pytest.raises(
+        UsageError, match=r"--vllm_enable_return_routed_experts true: the model has no experts\. Leave it"
+    ):
+        check_rollout(read_options("swift", [*line, str(dense)])[0])
+
+
+def test_weights_in_fp8_stay() -> None:
+    options = GrpoOptions(offload_model=True, fp8_param_gather=True)
+    with pytest.raises(UsageError, match=r"--offload_model true cannot be with --fp8_param_gather true, whose weights"):
+        _memory(options)
+
+
+def test_nothing_leaves_where_the_student_generates_nothing() -> None:
+    options = GkdOptions(offload_optimizer=True, lmbda=0.0)
+    with pytest.raises(UsageError, match=r"--offload_optimizer true cannot be with --lmbda 0, with which the student"):
+        _memory(options)
+
+
+@pytest.mark.parametrize("asked", ["--vllm_mode colocate", "--use_vllm true"])
+def test_vllm_that_is_not_installed(asked: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm=False)
+    assert (
+        f"{asked}: vLLM is not installed here. `pip install 'megaswift[vllm]'`, or give --use_vllm false, or "
+        "--vllm_mode server with the address of a `swift rollout`."
+    ) in refusal(dense, f"{asked} --global_batch_size 8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--vllm_server_host a b --vllm_server_port 8000 8001",
+        "--use_vllm true --vllm_server_base_url http://a:1",
+        "--vllm_mode server --vllm_server_port 9000 --wait_for_server 10",
+        "--vllm_server_host a --wait_for_server 7200 --vllm_server_timeout 7200 --ddp_timeout 7201",
+        "--vllm_server_host a --ddp_timeout 200",
+    ],
+)
+def test_a_server_needs_no_vllm_here(words: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm=False)
+    check(dense, f"{words} --reward_funcs accuracy --global_batch_size 8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--reward_funcs: completions need a reward. Name some, or give a --reward_model"),
+        ("--reward_funcs acuracy", "--reward_funcs acuracy: there is no such reward. The nearest is accuracy."),
+        ("--reward_funcs reward_model", "--reward_funcs reward_model: say which by --reward_model"),
+        ("--reward_funcs format format", "--reward_funcs format format: format is there twice. Give it a weight"),
+        (
+            "--reward_funcs accuracy format --reward_weights 1",
+            "--reward_weights 1.0: give 2, one for each of accuracy, f",
+        ),
+        ("--reward_funcs accuracy --reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
+        ("--reward_funcs accuracy --external_plugins no.py", "--external_plugins no.py: there is no such Python file"),
+        (
+            "--reward_funcs accuracy --external_plugins {bad}",
+            "bad.py: importing it raises ZeroDivisionError: division by",
+        ),
+    ],
+)
+def test_rewards(words: str, message: str, dense: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("1 / 0\n")
+    with pytest.raises(UsageError) as error:
+        check(dense, f"{words} --global_batch_size 8".format(bad=bad))
+    assert message in str(error.value)
+
+
+def test_what_follows_from_other_options(dense: Path) -> None:
+    def read(words: str) -> Any:
+        return check(dense, f"--reward_funcs accuracy --global_batch_size 8 {words}")[0]
+
+    assert read("--generation_batch_size 24").steps_per_generation == 3
+    assert read("--steps_per_generation 2").generation_batch_size == 16
+    assert read("--epsilon 0.1").epsilon_high == 0.1
+    assert read("--loss_type cispo").epsilon_high == 5.0
+    assert read("--advantage_estimator rloo").scale_rewards == "none"
+    assert read("--advantage_estimator rloo --scale_rewards group").scale_rewards == "group"
+    assert read("--advantage_estimator reinforce_plus_plus").scale_rewards == "batch"
+    assert read("--num_generations 4 --global_batch_size 2 --steps_per_generation 2").generation_batch_size == 4
+
+
+def test_prompts_keep_their_ends(dense: Path) -> None:
+    """Where a GKD's steps are on the data's answers alone, nothing is generated behind them."""
+    words = f"--teacher_model {dense} --global_batch_size 8 --max_length 30 --truncation_strategy"
+    message = "--truncation_strategy right cannot be with --rlhf_type gkd: it cuts off the end of the question"
+    for more in ("right", "right --lmbda 0 --seq_kd true"):
+        with pytest.raises(UsageError, match=message):
+            check(dense, f"{words} {more}", kind="gkd")
+    check(dense, f"{words} right --lmbda 0", kind="gkd")
+    check(dense, f"{words} left", kind="gkd")

@@ -1,0 +1,96 @@
+"""Episodes of several turns: what the flags of GRPO cannot be."""
+
+from pathlib import Path
+
+import pytest
+from megaswift.cli.flags import UsageError
+from megaswift.tasks.multi_turn.registry import multi_turns, registered_tools
+
+from tests.cli.checks.test_generation import check
+from tests.tasks.multi_turn.conftest import own_registry, own_turns  # noqa: F401  (fixtures)
+
+PLUGIN = """
+from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns, scheduler, tool
+
+
+@scheduler("again")
+def again(turn):
+    return None
+
+
+class Whole(MultiTurnScheduler):
+    async def run(self, infer_request, request_config):
+        ...
+
+
+class Stepping(MultiTurnScheduler):
+    def step(self, infer_request, response_choice, current_turn):
+        return {"infer_request": infer_request}
+
+
+multi_turns["whole"] = Whole
+multi_turns["stepping"] = Stepping
+"""
+BARE = """
+from megaswift.tasks.multi_turn import tool
+
+
+@tool
+def bare(x):
+    return x
+"""
+SWIFT = "from swift.rollout import multi_turns\n"
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    for name, text in (("plugin", PLUGIN), ("bare", BARE), ("swift", SWIFT)):
+        (tmp_path / f"{name}.py").write_text(text)
+    return f"--reward_funcs accuracy --global_batch_size 8 --external_plugins {tmp_path}/"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "plugin.py --multi_turn_scheduler agian",
+            "--multi_turn_scheduler agian: there is no such scheduler. The near",
+        ),
+        ("plugin.py --max_turns 3", "--max_turns 3 is for episodes of several turns: give a --multi_turn_scheduler."),
+        ("plugin.py --turn_timeout 3", "--turn_timeout 3.0 is for episodes of several turns: give a --multi_turn_sche"),
+        ("plugin.py --multi_turn_scheduler again --max_turns 0", "--max_turns 0: must be above 0."),
+        ("plugin.py --multi_turn_scheduler again --turn_timeout 0", "--turn_timeout 0.0: must be above 0."),
+        (
+            "plugin.py --multi_turn_scheduler tools",
+            "--multi_turn_scheduler tools: there is no tool. Register functions",
+        ),
+        ("bare.py --multi_turn_scheduler tools", "@tool bare: "),
+        (
+            "plugin.py --multi_turn_scheduler whole",
+            "--multi_turn_scheduler whole: its run() would not be called, here only step() and check_finished() are.",
+        ),
+        (
+            "swift.py",
+            "or `from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns`, which are the same here",
+        ),
+        ("plugin.py --use_gym_env true", "Write one as a scheduler (docs/grpo.md) and give --multi_turn_scheduler."),
+        ("plugin.py --completion_length_limit_scope per_round", "--max_completion_length bounds the episode."),
+    ],
+)
+def test_refusals(more: str, message: str, words: str, dense: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        check(dense, words + more)
+    assert message in str(error.value)
+
+
+def test_what_is_accepted(words: str, dense: Path) -> None:
+    more = "plugin.py --multi_turn_scheduler stepping --max_turns 3 --turn_timeout 5"
+    options, _ = check(dense, f"{words}{more} --completion_length_limit_scope total --use_gym_env false")
+    assert (options.max_turns, options.turn_timeout) == (3, 5)
+    assert set(multi_turns) == {"again", "whole", "stepping"}
+    assert not registered_tools
+
+
+def test_it_is_grpos_alone(dense: Path) -> None:
+    with pytest.raises(UsageError, match="--multi_turn_scheduler"):
+        check(dense, "--multi_turn_scheduler tools --teacher_model t", kind="gkd")

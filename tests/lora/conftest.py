@@ -1,8 +1,0 @@
-import pytest
-
-from tests.lora.launched import Launched
-
-
-@pytest.fixture(scope="session")
-def launched(tmp_path_factory):
-    return Launched(tmp_path_factory.mktemp("lora"))

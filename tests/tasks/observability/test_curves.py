@@ -1,0 +1,86 @@
+"""Curves: which pictures a run leaves, and what is smoothed."""
+
+import numpy as np
+import pytest
+from megaswift.tasks.observability import curves
+
+GRPO = {
+    "reward": 0.5, "reward_std": 0.1, "loss": 0.1, "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "learning_rate": 1e-6,
+    "completions/mean_length": 200.0, "tokens_per_second_per_gpu": 900.0, "seconds/generate": 2.0, "sync_gb": 1.0,
+    "sync_gb_per_second": 9.0, "memory/training_gib": 1.0, "data_wait": 0.1, "seconds_per_step": 1.0,
+}  # fmt: skip
+SFT = {name: GRPO[name] for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second_per_gpu")}
+DPO = SFT | {f"rewards/{name}": 0.5 for name in ("chosen", "rejected", "margins", "accuracies")}
+
+
+def rows_of(metrics: dict[str, float], steps: int = 3) -> list[dict[str, float]]:
+    training = [
+        {"step": step, "max_steps": steps, "elapsed": 1.0, "tokens": 9} | metrics for step in range(1, steps + 1)
+    ]
+    return [*training, {"step": steps, "eval_loss": 0.7}, {"step": steps, "save_wait": 0.7}]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What each picture has: its metrics by plot."""
+    pictures: dict[str, list[tuple[str, ...]]] = {}
+
+    def note(plots, rows, path, title):
+        assert title == "tiny/v0"
+        pictures[path.name] = [plot.metrics for plot in plots]
+        return path
+
+    monkeypatch.setattr(curves, "_picture", note)
+    return pictures
+
+
+@pytest.mark.parametrize(
+    ("metrics", "first"),
+    [
+        (SFT, ["loss", "grad_norm", "learning_rate", "tokens_per_second_per_gpu"]),
+        (GRPO, ["reward", "loss", "completions/mean_length", "kl", "entropy", "grad_norm"]),
+        (DPO, ["loss", "rewards/margins", "rewards/chosen", "rewards/accuracies", "grad_norm", "learning_rate"]),
+    ],
+)
+def test_the_overview_has_what_matters_for_the_task(metrics, first, drawn, tmp_path):
+    curves.draw(rows_of(metrics), tmp_path / "images", "tiny/v0")
+    assert [names[0] for names in drawn["overview.png"]] == first
+    assert ("loss", "eval_loss") in drawn["overview.png"]
+
+
+def test_a_metric_of_the_machine_has_no_picture_of_its_own(drawn, tmp_path):
+    curves.draw(rows_of(GRPO), tmp_path / "images", "tiny/v0")
+    expected = [
+        "reward",
+        "reward_std",
+        "loss",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second_per_gpu",
+    ]
+    assert {*drawn} == {f"{name}.png" for name in [*expected, "overview", "completions_mean_length"]}
+    assert drawn["loss.png"] == [("loss", "eval_loss")]
+
+
+def test_pictures_are_drawn(tmp_path):
+    noise = np.random.default_rng(0).normal(size=60)
+    rows = [row | {"loss": 2 / step + 0.2 * noise[step - 1]} for step, row in enumerate(rows_of(SFT, 60)[:60], 1)]
+    rows[5]["grad_norm"] = float("nan")
+    pictures = curves.draw([*rows, {"step": 60, "eval_loss": 0.1}], tmp_path / "images", "tiny/v0")
+    assert [path.name for path in pictures[:2]] == ["overview.png", "loss.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert curves.draw([], tmp_path / "images", "tiny/v0") == []
+
+
+def test_only_what_is_noisy_is_smoothed():
+    line, noise = np.linspace(0, 1, 100), np.random.default_rng(0).normal(size=100)
+    assert not curves._is_noisy(line)
+    assert not curves._is_noisy(np.cos(3 * line))  # a learning rate
+    assert not curves._is_noisy(noise[:10])
+    assert curves._is_noisy(line + 0.3 * noise)
+    assert curves.smoothed(line)[5:-5] == pytest.approx(line[5:-5])  # a straight line stays one
+    assert curves.smoothed(noise)[[0, 1, 50, 99]] == pytest.approx(
+        [noise[:6].mean(), noise[:7].mean(), noise[45:56].mean(), noise[94:].mean()]
+    )

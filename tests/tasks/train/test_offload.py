@@ -1,0 +1,122 @@
+"""Memory that leaves and comes back: storages without bytes, views that stay; what vLLM is given beside a trainer."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from megaswift.tasks.options.rollout import EngineOptions
+from megaswift.tasks.rollout.memory_budget import Needs, Room, room_of
+from megaswift.tasks.rollout.scoring_client import FLAG
+from megaswift.tasks.rollout.server_connection import Link
+from megaswift.tasks.system.memory import GIB, explained
+from megaswift.tasks.train.offload import Parked
+from safetensors.torch import load_file, save_file
+
+
+def test_storages_have_no_bytes_while_they_are_away_and_views_stay(tmp_path) -> None:
+    flat = torch.arange(24.0)
+    view, other = flat[4:10].view(2, 3), torch.ones(3, dtype=torch.bfloat16)
+    save_file({"a": torch.arange(4.0)}, tmp_path / "a.safetensors")
+    of_a_file = load_file(tmp_path / "a.safetensors")["a"]
+    parked = Parked()
+    for time in range(3):
+        parked.leave([flat, view, view, other, of_a_file])
+        assert parked.away
+        assert flat.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
+        assert other.untyped_storage().nbytes() == 0
+        parked.come_back()
+        parked.come_back()
+        assert not parked.away
+        expected = torch.arange(24.0)
+        expected[4:10] += time
+        assert torch.equal(flat, expected)
+        assert torch.equal(other, torch.ones(3, dtype=torch.bfloat16))
+        assert torch.equal(of_a_file, torch.arange(4.0))
+        view += 1  # still the same memory
+        flat[:4] = torch.arange(4.0)
+
+
+def test_the_host_keeps_its_memory_between_two_times() -> None:
+    tensor, parked = torch.ones(5), Parked()
+    places = set()
+    for _ in range(2):
+        parked.leave([tensor])
+        places |= {host.data_ptr() for _, host in parked._kept}
+        parked.come_back()
+    assert len(places) == 1
+    parked.close()
+    parked.leave([tensor])
+    parked.come_back()
+    assert torch.equal(tensor, torch.ones(5))
+
+
+# Qwen2.5-7B on four GPUs of 80 GB, TP2: weights and a reference in bf16, gradients in fp32, AdamW shared by two.
+BILLION = 3.8e9
+GUIDE = Needs(79.1 * GIB, 2 * 2 * BILLION + 1.5 * GIB, 2 * BILLION, 4 * BILLION, 12 * BILLION / 2, 2 * 7.6e9)
+
+
+def test_the_guides_example_fits() -> None:
+    room = room_of(GUIDE, EngineOptions(), sleeps=True)
+    assert room == Room(room.share, weights=False, optimizer=False)
+    stays = GUIDE.held + GUIDE.optimizer
+    assert GUIDE.engine < room.share * GUIDE.total < GUIDE.total - stays - 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "moves"),
+    [
+        (1, {}, (False, False)),
+        (1.6, {}, (False, True)),
+        (6.2, {}, (True, True)),
+        (1.6, {"offload_optimizer": False}, (True, False)),
+        (1, {"offload_model": True}, (True, False)),
+        (1, {"vllm_gpu_memory_utilization": 0.6}, (False, True)),
+        (2.1, {"offload_model": False, "offload_optimizer": False, "vllm_gpu_memory_utilization": 0.7}, (False, False)),
+    ],
+)
+def test_what_has_to_leave(times, options, moves) -> None:
+    """As little as possible, by what is asked for."""
+    held = GUIDE.held + 2 * BILLION * (times - 1)
+    needs = replace(GUIDE, held=held, weights=2 * BILLION * times, optimizer=GUIDE.optimizer * times)
+    room = room_of(needs, EngineOptions(**options), sleeps=True)
+    assert (room.weights, room.optimizer) == moves
+    assert room.share == options.get("vllm_gpu_memory_utilization", room.share)
+    stays = held - room.weights * needs.weights + (not room.optimizer) * needs.optimizer
+    assert "vllm_gpu_memory_utilization" in options or stays + room.share * needs.total < 0.95 * needs.total
+
+
+def test_beside_an_engine_that_never_sleeps_a_step_has_its_memory_too() -> None:
+    asleep, awake = (room_of(replace(GUIDE, engine=GIB), EngineOptions(), sleeps=sleeps) for sleeps in (True, False))
+    assert awake.share * GUIDE.total + GUIDE.held + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
+    assert awake.share < asleep.share
+
+
+def test_no_room_is_an_error_with_its_cures() -> None:
+    with pytest.raises(ValueError, match=r"vLLM's weights, 60.0 GiB of each GPU, do not fit beside .* --offload_ref"):
+        room_of(replace(GUIDE, engine=60 * GIB), EngineOptions(offload_model=False), sleeps=True)
+
+
+def test_out_of_memory_names_what_takes_less() -> None:
+    options = SimpleNamespace(
+        offload_model=None, offload_optimizer=True, sleep_level=0, vllm_gpu_memory_utilization=0.9,
+        offload_ref_model=False, recompute_granularity="selective", micro_batch_size=4,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"Tried to allocate 3 GiB\. What takes less: ") as found, explained(options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
+    flags = (
+        "--offload_model true", "--sleep_level 1", "a lower --vllm_gpu_memory_utilization than 0.9",
+        "--vllm_tensor_parallel_size", "--offload_ref_model true", "--recompute_granularity full",
+        "a smaller --micro_batch_size than 4", "--tensor_model_parallel_size",
+    )  # fmt: skip
+    assert all(flag in str(found.value) for flag in flags)
+    assert "--offload_optimizer" not in str(found.value)
+    elsewhere = [
+        Link("http://a:1", "a run", None)._error("/wake", httpx.Response(500, text="CUDA out of memory")),
+        RuntimeError(f"{FLAG} http://a:1, /top_log_probs: OutOfMemoryError: CUDA out of memory. (status 500)"),
+    ]
+    for other in (RuntimeError("a kernel broke"), *elsewhere):
+        with pytest.raises(RuntimeError) as found, explained(options):
+            raise other
+        assert found.value is other

@@ -1,0 +1,132 @@
+"""Documents that say where they are from, and what of a run's data a checkpoint would hold."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import torch
+from megaswift.templates.batching.collator import Portable
+from megaswift.templates.batching.dataloader import Batches
+
+
+class Documents:
+    """A store in memory. Document n holds the tokens 1000 n, 1000 n + 1, ...: each token says where it is from."""
+
+    stage = "sft"
+
+    def __init__(self, count=37, longest=24, seed=0):
+        random = np.random.default_rng(seed)
+        self.lengths = random.integers(2, longest + 1, count)
+        self.documents = []
+        for n, length in enumerate(self.lengths):
+            weights = random.choice([0.0, 0.5, 1.0], length).astype(np.float32)
+            weights[-1] = 1.0
+            self.documents.append((np.arange(length, dtype=np.int32) + 1000 * (n + 1), weights))
+        self.weights = np.array([weights[1:].sum() for _, weights in self.documents], np.float64)
+
+    def __len__(self):
+        return len(self.documents)
+
+    def row(self, i):
+        return [self.documents[i]]
+
+    def label(self, i):
+        return np.empty(0, np.float32)
+
+    def padded_lengths(self, multiple, beside):
+        assert not beside
+        return -(-self.lengths // multiple) * multiple
+
+
+class Groups:
+    """Samples of several documents in memory. Document p of sample n holds the tokens 1000 (10 n + p + 1), and on."""
+
+    def __init__(self, stage, count=37, longest=24, seed=0):
+        random = np.random.default_rng(seed)
+        self.stage, self.samples, labels = stage, [], []
+        for n in range(count):
+            documents = []
+            for part in range({"preference": 2, "kto": 2, "seq_cls": 1}.get(stage) or int(random.integers(2, 6))):
+                length = int(random.integers(1 + (stage in ("preference", "kto")), longest + 1))
+                weights = random.choice([0.0, 0.5, 1.0], length).astype(np.float32)
+                documents.append((np.arange(length, dtype=np.int32) + 1000 * (10 * n + part + 1), weights))
+            self.samples.append(documents)
+            numbers = 1 if stage == "kto" else int(random.integers(0, {"preference": 2}.get(stage, 4)))
+            labels.append(random.integers(0, 2, numbers).astype(np.float32))
+        self.lengths = np.array([sum(len(ids) for ids, _ in documents) for documents in self.samples])
+        self.weights = np.array([documents[0][1][1:].sum() for documents in self.samples], np.float64)
+        self.document_counts = np.array([len(documents) for documents in self.samples], np.int32)
+        self.label_width = max(map(len, labels))
+        self.labels = np.full((count, self.label_width), np.nan, np.float32)
+        for row, label in zip(self.labels, labels, strict=True):
+            row[: len(label)] = label
+
+    def __len__(self):
+        return len(self.samples)
+
+    def row(self, i):
+        return self.samples[i]
+
+    def label(self, i):
+        return self.labels[i][~np.isnan(self.labels[i])]
+
+    def padded_lengths(self, multiple, beside):
+        padded = [[-(-len(ids) // multiple) * multiple for ids, _ in documents] for documents in self.samples]
+        return np.array([(max if beside else sum)(lengths) for lengths in padded], np.int64)
+
+
+def make(store, rank=0, ranks=1, **options) -> Batches:
+    options = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **options}
+    return Batches(store, data_parallel_rank=rank, data_parallel_size=ranks, **options)
+
+
+def take(batches: Batches, steps: int) -> list:
+    return list(islice(batches.steps(), steps))
+
+
+def documents_of(batch) -> list[int]:
+    starts = batch.tokens[(batch.position_ids == 0) & (batch.tokens > 0)]
+    return [int(token) // 1000 - 1 for token in starts]
+
+
+def seen(steps) -> list[int]:
+    """Numbers of the documents in these steps' batches, in order."""
+    return [n for step in steps for batch in step for n in documents_of(batch)]
+
+
+def same(first, second) -> bool:
+    return plain(first) == plain(second)
+
+
+def plain(value):
+    """Tensors as nested lists, and what holds them as what is in it. NaN is like itself there."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.tolist())
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return [plain(item) for item in vars(value).values()] if isinstance(value, Portable) else value
+
+
+class Stopped:
+    """All data-parallel ranks of a run, stopped and started again."""
+
+    def __init__(self, store):
+        self.store, self.position, self.cursors, self.notes = store, None, {}, []
+
+    def run(self, steps: int, ranks: int = 1, **options) -> list[list]:
+        """Of each rank, the steps."""
+        everyone = [make(self.store, rank, ranks, **options) for rank in range(ranks)]
+        if self.position is not None:
+            for batches in everyone:
+                self.notes = batches.resume(self.position, self.cursors)
+        taken = [take(batches, steps) for batches in everyone]
+        positions = {json.dumps(batches.position()) for batches in everyone}
+        assert len(positions) == 1, "it is the same on every rank"
+        self.position = json.loads(positions.pop())
+        self.cursors = {name: array for batches in everyone for name, array in batches.cursors().items()}
+        return taken
+
+
+def in_order(taken: list[list]) -> list[list]:
+    """The ranks' batches as those of one rank: of each step, micro batch by micro batch, rank by rank."""
+    return [[batch for parts in zip(*step, strict=True) for batch in parts] for step in zip(*taken, strict=True)]

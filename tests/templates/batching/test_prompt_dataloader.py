@@ -1,0 +1,96 @@
+"""Prompts, with the rows' own answers where a stage keeps them; and micro batches of fewer documents than places."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from megaswift.templates.batching.collator import Layout
+from megaswift.templates.batching.episode_batches import Plan, Sequences
+from megaswift.templates.batching.prompt_dataloader import Prompts
+from megaswift.templates.dataset.tokenize import Encoder
+from megaswift.templates.options import PrepareOptions, TemplateOptions
+from megaswift.templates.prepare import prepare
+
+from tests.templates.batching.stopping import Documents
+
+TURNS = [
+    {"role": "user", "content": "Is it?"},
+    {"role": "assistant", "content": "No."},
+    {"role": "user", "content": "Never?"},
+]
+ANSWERED = {"messages": [*TURNS, {"role": "assistant", "content": "Never."}]}
+SILENT = {"messages": TURNS}
+EMPTY = {"query": "Why?", "response": " "}
+
+
+@pytest.mark.parametrize(("stage", "documents"), [("prompts", 1), ("answered", 2), ("asked", 2)])
+def test_a_prompt_and_its_answer(stage, documents, make_tokenizer):
+    tokenizer = make_tokenizer()
+    [sample], _ = Encoder(tokenizer, TemplateOptions(loss_scale="last_round"), stage, {}).encode([(3, "", ANSWERED)])
+    assert len(sample.documents) == documents
+    prompt = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
+    assert sample.documents[0][0].tolist() == prompt
+    assert json.loads(sample.columns)["messages"] == TURNS
+    for ids, runs in sample.documents[1:]:
+        trained = np.repeat([weight for _, weight in runs], [length for length, _ in runs]) > 0
+        assert tokenizer.decode(ids[trained]) == "Never.<|im_end|>"
+        assert ids[: len(prompt)].tolist() == prompt
+        assert not trained[: len(prompt)].any()
+
+
+def test_rows_without_an_answer(make_tokenizer):
+    rows = [(number, f"row {number}", row) for number, row in enumerate((SILENT, ANSWERED, EMPTY))]
+    samples, refusals = Encoder(make_tokenizer(), TemplateOptions(), "answered", {}).encode(rows)
+    assert [sample.row for sample in samples] == [1]
+    assert refusals.places == {"it has no answer: without one it is for --lmbda 1 or --seq_kd true": ["row 0", "row 2"]}
+    samples, refusals = Encoder(make_tokenizer(), TemplateOptions(), "asked", {}).encode(rows)
+    assert [len(sample.documents) for sample in samples] == [1, 2, 1]
+    assert not refusals.counts
+
+
+def test_they_are_taken_together(make_tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (SILENT, ANSWERED)))
+    options = PrepareOptions(dataset=[str(file)], dataset_shuffle=False)
+    prepared = prepare(options, make_tokenizer(), stage="asked")
+    prompts = Prompts(prepared.train, samples_each=1, shuffle=False, seed=0)  # type: ignore[arg-type]
+    silent, answered = prompts.take(2)
+    assert silent.answered is None
+    assert answered.answered is not None
+    assert answered.answered[0][: len(answered.tokens)].tolist() == answered.tokens == silent.tokens
+    assert "⟦" not in prepared.report
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fewer_documents_than_places(rank):
+    """Three in micro batches of two, on two ranks: one place stays empty."""
+    tokens = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 7, 4)]
+    weights = [np.ones(len(ids), np.float32) for ids in tokens]
+    [batch] = Plan(Layout(stage="prompts"), 2, rank, 2).batches(Sequences(tokens, weights, [1.0, 1.0, 1.0]))
+    assert batch.loss_tokens == 13
+    assert batch.grouping.items.tolist() == ([1] if rank == 0 else [0, 2])
+    assert batch.grouping.peers == [1, 2]
+
+
+@pytest.mark.parametrize("rows", [5, 12, 13])
+@pytest.mark.parametrize(("batch", "generation", "iterations"), [(8, 1, 1), (8, 4, 1), (8, 4, 2), (16, 2, 3)])
+@pytest.mark.parametrize("epochs", [1, 1.5, 2])
+def test_a_run_that_goes_on_makes_as_many_steps(rows, batch, generation, iterations, epochs):
+    """Wherever it was stopped: the last generation may be of more prompts than the epochs have."""
+
+    def prompts() -> Prompts:
+        return Prompts(Documents(count=rows), samples_each=4 * iterations, shuffle=True, seed=0)  # type: ignore[arg-type]
+
+    run = prompts()
+    whole, steps, waiting = math.ceil(epochs * run.samples / batch), 0, 0
+    while steps < whole:
+        if not waiting:
+            run.given += batch * generation // 4
+            waiting = batch * generation * iterations
+        waiting -= batch
+        run.waiting, steps = waiting, steps + 1
+        later = prompts()
+        position = json.loads(json.dumps(run.position()))
+        later.resume(position, {})
+        assert steps + math.ceil(later.samples_until(epochs) / batch) == whole

@@ -1,0 +1,32 @@
+"""What a chat template may take: memory and CPU time, in a process of its own."""
+
+import json
+
+import pytest
+from megaswift.templates.chat_template import limits
+from megaswift.templates.chat_template.limits import excess_of
+
+CONTEXT = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% generation %}{{ messages | tojson }}{% endgeneration %}",
+        "{{ raise_exception('no') }}",  # what it says against these messages is not the limits' matter
+        "{{ messages",
+    ],
+)
+def test_a_template_within_the_limits(template):
+    assert excess_of(template, CONTEXT) is None
+
+
+def test_a_text_without_bound():
+    assert excess_of("{{ messages[0].content * 10**10 }}", CONTEXT) == "it needs more than 2 GiB of memory"
+
+
+def test_loops_without_bound(monkeypatch):
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(limits, "SECONDS", 1)
+    assert excess_of(loops, CONTEXT) == "it takes longer than 1 s"

@@ -1,0 +1,40 @@
+"""Files of text that a flag names, and texts that only look like one."""
+
+import pytest
+from megaswift.templates.formats.dataset_names import text_of
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "Be brief.", "/no_think", "Write\nto notes.txt", "See " + "very " * 99 + "long.txt", "v1.5", "."]
+)
+def test_texts_are_taken_as_they_are(text):
+    assert text_of("--system", text) == text
+
+
+@pytest.mark.parametrize("name", ["system.txt", "system.md", "./system", "my prompt.TXT", "~/system.txt"])
+def test_files_are_read(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / name.removeprefix("~/")).write_text("Be dense. 漢\n", encoding="utf-8")
+    assert text_of("--system", name) == "Be dense. 漢"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("nope.txt", None, "there is no such file"),
+        ("prompts/nope.md", None, "there is no such file"),
+        ("nope.jinja", None, "there is no such file"),
+        ("empty.txt", b" \n", "the file is empty. Write the text into it, or unset --system."),
+        ("latin.txt", b"\xe9t\xe9", "is not UTF-8"),
+    ],
+)
+def test_files_that_hold_no_text(tmp_path, monkeypatch, name, content, problem):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--system {name}: {problem}"):
+        text_of("--system", name)
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.txt: is not a regular file"):
+        text_of("--system", "folder.txt")
