@@ -26,8 +26,8 @@ from ..tasks.options import (
     SeqClsOptions,
     SftOptions,
 )
-from .elsewhere import ELSEWHERE
 from .flags import Flag, flags_of, show
+from .foreign_flags import FOREIGN_FLAGS
 from .legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
@@ -198,7 +198,7 @@ def _older() -> Iterator[str]:
 
 def _elsewhere() -> Iterator[str]:
     yield "## Flags of LLaMA-Factory, TRL and transformers\n\nNot accepted; the error names the flag here.\n"
-    rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in ELSEWHERE.items()]
+    rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in FOREIGN_FLAGS.items()]
     yield from _table(("there", "here", ""), [row for row in rows if row[0] != "`--dataset`"])
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..tasks.run.args_json import load_args
-from .elsewhere import ELSEWHERE
 from .flags import Flag, UsageError, convert, flags_of, nearest, show
+from .foreign_flags import FOREIGN_FLAGS
 from .legacy_flags import ALWAYS, LATER, LATER_VALUES, NEEDLESS, today, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
@@ -192,7 +192,7 @@ def _one_or_all(flag: Flag, values: list[Any], where: str) -> Any:
 
 
 def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
-    elsewhere = ELSEWHERE.get(name)
+    elsewhere = FOREIGN_FLAGS.get(name)
     if elsewhere and (elsewhere.flag in flags or not elsewhere.flag):
         hint = f"The nearest is --{elsewhere.flag}." if elsewhere.flag else ""
         return " ".join(filter(None, (f"--{name}: no such flag.", hint, elsewhere.note)))

@@ -95,7 +95,7 @@ def main() -> None:
     rows = make_rows(arguments.rows)
     tokenizer = make_tokenizer(rows)
     template = ChatTemplate(tokenizer)
-    texts = [template.text(to_conversation(row)) for row in rows]
+    texts = [template.render(to_conversation(row)) for row in rows]
 
     def report(what: str, seconds: float) -> None:
         print(f"{what:<48} {len(rows) / seconds:>10,.0f} rows/s   {seconds:6.1f} s", flush=True)

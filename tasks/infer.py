@@ -35,9 +35,9 @@ from ..bridge.checkpoint.hub import (
 )
 from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..templates.chat_template.chat import ChatTemplate
-from ..templates.dataset.sources import sources
+from ..templates.dataset.sources import open_sources
 from ..templates.formats.dataset_names import text_of
-from ..templates.formats.schemas import Conversation, UnusableRow, renamed, to_conversation, usable
+from ..templates.formats.schemas import Conversation, UnusableRow, rename_columns, row_errors, to_conversation
 from ..templates.plural import plural
 from .convert.peft_model import adapted, merged
 from .options import InferOptions
@@ -115,13 +115,13 @@ def read_prompts(options: InferOptions) -> Iterator[Prompt]:
     """The rows of `--val_dataset`, with `--system` in those that have no system prompt of their own."""
     hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
     system = text_of("--system", options.system)
-    for source, count in sources("--val_dataset", options.val_dataset, **hub):
+    for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
         if not len(source):
             raise ValueError(f"--val_dataset {source.name} is empty: it holds no row")
         for _, place, row in source.rows(np.arange(min(count or len(source), len(source)))):
             try:
-                with usable():
-                    conversation = to_conversation(renamed(row, options.columns), answered=False, sure=False)
+                with row_errors():
+                    conversation = to_conversation(rename_columns(row, options.columns), answered=False, strict=False)
             except UnusableRow as error:
                 raise ValueError(f"--val_dataset: {place}: {error}") from error
             messages = conversation.messages
@@ -240,7 +240,7 @@ class Engine(ABC):
     def encode(self, conversation: Conversation) -> list[int]:
         """The conversation as the model is to see it, up to where its answer begins."""
         try:
-            text = self._template.text(conversation, prompt=True)
+            text = self._template.render(conversation, prompt=True)
         except UnusableRow as error:
             raise ValueError(f"--model {self.tokenizer.name_or_path}: {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

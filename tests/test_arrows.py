@@ -18,10 +18,10 @@ MAY_IMPORT = {
 # Packages and files of each room: each may import those before it.
 ORDER = {
     "bridge": "options runtime kernels patches parallel mapping families layers model lora checkpoint",
-    "templates": "plural machine options formats chat_template dataset batching prepare",
+    "templates": "plural machine json_types tokenizer options formats chat_template dataset batching prepare",
     "tasks": "options system losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer",
-    "cli": "flags elsewhere legacy_flags parse checks flags_doc doctor launch torchrun dry_run main",
+    "cli": "flags foreign_flags legacy_flags parse checks flags_doc doctor launch torchrun dry_run main",
 }
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]

@@ -14,7 +14,7 @@ from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOpti
 from ...tasks.run.planning import Layout, shard_bytes
 from ...tasks.run.resume import asked_for
 from ...tasks.run.run_dir import check_idle, default_output_dir
-from ...templates.formats.dataset_names import check_there, split_count, text_of
+from ...templates.formats.dataset_names import check_exists, split_count, text_of
 from ...templates.options import PrepareOptions
 from ...templates.plural import plural
 from ..flags import UsageError, show
@@ -151,9 +151,9 @@ def _check_there(flag: str, names: Iterable[str]) -> None:
     """What a hub has, the run finds."""
     for name in names:
         try:
-            check_there(split_count(name)[0])
+            check_exists(split_count(name)[0])
         except ValueError as error:
-            raise UsageError(f"{flag} {error}.") from None
+            raise UsageError(f"{flag} {error}") from None
 
 
 def _check_system(options: PrepareOptions | InferOptions) -> None:

@@ -24,7 +24,7 @@ from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.train.step import Training, sft_loss, train_step
-from megaswift.templates.batching.collator import Batch, Layout
+from megaswift.templates.batching.collator import Batch, BatchLayout
 from rows import QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def batches() -> list[Batch]:
     rng = np.random.default_rng(0)
     documents = [(rng.integers(3, 256, LENGTH), np.ones(LENGTH, np.float32)) for _ in range(MICRO_BATCHES)]
     tokens = float(MICRO_BATCHES * (LENGTH - 1))
-    return [Layout(pack_length=LENGTH).batch([[document]], tokens, None) for document in documents]
+    return [BatchLayout(pack_length=LENGTH).batch([[document]], tokens, None) for document in documents]
 
 
 def seconds(step: Step, start: int) -> float:

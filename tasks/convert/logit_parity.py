@@ -25,7 +25,7 @@ from ...bridge.families import family_of
 from ...bridge.mapping.local_params import held
 from ...bridge.mapping.param_mapping import table
 from ...bridge.model.build import Model
-from ...templates.batching.collator import Layout
+from ...templates.batching.collator import BatchLayout
 from ..distributed.collectives import on_first_rank
 from ..train.step import run_schedule
 from .peft_model import adapted, merged
@@ -141,7 +141,7 @@ def _run_ours(
     model = _LogitsModel(**vars(build(computed)))
     split = model.config.sequence_parallel
     round_weights(model, hf_config, dtype)
-    batch = Layout(
+    batch = BatchLayout(
         padding_free=True,
         pack_length=None,
         length_multiple=model.config.tensor_model_parallel_size,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan, Sequences
+from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
 from ...templates.dataset.store import Document
 from ..distributed.collectives import on_every_rank
@@ -56,7 +56,7 @@ class Gkd:
         options = run.options
         assert isinstance(options, GkdOptions)
         self.options, self.prompts = options, prompts
-        self.plan: Plan = episode_plan(run)
+        self.plan: BatchPlan = episode_plan(run)
         self.teacher = Teacher(run, model, options, self.plan)
         self.notes = [f"teacher: {self.teacher.name}{self.teacher.place}"]
         self.student: ModelRollout | None = None
@@ -100,7 +100,7 @@ class Gkd:
     def steps(self, training: Training, most: int) -> Iterator[list[Batch]]:
         """This rank's micro batches of one step after the other, of so many."""
         for _ in range(most):
-            prompts = self.prompts.take(self.options.global_batch_size)
+            prompts = self.prompts.next_batch(self.options.global_batch_size)
             own = np.random.default_rng([self.options.seed, self.done]).random() < self.options.lmbda
             self.done += 1
             if own and self.student:
@@ -113,7 +113,7 @@ class Gkd:
                 documents = self.written("teacher", prompts)
                 self.writers["teacher"].rollout.sleep()
             else:
-                documents = [prompt.answered for prompt in prompts if prompt.answered]
+                documents = [prompt.reference_document for prompt in prompts if prompt.reference_document]
             self.log.mean("on_policy", [own])
             self.log.step()
             yield self.batches(documents, given=not own)
@@ -153,7 +153,10 @@ class Gkd:
 
     def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """The same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
-        each = ([p.answered for p in prompts if p.answered] for prompts in val.once(self.options.global_batch_size))
+        each = (
+            [p.reference_document for p in prompts if p.reference_document]
+            for prompts in val.once(self.options.global_batch_size)
+        )
         steps = (self.batches(documents, given=True) for documents in each if documents)
         return evaluate_on(training, islice(steps, most if most >= 0 else None), self.objective, tick)
 

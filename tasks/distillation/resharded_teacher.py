@@ -19,7 +19,7 @@ from ...bridge import runtime
 from ...bridge.model.build import Model
 from ...bridge.parallel import Groups
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan, Sequences
+from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ..distributed.collectives import on_every_rank
 from ..distributed.redistribute import Spread, exchanged, together
 from ..options import GkdOptions
@@ -30,7 +30,7 @@ class Sight(Protocol):
     """What a teacher makes of a step's trained tokens."""
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
-        """(labels of each rank: see `Plan.numbers`, this rank's numbers of its own [labels, numbers of each])
+        """(labels of each rank: see `BatchPlan.label_ids`, this rank's numbers of its own [labels, numbers of each])
 
         The numbers are hidden states, or fp32: the log-probabilities of the likeliest tokens, then these tokens.
         """
@@ -41,7 +41,7 @@ class Elsewhere:
     """Lays out a teacher's sight of the documents of a step as the student's micro batches are. Every rank makes one,
     in the student's process groups."""
 
-    def __init__(self, sight: Sight, plan: Plan, student: Model, *, top: int | None):
+    def __init__(self, sight: Sight, plan: BatchPlan, student: Model, *, top: int | None):
         self._sight, self._top = sight, top
         # Sequence parallelism splits hidden states, and nothing else does.
         self._spread = Spread(plan, split=student.config.sequence_parallel and not top)

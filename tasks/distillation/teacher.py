@@ -22,7 +22,7 @@ from ...bridge.layers.divergence import divergence, top_divergence, top_log_prob
 from ...bridge.layers.logprobs import label_log_probs
 from ...bridge.model.build import Model, OfHiddenStates
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan, Sequences
+from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ..observability.flops import Flops
 from ..options import GkdOptions
 from ..reference.frozen_model import build_frozen, offloaded, passed
@@ -35,7 +35,7 @@ from .resharded_teacher import Apart, Elsewhere
 class Teacher:
     """Every rank makes one, of the same. Raises ValueError, on every rank, where it cannot be this student's."""
 
-    def __init__(self, run: Run, student: Model, options: GkdOptions, plan: Plan):
+    def __init__(self, run: Run, student: Model, options: GkdOptions, plan: BatchPlan):
         self.name = options.teacher_model_server or options.teacher_model or options.mcore_teacher_model
         self.student, self.own_scale = student, student.architecture.logits_scale
         self.beta, self.temperature = options.beta, options.temperature

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan, Sequences
+from ...templates.batching.episode_batches import BatchPlan, Sequences
 
 
 def exchanged(have: Sequence[np.ndarray], want: Sequence[np.ndarray], values: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Spread:
     parallelism gives it; else `copies` says whether all of them have all, or the first alone.
     """
 
-    def __init__(self, plan: Plan, *, split: bool, copies: bool = True):
+    def __init__(self, plan: BatchPlan, *, split: bool, copies: bool = True):
         self.plan = plan
         tensor = parallel_state.get_tensor_model_parallel_rank()
         own = None
@@ -59,16 +59,16 @@ class Spread:
         dist.all_gather_object(self._ranks, own)
 
     def __call__(self, sequences: Sequences) -> list[list[np.ndarray]]:
-        """Of each rank, and each of its micro batches, `Plan.numbers` of its places."""
+        """Of each rank, and each of its micro batches, `BatchPlan.label_ids` of its places."""
         starts, known = starts_of(sequences), {}
         found: list[list[np.ndarray]] = []
         for place in self._ranks:
             if place is None:
                 found.append([])
                 continue
-            plan = self.plan.of(*place[:2])
+            plan = self.plan.for_rank(*place[:2])
             if place[:2] not in known:
-                known[place[:2]] = plan.numbers(plan.batches(sequences), starts)
+                known[place[:2]] = plan.label_ids(plan.batches(sequences), starts)
             found.append([np.split(numbers, self._parts)[place[2]] for numbers in known[place[:2]]])
         return found
 

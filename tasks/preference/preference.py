@@ -145,7 +145,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
 
 def _besides(batches: list[Batch]) -> list[Batch]:
     """The same prompts with answers to others."""
-    return [batch.beside for batch in batches if batch.beside is not None]
+    return [batch.mismatched for batch in batches if batch.mismatched is not None]
 
 
 KTO_SUMS = "rewards", "logps", "count"

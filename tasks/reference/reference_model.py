@@ -145,9 +145,9 @@ class Table:
     """What `sums` gives of every document of a store, found before training: `--precompute_ref_log_probs`."""
 
     def __init__(self, sums: Sums, batches: Batches):
-        self._values = torch.zeros(batches.stored, 2, device=runtime.device())  # [samples, their documents]
+        self._values = torch.zeros(batches.stored_samples, 2, device=runtime.device())  # [samples, their documents]
         for step in batches.once():
-            for of_part in [step, *([[batch.beside for batch in step]] if step[0].beside else [])]:
+            for of_part in [step, *([[batch.mismatched for batch in step]] if step[0].mismatched else [])]:
                 for batch, found in zip(of_part, sums(of_part, None), strict=False):
                     self._values[self._places(batch)] = found
         if parallel_state.is_pipeline_last_stage():

@@ -40,7 +40,8 @@ def check_columns(rewards: Sequence[Reward], data: Prepared, *, evaluates: bool)
         notes.append(
             f"--reward_funcs {names} cannot judge {lacking} of the {plural(len(judged), 'row')} to {use} on, "
             f"which lack {wanted} "
-            f"(the first is {store.place(int(judged.argmin()))}): their completions have no advantage and do not count."
+            f"(the first is {store.source_row(int(judged.argmin()))}): their completions have no advantage and do not "
+            "count."
         )
     return notes
 

@@ -63,7 +63,7 @@ class Ahead:
 
         def draw() -> Drawn:
             episodes = own.generate_and_score()
-            return Drawn(episodes, own.log, own.prompts.given, own.complete.asked)
+            return Drawn(episodes, own.log, own.prompts.consumed, own.complete.asked)
 
         self._found = None
         self._thread = threading.Thread(target=self._run, args=(draw,), name="ahead", daemon=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...templates.chat_template.generation_prompt import Openings
+from ...templates.chat_template.generation_prompt import GenerationPrompts
 from ..multi_turn.load import prompt_tools
 from ..options import GrpoOptions
 from ..rollout.engine import Completion
@@ -18,7 +18,7 @@ class Texts:
     def __init__(self, run: Run, options: GrpoOptions):
         self._tokenizer, thinking = run.tokenizer, options.enable_thinking
         more = {} if thinking is None else {"enable_thinking": thinking}
-        self._openings = Openings(run.tokenizer, tools=prompt_tools(options), **more)
+        self._openings = GenerationPrompts(run.tokenizer, tools=prompt_tools(options), **more)
 
     def __call__(
         self, columns: Sequence[dict[str, Any]], before: Sequence[Sequence[int]], drawn: Sequence[Completion]

@@ -39,7 +39,7 @@ class Episode:
     def of(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
         before, after = len(prompt.tokens), len(completion.tokens)
         return cls(
-            prompt.place,
+            prompt.source_row,
             group,
             tokens=np.array([*prompt.tokens, *completion.tokens], np.int32),
             trained=np.repeat(np.array([0, 1], np.float32), [before, after]),

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...bridge.layers.replay import recording
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan
+from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
 from ..losses.policy import advantages
 from ..options import GrpoOptions
@@ -85,7 +85,7 @@ class Grpo:
         options = run.options
         assert isinstance(options, GrpoOptions)
         self.run, self.options, self.prompts, self.reference = run, options, prompts, reference
-        self.plan: Plan = episode_plan(run)
+        self.plan: BatchPlan = episode_plan(run)
         self.judge = Judge(run, options)
         self.replays = options.router_replay_mode
         self.rollout = open_rollout(run, model, options, experts=self.replays == "R3")
@@ -163,13 +163,13 @@ class Grpo:
         if self.ahead and self.ahead.under_way:
             self.next = self.ahead.wait()
             if self.next:
-                self.prompts.given, self.complete.asked = self.next.given, self.next.asked
+                self.prompts.consumed, self.complete.asked = self.next.given, self.next.asked
             self.count_waiting()
 
     def count_waiting(self) -> None:
         """Samples that are still to be trained on, of prompts that were taken."""
         ahead = len(self.next.episodes) * self.options.num_iterations if self.next else 0
-        self.prompts.waiting = sum(map(len, self.waiting)) + ahead
+        self.prompts.pending_samples = sum(map(len, self.waiting)) + ahead
 
     def give_weights(self, training: Training) -> None:
         with self.log.timed("sync"):
@@ -185,7 +185,7 @@ class Grpo:
         kept: list[list[Episode]] = []
         spare: list[list[Episode]] = []
         for _ in range(1 + options.max_resample_times * options.dynamic_sample):
-            groups = self.answered(self.prompts.take(wanted - len(kept)), options.num_generations)
+            groups = self.answered(self.prompts.next_batch(wanted - len(kept)), options.num_generations)
             self.log.add([episode for group in groups for episode in group], options.num_generations)
             teaches = [not options.dynamic_sample or _differ(group) for group in groups]
             kept += [group for group, good in zip(groups, teaches, strict=True) if good]
@@ -296,7 +296,7 @@ class Grpo:
 
     def whole(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
         """Numbers of the tokens of all episodes, on every rank, of what each rank has of them."""
-        own = self.plan.by_document(batches, values) if values else {}
+        own = self.plan.label_values_by_document(batches, values) if values else {}
         own = own if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)

@@ -56,7 +56,7 @@ class PolicyLoss:
 
     def begin_step(self, sequences: Sequences, batches: list[Batch]) -> None:
         """A step is to be made on these, of all data-parallel ranks and of this one."""
-        peers = [documents for batch in batches for documents in grouping_of(batch).peers]
+        peers = [documents for batch in batches for documents in grouping_of(batch).documents_per_rank]
         self.micro_batches = sum(documents > 0 for documents in peers)  # others are there for the layout's sake
         self.trained_samples = sum(bool(weights.any()) for weights in sequences.weights)
 

@@ -17,9 +17,8 @@ from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.model.build import DTYPES
 from ...bridge.options import ModelOptions
 from ...bridge.parallel import initialize
-from ...templates.batching.collator import Batch
-from ...templates.batching.collator import Layout as PackedLayout
-from ...templates.batching.episode_batches import Plan
+from ...templates.batching.collator import Batch, BatchLayout
+from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.streaming import TokenStream
 from ...templates.dataset.store import TokenStore, cache_root
 from ...templates.prepare import Prepared
@@ -160,11 +159,11 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
     )
 
 
-def episode_plan(run: Run) -> Plan:
+def episode_plan(run: Run) -> BatchPlan:
     """How this rank is given micro batches of what was generated, in the process groups as they are."""
     options, layout = run.options, Layout.of(run.options, dist.get_world_size())
-    return Plan(
-        PackedLayout(
+    return BatchPlan(
+        BatchLayout(
             pack_length=(options.packing_length or options.max_length) if options.packing else None,
             length_multiple=length_multiple(options),
             context_parallel_rank=parallel_state.get_context_parallel_rank(),

@@ -124,7 +124,7 @@ def _infonce(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) 
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
     others = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = _of_all_ranks(vectors, others, grouping.peers)
+        candidates, usable, first = _of_all_ranks(vectors, others, grouping.documents_per_rank)
         mask = to_device(usable, vectors.device).expand(len(anchors), -1)
     else:
         candidates, first = vectors, 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...bridge.layers.replay import give
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import Plan
+from ...templates.batching.episode_batches import BatchPlan
 from ..distributed.collectives import patient_group
 from .step import Forward
 
@@ -38,7 +38,7 @@ def check_replay(model: Model, mode: str) -> None:
 
 
 def by_episode(
-    plan: Plan, batches: Sequence[Batch], recorded: dict[int, list[Tensor]], layers: int
+    plan: BatchPlan, batches: Sequence[Batch], recorded: dict[int, list[Tensor]], layers: int
 ) -> list[np.ndarray]:
     """Of all episodes, on every rank, the experts of their tokens: int16 [length, layers, topk], -1 in dense layers.
 
@@ -48,7 +48,7 @@ def by_episode(
     if numbers and parallel_state.get_tensor_model_parallel_rank() == 0:
         for at, batch in enumerate(batches):
             of_batch = torch.stack([recorded[number][at] for number in numbers], dim=1)
-            own |= plan.of_tokens(batch, of_batch.numpy())
+            own |= plan.token_values_by_document(batch, of_batch.numpy())
     everyone: list[tuple[list[int], dict[int, np.ndarray]]] = [([], {})] * dist.get_world_size()
     dist.all_gather_object(everyone, (numbers, own), group=patient_group())
     found: dict[int, np.ndarray] = {}

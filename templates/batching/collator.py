@@ -1,4 +1,4 @@
-"""A micro batch as tensors: documents laid end to end (or padded), positions, boundaries, context-parallel shards."""
+"""Collation of tokenized samples into one micro batch: packed or padded rows, positions, context-parallel shards."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,28 +11,31 @@ import torch
 from torch import Tensor
 
 from ..dataset.packing import round_up
-from ..dataset.store import Document, Group
+from ..dataset.store import Document, TokenizedSample
 from ..formats.schemas import ALONE, Stage
 
-Sample = Sequence[Document]  # what one row holds: a document, a pack of several, or nothing (a filler)
+PackedSample = Sequence[Document]  # one document, the documents of a pack, or none (a filler)
 
 
-class Totals(NamedTuple):
-    """What a micro batch is told of its global batch."""
+class GlobalTotals(NamedTuple):
+    """Totals of the global batch that a micro batch belongs to."""
 
-    tokens: float  # sum of the loss weights (of samples of several documents: of the first ones)
+    tokens: float  # sum of the loss weights (of each sample's first document only)
     samples: float = 0.0
-    peers: Sequence[int] = ()  # documents in this micro batch of each data-parallel rank
+    documents_per_rank: Sequence[int] = ()  # documents in this micro batch on each data-parallel rank
 
 
 @dataclass
 class Portable:
-    """Tensors that travel between processes as plain bytes: each shared tensor would hold a file descriptor open, and a
-    step of many micro batches runs out of them."""
+    """Dataclass of tensors that is pickled as plain bytes.
+
+    torch pickles a tensor as shared memory, one open file descriptor each: a step of many micro batches runs out of
+    them.
+    """
 
     def pin_memory(self) -> Self:
-        parts = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | Portable)}
-        return replace(self, **{name: value.pin_memory() for name, value in parts.items()})
+        pinnable = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | Portable)}
+        return replace(self, **{name: value.pin_memory() for name, value in pinnable.items()})
 
     def __getstate__(self) -> dict:
         return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
@@ -43,51 +46,50 @@ class Portable:
 
 @dataclass
 class Grouping(Portable):
-    """Which documents of a micro batch belong together. Documents are counted without fillers and tails of padding."""
+    """Assignment of a micro batch's documents to samples. Fillers and padding are not documents."""
 
-    spans: Tensor  # [segments] int64: local lengths of the row's segments in order, documents (padded) and tails
-    segments: Tensor  # [documents] int64: which segment each one is
-    ends: Tensor  # [documents] int64: where in the local row its last token is; -1: on another context-parallel rank
+    spans: Tensor  # [segments] int64: local lengths of the row's segments in order: padded documents, padding tails
+    segments: Tensor  # [documents] int64: segment of each document
+    ends: Tensor  # [documents] int64: local position of its last token; -1 on another context-parallel rank
     tokens: Tensor  # [documents] float32: sum of its loss weights over all context-parallel ranks
-    samples: Tensor  # [documents] int64: which sample of the micro batch it is of
-    parts: Tensor  # [documents] int64: which of the sample's documents it is (0: chosen, answer, anchor; 1: rejected)
-    labels: Tensor  # [samples, numbers] float32; NaN where a label has fewer (a margin that is missing is 0)
-    items: Tensor  # [samples] int64: numbers in the store; -1 in a stream
-    loss_samples: float  # samples of the whole global batch
-    peers: list[int]  # documents in this micro batch of each data-parallel rank; empty in a stream
+    samples: Tensor  # [documents] int64: index of its sample in the micro batch
+    parts: Tensor  # [documents] int64: index within its sample (0: chosen, answer, anchor; 1: rejected)
+    labels: Tensor  # [samples, numbers] float32; NaN where a label has fewer numbers (0 for a missing margin)
+    items: Tensor  # [samples] int64: indices in the store; -1 in a stream
+    loss_samples: float  # samples of the global batch
+    documents_per_rank: list[int]  # documents in this micro batch on each data-parallel rank; empty in a stream
 
 
 @dataclass
 class Batch(Portable):
-    """One micro batch of one data-parallel rank, on the CPU: of a context-parallel group, each rank holds its part."""
+    """One micro batch of one data-parallel rank, on the CPU; a context-parallel rank holds its shard of each row.
 
-    tokens: (
-        Tensor  # [rows, local_length] int64; one row when padding_free; local_length = length / context parallel size
-    )
-    labels: Tensor  # [rows, local_length] int64: the next token of the same document, 0 where loss_weights is 0
-    loss_weights: (
-        Tensor  # [rows, local_length] float32: 0 on a document's last token, on padding, on what is not trained
-    )
+    rows is 1 if padding_free; local_length = row length / context parallel size.
+    """
+
+    tokens: Tensor  # [rows, local_length] int64
+    labels: Tensor  # [rows, local_length] int64: next token of the same document; 0 where loss_weights is 0
+    loss_weights: Tensor  # [rows, local_length] float32: 0 on a document's last token, padding and untrained tokens
     position_ids: Tensor  # [rows, local_length] int64, from 0 in every document
-    cu_seqlens: Tensor | None  # [documents + 1] int32, boundaries in the whole row, padding included; None: padded rows
-    max_seqlen: int  # the longest document between those boundaries
-    cp_index: Tensor | None  # [local_length] int64: positions of the whole row that this rank holds; None: all
-    loss_tokens: float  # sum of the loss weights of the whole global batch
-    lengths: list[int]  # real lengths of the documents, without padding
-    grouping: Grouping | None = None  # None: each document stands for itself (sft, pt)
-    beside: "Batch | None" = None  # kto: the mismatched documents of the same samples
-    known: dict[str, Tensor] = field(default_factory=dict)  # what passes before training's own have found of it
-    # [local_length, layers, topk] int16: the experts that each token is to go to; -1: those that the model chooses.
+    cu_seqlens: Tensor | None  # [documents + 1] int32, boundaries in the full row, padding included; None: padded rows
+    max_seqlen: int  # longest document between those boundaries
+    cp_index: Tensor | None  # [local_length] int64: positions of the full row that this rank holds; None: all
+    loss_tokens: float  # sum of the loss weights of the global batch
+    lengths: list[int]  # lengths of the documents, without padding
+    grouping: Grouping | None = None  # None: one document per sample (sft, pt)
+    mismatched: "Batch | None" = None  # kto: prompts of the same samples with the answers of others
+    known: dict[str, Tensor] = field(default_factory=dict)  # values of earlier passes, laid out like loss_weights
+    # [local_length, layers, topk] int16: experts to route each token to; -1: chosen by the router.
     experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the samples of a micro batch become a Batch.
+class BatchLayout:
+    """Shape of micro batches: packed or padded rows, their multiples, and this rank's context-parallel shard.
 
-    Under context parallelism each document is padded to a multiple of 2 x size, cut into 2 x size chunks, and rank r
+    Under context parallelism each document is padded to a multiple of 2 x size and cut into 2 x size chunks; rank r
     holds chunks r and 2 x size - 1 - r, so that causal attention costs each rank the same. A tail of padding is a
-    document of its own, which no loss weight touches.
+    document of its own with loss weight 0.
     """
 
     padding_free: bool = True
@@ -99,8 +101,8 @@ class Layout:
     stage: Stage = "sft"
 
     @property
-    def beside(self) -> bool:
-        """Whether a sample's two documents lie in rows of their own."""
+    def has_mismatched(self) -> bool:
+        """kto: a sample's second document lies in a batch of its own."""
         return self.stage == "kto"
 
     @property
@@ -112,73 +114,84 @@ class Layout:
         return lcm(self.document_multiple, self.context_parallel_size * self.length_multiple)
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
-        """Lengths of documents with their padding."""
+        """Return document lengths including their padding."""
         return round_up(lengths, self.document_multiple)
 
     def row_length(self, sample_lengths: np.ndarray) -> np.ndarray:
-        """Length of the rows of micro batches whose samples have these padded lengths: [..., samples] -> [...]."""
+        """Return the row length of micro batches from padded sample lengths: [..., samples] -> [...]."""
         longest = sample_lengths.sum(-1) if self.padding_free else sample_lengths.max(-1)
         return np.maximum(round_up(longest, self.row_multiple), self.row_multiple)
 
-    def lay(
-        self, packs: Sequence[Sequence[Group]], totals: Totals, row_length: int | None = None, width: int = 0
+    def collate(
+        self,
+        packs: Sequence[Sequence[TokenizedSample]],
+        totals: GlobalTotals,
+        row_length: int | None = None,
+        label_width: int = 0,
     ) -> Batch:
-        """Lay stored samples out, as many to a row as a pack has. `width` is that of the labels at least."""
+        """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
         if self.stage in ALONE:
             return self.batch(_documents(packs, None), totals.tokens, row_length)
-        if not self.beside:
-            return self._grouped(packs, None, totals, row_length, width)
-        answers, mismatched = (self._grouped(packs, part, totals, row_length, width) for part in (0, 1))
-        return replace(answers, beside=mismatched)
+        if not self.has_mismatched:
+            return self._grouped(packs, None, totals, row_length, label_width)
+        answers, mismatched = (self._grouped(packs, part, totals, row_length, label_width) for part in (0, 1))
+        return replace(answers, mismatched=mismatched)
 
     def _grouped(
-        self, packs: Sequence[Sequence[Group]], part: int | None, totals: Totals, row_length: int | None, width: int
+        self,
+        packs: Sequence[Sequence[TokenizedSample]],
+        part: int | None,
+        totals: GlobalTotals,
+        row_length: int | None,
+        label_width: int,
     ) -> Batch:
-        """All documents of the samples, or one part of each, laid out with their grouping."""
+        """Collate all documents of the samples, or one part of each, with their grouping."""
         packed = _documents(packs, part)
         batch = self.batch(packed, totals.tokens, row_length)
-        boundaries, starts = _cu_seqlens(batch), self._starts(packed)
+        if batch.cu_seqlens is None:
+            raise ValueError("--padding_free false: grouped documents need packed rows. Remove the flag.")
+        boundaries, starts = batch.cu_seqlens.numpy().astype(np.int64), self._starts(packed)
         ends = starts + np.array(batch.lengths, np.int64) - 1
         if batch.cp_index is not None:
-            held = batch.cp_index.numpy()
-            places = np.minimum(np.searchsorted(held, ends), len(held) - 1)
-            ends = np.where(held[places] == ends, places, -1)
-        groups = list(chain.from_iterable(packs))
-        counts = [len(group.documents) if part is None else 1 for group in groups]
+            local = batch.cp_index.numpy()
+            positions = np.minimum(np.searchsorted(local, ends), len(local) - 1)
+            ends = np.where(local[positions] == ends, positions, -1)
+        samples = list(chain.from_iterable(packs))
+        counts = [len(sample.documents) if part is None else 1 for sample in samples]
         labels = np.full(
-            (len(groups), max([width, *(len(group.label) for group in groups)])),
+            (len(samples), max([label_width, *(len(sample.label) for sample in samples)])),
             0 if self.stage == "preference" else np.nan,
             np.float32,
         )
-        for row, group in zip(labels, groups, strict=True):
-            row[: len(group.label)] = group.label
+        for row, sample in zip(labels, samples, strict=True):
+            row[: len(sample.label)] = sample.label
         parts = [np.arange(count) if part is None else np.array([part]) for count in counts]
-        numbers = {
+        indices = {
             "spans": np.diff(boundaries) // self.context_parallel_size,
             "segments": np.searchsorted(boundaries, starts),
             "ends": ends,
-            "samples": np.repeat(np.arange(len(groups)), np.array(counts, np.int64)),
+            "samples": np.repeat(np.arange(len(samples)), np.array(counts, np.int64)),
             "parts": np.concatenate([np.empty(0), *parts]),
-            "items": np.array([group.item for group in groups]),
+            "items": np.array([sample.item for sample in samples]),
         }
         tokens = [loss_weight(weights) for sample in packed for _, weights in sample]
         grouping = Grouping(
-            **{name: torch.from_numpy(values.astype(np.int64)) for name, values in numbers.items()},
+            **{name: torch.from_numpy(values.astype(np.int64)) for name, values in indices.items()},
             tokens=torch.tensor(tokens, dtype=torch.float32),
             labels=torch.from_numpy(labels),
             loss_samples=totals.samples,
-            peers=list(totals.peers),
+            documents_per_rank=list(totals.documents_per_rank),
         )
         return replace(batch, grouping=grouping)
 
-    def batch(self, samples: Sequence[Sample], loss_tokens: float, row_length: int | None = None) -> Batch:
-        """Lay documents out. `row_length` asks for rows longer than they would be by themselves."""
+    def batch(self, samples: Sequence[PackedSample], loss_tokens: float, row_length: int | None = None) -> Batch:
+        """Lay out documents in rows of `row_length` tokens, by default as short as they fit."""
         lengths = [len(ids) for sample in samples for ids, _ in sample]
         if row_length is None:
             occupied = [self.pack_length or sum(self.padded(np.array([len(ids) for ids, _ in s]))) for s in samples]
             row_length = int(self.row_length(np.array(occupied, np.int64)))
-        arrange = self._end_to_end if self.padding_free else self._padded_rows
-        tokens, labels, weights, boundaries = arrange(samples, row_length)
+        lay_out = self._packed_row if self.padding_free else self._padded_rows
+        tokens, labels, weights, boundaries = lay_out(samples, row_length)
         labels[weights == 0] = 0
 
         spans = np.diff(boundaries)
@@ -201,8 +214,8 @@ class Layout:
             lengths=lengths,
         )
 
-    def _end_to_end(self, samples: Sequence[Sample], row_length: int):
-        """One row: tokens, labels, weights [1, row_length] and the boundaries of its documents."""
+    def _packed_row(self, samples: Sequence[PackedSample], row_length: int):
+        """Return one packed row (tokens, labels, weights: [1, row_length]) and its document boundaries."""
         tokens, labels, weights = self._blank(1, row_length)
         starts = self._starts(samples)
         boundaries = [0, *starts.tolist(), row_length]
@@ -213,8 +226,8 @@ class Layout:
             boundaries += [number * self.pack_length for number in range(1, len(samples) + 1)]
         return tokens, labels, weights, np.unique(boundaries)
 
-    def _starts(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Where each document begins in a row of them laid end to end: int64 [documents]."""
+    def _starts(self, samples: Sequence[PackedSample]) -> np.ndarray:
+        """Return the first position of each document in a packed row: int64 [documents]."""
         starts, end = [], 0
         for number, sample in enumerate(samples):
             end = number * self.pack_length if self.pack_length else end
@@ -223,8 +236,8 @@ class Layout:
             end += int(padded.sum())
         return np.concatenate([np.empty(0, np.int64), *starts])
 
-    def _padded_rows(self, samples: Sequence[Sample], row_length: int):
-        """One row per sample, padded on the right."""
+    def _padded_rows(self, samples: Sequence[PackedSample], row_length: int):
+        """Return one right-padded row per sample (tokens, labels, weights: [samples, row_length]) and its ends."""
         tokens, labels, weights = self._blank(len(samples), row_length)
         for row, sample in enumerate(samples):
             for document in sample:
@@ -237,25 +250,19 @@ class Layout:
 
 
 def loss_weight(weights: np.ndarray) -> float:
-    """Sum of the loss weights of a document: its first token is predicted by nothing."""
+    """Return the sum of a document's loss weights without its first token, which nothing predicts."""
     return float(weights[1:].sum(dtype=np.float64))
 
 
-def total_weight(packs: Iterable[Sequence[Group]]) -> float:
-    """Of the first document of each sample."""
-    return sum(loss_weight(group.documents[0][1]) for pack in packs for group in pack)
+def total_weight(packs: Iterable[Sequence[TokenizedSample]]) -> float:
+    """Return the sum of the loss weights of each sample's first document."""
+    return sum(loss_weight(sample.documents[0][1]) for pack in packs for sample in pack)
 
 
-def _documents(packs: Iterable[Sequence[Group]], part: int | None) -> list[Sample]:
-    """Of each pack all documents, or one part of each sample."""
-    chosen = slice(None) if part is None else slice(part, part + 1)
-    return [[document for group in pack for document in group.documents[chosen]] for pack in packs]
-
-
-def _cu_seqlens(batch: Batch) -> np.ndarray:
-    if batch.cu_seqlens is None:
-        raise ValueError("--padding_free false has no boundaries, which the documents of a sample are found by")
-    return batch.cu_seqlens.numpy().astype(np.int64)
+def _documents(packs: Iterable[Sequence[TokenizedSample]], part: int | None) -> list[PackedSample]:
+    """Return the documents of each pack: all, or the one of index `part` of each sample."""
+    selected = slice(None) if part is None else slice(part, part + 1)
+    return [[document for sample in pack for document in sample.documents[selected]] for pack in packs]
 
 
 def _write(document: Document, tokens: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> None:

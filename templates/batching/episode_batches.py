@@ -1,22 +1,22 @@
-"""Prompts with their completions, as the micro batches of a step: made while training, the same plan on every rank."""
+"""Micro batches of a training step from prompts with completions, planned identically on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..dataset.packing import pack
-from ..dataset.store import Group
-from .collator import Batch, Layout, Totals, loss_weight
+from ..dataset.store import TokenizedSample
+from .collator import Batch, BatchLayout, GlobalTotals, loss_weight
 
 
 @dataclass
 class Sequences:
-    """What a step trains on: documents with a number each and, of their tokens, further numbers."""
+    """Documents of a training step, each with a label, and further values per token."""
 
     tokens: list[np.ndarray]  # int32 [length] each
-    weights: list[np.ndarray]  # float32 [length]: 1 on what is trained on
+    weights: list[np.ndarray]  # float32 [length]: 1 on trained tokens
     labels: list[float]  # of each document (Grouping.labels)
     known: dict[str, list[np.ndarray]] = field(default_factory=dict)  # float32 [length]: Batch.known, as labels lie
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
@@ -26,13 +26,14 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How documents become micro batches. `equal_lengths` and `equal_over_ranks`: as those of `Batches`.
+class BatchPlan:
+    """Division of documents into micro batches of all ranks.
 
-    `multiple`: what the number of micro batches is to be a multiple of; rows of padding fill them up.
+    equal_lengths, equal_over_ranks: as in `Batches`
+    multiple: divisor of the number of micro batches; rows of padding fill them up
     """
 
-    layout: Layout  # of a stage in PROMPTED
+    layout: BatchLayout  # of a stage in PROMPTED
     micro_batch_size: int
     rank: int  # data-parallel
     ranks: int
@@ -41,111 +42,132 @@ class Plan:
     multiple: int = 1
 
     def batches(self, sequences: Sequences) -> list[Batch]:
-        """This rank's micro batches of a step. Raises ValueError for a document that is longer than a pack."""
+        """Return this rank's micro batches of a step. Raises ValueError for a document longer than a pack."""
         lengths = self.layout.padded(np.array([len(ids) for ids in sequences.tokens], np.int64))
-        rows = self._rows(lengths)  # of each micro batch, of each rank, documents of each of its rows
+        rows = self._rows(lengths)
         widths = np.array([[self._width(row, lengths) for row in micro_batch] for micro_batch in rows])
         if self.equal_lengths:
             widths = np.broadcast_to(widths.max(0, keepdims=True), widths.shape)
         if self.equal_over_ranks:
             widths = np.broadcast_to(widths.max(1, keepdims=True), widths.shape)
         tokens = float(sum(loss_weight(weights) for weights in sequences.weights))
-        found = []
-        for micro_batch, width in zip(rows, widths[:, self.rank].tolist(), strict=True):
-            totals = Totals(tokens, len(sequences), [sum(map(len, row)) for row in micro_batch])
-            found.append(self._batch(sequences, micro_batch[self.rank], totals, width))
-        return found
+        return [
+            self._batch(
+                sequences,
+                micro_batch[self.rank],
+                GlobalTotals(tokens, len(sequences), [sum(map(len, row)) for row in micro_batch]),
+                width,
+            )
+            for micro_batch, width in zip(rows, widths[:, self.rank].tolist(), strict=True)
+        ]
 
     def _rows(self, lengths: np.ndarray) -> list[list[list[list[int]]]]:
-        """Documents of about equal length stand in the same micro batch, and ranks have about equally many tokens."""
-        each = self.micro_batch_size
+        """Assign documents to [micro batches, ranks, samples], each sample a list of documents.
+
+        Documents of a micro batch have similar lengths, and ranks similar numbers of tokens.
+        """
         if self.layout.pack_length:
             packs = pack(lengths, self.layout.pack_length)
             samples = [packs[number].tolist() for number in range(len(packs))]
         else:
             samples = [[number] for number in np.argsort(-lengths, kind="stable").tolist()]
-        samples += [[] for _ in range(-len(samples) % (each * self.ranks * self.multiple))]
+        size = self.micro_batch_size * self.ranks
+        samples += [[] for _ in range(-len(samples) % (size * self.multiple))]
         micro_batches = []
-        for start in range(0, len(samples), each * self.ranks):
-            dealt = samples[start : start + each * self.ranks]
-            # There and back: 0 1 2 2 1 0 ...
-            turns = [dealt[turn * self.ranks : (turn + 1) * self.ranks] for turn in range(each)]
-            ordered = [turn if number % 2 == 0 else turn[::-1] for number, turn in enumerate(turns)]
-            micro_batches.append([[turn[rank] for turn in ordered] for rank in range(self.ranks)])
+        for start in range(0, len(samples), size):
+            # Serpentine order over the ranks, 0 1 2 2 1 0 ..., balances their tokens.
+            rounds = [samples[first : first + self.ranks] for first in range(start, start + size, self.ranks)]
+            ordered = [members if number % 2 == 0 else members[::-1] for number, members in enumerate(rounds)]
+            micro_batches.append([[members[rank] for members in ordered] for rank in range(self.ranks)])
         return micro_batches
 
     def _width(self, row: list[list[int]], lengths: np.ndarray) -> int:
         occupied = [self.layout.pack_length or int(lengths[sample].sum()) for sample in row]
         return int(self.layout.row_length(np.array(occupied, np.int64)))
 
-    def _batch(self, sequences: Sequences, row: list[list[int]], totals: Totals, width: int) -> Batch:
-        def group(number: int) -> Group:
+    def _batch(self, sequences: Sequences, row: list[list[int]], totals: GlobalTotals, width: int) -> Batch:
+        def tokenized(number: int) -> TokenizedSample:
             document = sequences.tokens[number], sequences.weights[number]
-            return Group([document], np.array([sequences.labels[number]], np.float32), number)
+            return TokenizedSample([document], np.array([sequences.labels[number]], np.float32), number)
 
-        batch = self.layout.lay([[group(number) for number in sample] for sample in row], totals, width, 1)
+        batch = self.layout.collate([[tokenized(number) for number in sample] for sample in row], totals, width, 1)
         known = {}
         for name, values in sequences.known.items():
-            # Laid out as loss weights are: beside the label that they are of.
+            # Laid out like loss weights: beside the label that a value belongs to.
             documents = [[(sequences.tokens[number], values[number]) for number in sample] for sample in row]
             known[name] = self.layout.batch(documents, 0.0, width).loss_weights
         return replace(batch, known=known, experts=self._experts(sequences, batch) if sequences.experts else None)
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:
-        """Beside the tokens of a row of documents; nothing is said of padding."""
-        items, starts, length = _places(batch)
-        whole = np.full((length, *sequences.experts[0].shape[1:]), -1, np.int16)
-        for item, start in zip(items, starts, strict=True):
-            of_document = sequences.experts[item]
-            whole[start : start + len(of_document)] = of_document
-        return torch.from_numpy(whole if batch.cp_index is None else whole[batch.cp_index.numpy()])
+        """Return Batch.experts: the experts of each token of the row, -1 for padding."""
+        row = np.full((_row_length(batch), *sequences.experts[0].shape[1:]), -1, np.int16)
+        for item, start, _ in _spans(batch):
+            experts = sequences.experts[item]
+            row[start : start + len(experts)] = experts
+        return torch.from_numpy(row[_local(batch)])
 
-    def of_tokens(self, batch: Batch, values: np.ndarray) -> dict[int, np.ndarray]:
-        """Numbers of this rank's tokens, [local length, ...] of a micro batch -> of each document's, [length, ...]; -1
-        where another context-parallel rank has the token."""
-        items, starts, length = _places(batch)
-        whole = np.full((length, *values.shape[1:]), -1, values.dtype)
-        whole[slice(None) if batch.cp_index is None else batch.cp_index.numpy()] = values
-        each = zip(items, starts, batch.lengths, strict=True)
-        return {item: whole[start : start + tokens] for item, start, tokens in each}
-
-    def by_document(self, batches: Sequence[Batch], values: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
-        """Numbers of this rank's labels, [1, local length] of each micro batch -> of each document's tokens [length]
-        (0 for its first); under context parallelism 0 where another rank has the token."""
-        found = {}
-        for batch, of_batch in zip(batches, values, strict=True):
-            items, starts, length = _places(batch)
-            whole = np.zeros(length, np.float32)
-            own = of_batch[0].float().cpu().numpy()
-            whole[slice(None) if batch.cp_index is None else batch.cp_index.numpy()] = own
-            for item, start, tokens in zip(items, starts, batch.lengths, strict=True):
-                found[item] = np.concatenate([np.zeros(1, np.float32), whole[start : start + tokens - 1]])
-        return found
-
-    def of(self, rank: int, context_rank: int) -> "Plan":
-        """The same of another data- and context-parallel rank."""
+    def for_rank(self, rank: int, context_rank: int) -> "BatchPlan":
+        """Return the same plan as seen by another data- and context-parallel rank."""
         return replace(self, rank=rank, layout=replace(self.layout, context_parallel_rank=context_rank))
 
-    def numbers(self, batches: Sequence[Batch], starts: np.ndarray) -> list[np.ndarray]:
-        """Which trained label is at each place of this rank's micro batches, int64 [local length]; -1: none.
+    def token_values_by_document(self, batch: Batch, values: np.ndarray) -> dict[int, np.ndarray]:
+        """Split values of this rank's tokens, [local length, ...], by document: [length, ...] each.
 
-        Labels are counted by the tokens that they are behind: that of a document's token i is `starts` [documents] of
-        it, plus i.
+        -1 where another context-parallel rank holds the token.
         """
-        found = []
+        row = _full_row(batch, values, -1)
+        return {item: row[start : start + length] for item, start, length in _spans(batch)}
+
+    def label_values_by_document(
+        self, batches: Sequence[Batch], values: Sequence[torch.Tensor]
+    ) -> dict[int, np.ndarray]:
+        """Split values of this rank's labels, [1, local length] per micro batch, by document: float32 [length] each.
+
+        0 for a document's first token, and where another context-parallel rank holds the label.
+        """
+        by_document = {}
+        for batch, label_values in zip(batches, values, strict=True):
+            row = _full_row(batch, label_values[0].float().cpu().numpy(), 0)
+            for item, start, length in _spans(batch):
+                by_document[item] = np.concatenate([np.zeros(1, np.float32), row[start : start + length - 1]])
+        return by_document
+
+    def label_ids(self, batches: Sequence[Batch], starts: np.ndarray) -> list[np.ndarray]:
+        """Return the number of the trained label at each position of this rank's micro batches, -1 without one.
+
+        Labels are numbered by the token before them: token i of a document has the number `starts[document] + i`.
+        Each array is int64 [local length].
+        """
+        ids = []
         for batch in batches:
-            items, first, length = _places(batch)
-            whole = np.full(length, -1)
-            for item, start, tokens in zip(items, first, batch.lengths, strict=True):
-                whole[start : start + tokens] = starts[item] + np.arange(tokens)
-            own = whole if batch.cp_index is None else whole[batch.cp_index.numpy()]
-            found.append(np.where(batch.loss_weights[0].numpy() != 0, own, -1))
-        return found
+            row = np.full(_row_length(batch), -1)
+            for item, start, length in _spans(batch):
+                row[start : start + length] = starts[item] + np.arange(length)
+            ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local(batch)], -1))
+        return ids
 
 
-def _places(batch: Batch) -> tuple[list[int], list[int], int]:
-    """The numbers of a micro batch's documents, where in the whole row each begins, and the row's length."""
+def _spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield the number, the start in the full row, and the length of each document of a micro batch."""
     grouping, boundaries = batch.grouping, batch.cu_seqlens
     assert grouping is not None
     assert boundaries is not None
-    return grouping.items.tolist(), boundaries[grouping.segments].tolist(), int(boundaries[-1])
+    yield from zip(grouping.items.tolist(), boundaries[grouping.segments].tolist(), batch.lengths, strict=True)
+
+
+def _row_length(batch: Batch) -> int:
+    """Return the length of the full row, over all context-parallel ranks."""
+    assert batch.cu_seqlens is not None
+    return int(batch.cu_seqlens[-1])
+
+
+def _local(batch: Batch) -> slice | np.ndarray:
+    """Return the index of this context-parallel rank's positions in the full row."""
+    return slice(None) if batch.cp_index is None else batch.cp_index.numpy()
+
+
+def _full_row(batch: Batch, values: np.ndarray, fill: int) -> np.ndarray:
+    """Return values of this rank's positions in the full row, with `fill` at those of other ranks."""
+    row = np.full((_row_length(batch), *values.shape[1:]), fill, values.dtype)
+    row[_local(batch)] = values
+    return row

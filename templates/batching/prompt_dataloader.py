@@ -1,85 +1,91 @@
-"""What is to be answered: prompts in the order of the epochs, and where a run is among them."""
+"""Prompts in the order of the epochs, with the position of the run among them."""
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..dataset.store import Document, TokenStore
-from .collator import Layout
+from ..json_types import JsonObject
+from .collator import BatchLayout
 from .sample_order import Epochs
 
 
 class Prompt(NamedTuple):
-    """What is to be answered, and what the row says besides, for those who judge the answers."""
+    """Prompt to complete, with the other columns of its row for reward functions."""
 
-    place: str  # of the row, to name it in a message
+    source_row: str  # file and number of the row, for messages
     tokens: list[int]
-    columns: dict[str, Any]  # of the row; `messages` are the prompt's
-    answered: Document | None = None  # the conversation with the row's own answer, where there is one
+    columns: JsonObject  # of the row; `messages` are the prompt's
+    reference_document: Document | None = None  # conversation with the row's own answer, if it has one
 
 
 class Prompts:
-    """The prompts of a run, the same on every rank.
+    """Prompts of a run, the same on every rank.
 
-    `samples_each`: how many samples training makes of each, by which a run's steps are counted. `waiting`: of those,
-    the ones of prompts that were taken which training has yet to come to; who trains says so.
+    samples_each: completions per prompt, by which the steps of a run are counted
+    pending_samples: completions of consumed prompts that are not trained on yet; set by the trainer
     """
 
     loss_tokens_are_local = False
     padding_share = None
 
     def __init__(self, store: TokenStore, *, samples_each: int, shuffle: bool, seed: int):
-        self.store, self.samples_each, self.given, self.waiting = store, samples_each, 0, 0
-        self.epochs = Epochs(store, Layout(stage="prompts"), shuffle, seed)
+        self.store, self.samples_each, self.consumed, self.pending_samples = store, samples_each, 0, 0
+        self.epochs = Epochs(store, BatchLayout(stage="prompts"), shuffle, seed)
 
     @property
     def samples(self) -> int:
-        """That training makes of an epoch."""
+        """Completions that are trained on in an epoch."""
         return len(self.store) * self.samples_each
 
-    def take(self, prompts: int) -> list[Prompt]:
-        """The next ones."""
-        places = np.arange(self.given, self.given + prompts)
-        self.given += prompts
-        return [self._prompt(number) for number in self.epochs.numbers(places).tolist()]
+    def next_batch(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts."""
+        positions = np.arange(self.consumed, self.consumed + count)
+        self.consumed += count
+        return [self._prompt(number) for number in self.epochs.numbers(positions).tolist()]
 
-    def once(self, prompts: int) -> Iterator[list[Prompt]]:
-        """Every prompt once, in order, so many at a time."""
-        for start in range(0, len(self.store), prompts):
-            yield [self._prompt(number) for number in range(start, min(start + prompts, len(self.store)))]
+    def once(self, count: int) -> Iterator[list[Prompt]]:
+        """Yield every prompt once, in order, at most `count` at a time."""
+        for start in range(0, len(self.store), count):
+            yield [self._prompt(number) for number in range(start, min(start + count, len(self.store)))]
 
-    def position(self) -> dict[str, Any]:
-        """After those given so far, as JSON."""
-        return self.epochs.position(self.given) | {"waiting": self.waiting}
+    def position(self) -> JsonObject:
+        """Return the position after the consumed prompts."""
+        return self.epochs.position(self.consumed) | {"waiting": self.pending_samples}
 
     @property
     def epoch(self) -> int:
-        """That training is in: it ends when all its prompts have been trained on."""
-        return (self._taken() - -(-self.waiting // self.samples_each)) // len(self.store)
+        """Epoch in training: the next one begins when all prompts of this one are trained on."""
+        return (self._total_consumed() - -(-self.pending_samples // self.samples_each)) // len(self.store)
 
-    def _taken(self) -> int:
-        """Prompts, since the run began."""
-        position = self.epochs.position(self.given)
+    def _total_consumed(self) -> int:
+        """Return the prompts consumed since the run began, before a resume too."""
+        position = self.epochs.position(self.consumed)
         return position["epoch"] * len(self.store) + sum(stretch.done for stretch in position["stretches"])
 
     def cursors(self) -> dict[str, np.ndarray]:
         return {}
 
-    def resume(self, position: dict[str, Any], cursors: dict[str, np.ndarray]) -> list[str]:
-        """Go on from a position. Raises ValueError, saying what differs, where the data is another."""
+    def resume(self, position: JsonObject, cursors: dict[str, np.ndarray]) -> list[str]:
+        """Continue from a position. Raises ValueError with the differences if the data is different."""
         if "epoch" not in position:
-            raise ValueError("the checkpoint's training data was streamed: --streaming must be what it was")
-        self.waiting = position.get("waiting", 0)
+            raise ValueError(
+                "--streaming false: the checkpoint's training data was streamed. Resume it with the same task."
+            )
+        self.pending_samples = position.get("waiting", 0)
         return self.epochs.resume(position)
 
     def samples_until(self, epochs: float) -> int:
-        """Samples from the position on, and of those that wait, until so many epochs are over: a generation may have
-        taken prompts beyond them."""
-        done = self._taken() * self.samples_each - self.waiting
-        return max(math.ceil(epochs * self.samples - 1e-6) - done, 0)
+        """Return the completions left to train on until this many epochs are complete, pending ones included.
+
+        A rollout may have consumed prompts beyond those epochs.
+        """
+        trained = self._total_consumed() * self.samples_each - self.pending_samples
+        return max(math.ceil(epochs * self.samples - 1e-6) - trained, 0)
 
     def _prompt(self, number: int) -> Prompt:
         (ids, _), *answered = self.store.row(number)
-        return Prompt(self.store.place(number), ids.tolist(), self.store.columns(number), next(iter(answered), None))
+        columns, source_row = self.store.columns(number), self.store.source_row(number)
+        return Prompt(source_row, ids.tolist(), columns, next(iter(answered), None))

@@ -1,15 +1,17 @@
-"""The literals by which a chat template marks what the assistant says, learned from conversations of known words."""
+"""Literals by which a chat template marks the assistant's turns, learned from rendered probe conversations."""
 
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..formats.schemas import UnusableRow
+from ..json_types import JsonObject
+from ..tokenizer import Tokenizer
 
 PROBE = [
     {"role": role, "content": f"xx{role}{n}xx"} for n in (1, 2) for role in ("user", "assistant")
-]  # words that no template touches
+]  # words that no template changes
 CALLS = [
     {
         "type": "function",
@@ -22,18 +24,18 @@ RESULTS = [
     {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "xxresultxx"}
     for call in CALLS
 ]
-Turns = list[tuple[int, int]]  # [start, end) in characters
+Spans = list[tuple[int, int]]  # [start, end) in characters
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """The literals around what the assistant says."""
+class AssistantMarkers:
+    """Literals around an assistant turn."""
 
-    header: str  # opens each turn of the assistant
-    prompt: str  # the generation prompt: the header, and what the template adds for the model to continue from
-    ends: tuple[str, ...]  # close a turn; the first to come counts
-    opener: str  # opens a turn of anyone: none is inside a turn
-    # Where no token of its own ends a turn, those that open the next: behind an answer, and behind calls ("": unknown).
+    header: str  # opens an assistant turn
+    prompt: str  # generation prompt: the header, and the template's beginning of the answer
+    ends: tuple[str, ...]  # close a turn; the first to occur counts
+    opener: str  # opens a turn of any role: no turn contains it
+    # Tokens of the next turn that also end this one, after an answer and after calls; "": none, or unknown.
     closers: tuple[str, str] = ("", "")
 
     @property
@@ -42,15 +44,22 @@ class Dialect:
 
 
 class Render(Protocol):
-    """Messages as text; `prompt` adds the generation prompt. Raises UnusableRow where the template refuses them."""
+    """Function that renders messages to text, with the generation prompt if `prompt`. Raises UnusableRow."""
 
-    def __call__(self, messages: list[dict], prompt: bool = False) -> str: ...
+    def __call__(self, messages: list[JsonObject], prompt: bool = False) -> str: ...
 
 
-def learn(render: Render, special: re.Pattern[str], bos: str | None) -> Dialect | None:
-    """The literals. None where the template does not work by literals. `special`: finds the tokenizer's added tokens.
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return a pattern of the tokenizer's added and special tokens."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    return re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)) or "(?!)")
 
-    Raises UnusableRow where the template refuses a plain conversation.
+
+def learn_markers(render: Render, special: re.Pattern[str], bos: str | None) -> AssistantMarkers | None:
+    """Return the markers of a template, or None if it does not mark turns by literals.
+
+    special: pattern of the tokenizer's added tokens
+    Raises UnusableRow if the template refuses a plain conversation.
     """
     text = render(PROBE)
     words = [message["content"] for message in PROBE]
@@ -67,7 +76,7 @@ def learn(render: Render, special: re.Pattern[str], bos: str | None) -> Dialect 
     prompts, headers, ends = [], [], [call_end, closers[1]]
     for turn in (1, 3):
         prompted = render(PROBE[:turn], prompt=True)
-        # Some templates end all but a prompt by a token more (Phi-3).
+        # Some templates add an end token to everything but a prompt (Phi-3).
         before = _common_prefix(render(PROBE[:turn]), prompted)
         start, stop = text.index(words[turn]), text.index(words[turn]) + len(words[turn])
         end = special.search(text, stop)
@@ -81,59 +90,62 @@ def learn(render: Render, special: re.Pattern[str], bos: str | None) -> Dialect 
         return None
     opener = special.match(header)
     ends = tuple(dict.fromkeys(filter(None, ends)))
-    return Dialect(header, prompts[0], ends, opener.group() if opener else header, closers)
+    return AssistantMarkers(header, prompts[0], ends, opener.group() if opener else header, closers)
 
 
 def _learn_calls(render: Render, special: re.Pattern[str]) -> tuple[str, str]:
-    """The token that ends a turn of calls, and the one that opens their results behind it ("": not shown)."""
+    """Return the token that ends a turn of tool calls, and the one that opens their results; "" if not rendered."""
     for calls in (CALLS, CALLS[:1]):  # some templates refuse two
-        called = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        messages = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
-            text = render(called)
+            text = render(messages)
         except UnusableRow:
             continue
         shown = [text.index(mark) for n in range(len(calls)) if (mark := f"xxcall{n}xx") in text]
         if not shown:
             continue
-        specials = [found.group() for found in special.finditer(text, shown[-1])]
+        specials = [match.group() for match in special.finditer(text, shown[-1])]
         end = specials[-1] if specials else ""
         if text.count(end, shown[0]) > 1:  # it ends each call
             end = ""
         try:
-            whole = render([*called, *RESULTS[: len(calls)]])
+            with_results = render([*messages, *RESULTS[: len(calls)]])
         except UnusableRow:
             return end, ""
-        closer = special.match(whole.removeprefix(text.rstrip()).lstrip())
+        closer = special.match(with_results.removeprefix(text.rstrip()).lstrip())
         return end, closer.group() if closer else ""
     return "", ""
 
 
-def joined(turns: Turns, text: str, header: str) -> Turns:
-    """Turns of which one begins right behind another as one: gpt-oss's thought and answer have a header each."""
-    found: Turns = []
+def merge_adjacent(turns: Spans, text: str, header: str) -> Spans:
+    """Merge turns that follow each other directly: gpt-oss gives a thought and its answer a header each."""
+    merged: Spans = []
     for start, end in turns:
-        if found and text.startswith(header, found[-1][1]):
-            found[-1] = found[-1][0], end
+        if merged and text.startswith(header, merged[-1][1]):
+            merged[-1] = merged[-1][0], end
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def with_calls_as(messages: list[dict], as_text: bool, absent: bool) -> list[dict]:
-    """The messages with their calls in a form that the template takes: whether arguments are JSON, not a dict, and
-    whether an empty content beside calls is None."""
-    formed = []
+def format_calls(messages: list[JsonObject], as_text: bool, null_content: bool) -> list[JsonObject]:
+    """Return messages with tool calls in the form that a template takes.
+
+    as_text: arguments are JSON, not a dict
+    null_content: empty content beside calls is None
+    """
+    formatted = []
     for message in messages:
         if calls := message.get("tool_calls"):
             if as_text:
-                calls = [{**call, "function": _as_text(call["function"])} for call in calls]
+                calls = [{**call, "function": _dump_arguments(call["function"])} for call in calls]
             content = message["content"]
-            message = {**message, "content": None if absent and not content else content, "tool_calls": calls}
-        formed.append(message)
-    return formed
+            message = {**message, "content": None if null_content and not content else content, "tool_calls": calls}
+        formatted.append(message)
+    return formatted
 
 
-def _as_text(function: dict[str, Any]) -> dict[str, Any]:
+def _dump_arguments(function: JsonObject) -> JsonObject:
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -145,10 +157,10 @@ def _common_prefix(a: str, b: str) -> str:
 
 
 def _common_tokens(a: str, b: str, special: re.Pattern[str]) -> str:
-    """The common prefix, with no part of a special token: `<` is none of `<think>` and `</think>`."""
+    """Return the common prefix without parts of special tokens, such as the `<` of `<think>` and `</think>`."""
     common = _common_prefix(a, b)
     for text in (a, b):
-        for found in special.finditer(text):
-            if found.start() < len(common) < found.end():
-                common = common[: found.start()]
+        for match in special.finditer(text):
+            if match.start() < len(common) < match.end():
+                common = common[: match.start()]
     return common

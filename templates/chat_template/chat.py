@@ -1,21 +1,21 @@
-"""Conversation -> text by the tokenizer's own chat template, and where in the text the assistant speaks.
+"""Rendering of conversations by the tokenizer's chat template, and location of the assistant's turns in the text.
 
-What the assistant says in a turn runs from the end of the generation prompt to the token that ends the turn, included:
-what the model must produce by itself. It is found in one of three ways:
+A turn of the assistant extends from the end of the generation prompt to the token that ends the turn, included: all
+that the model must generate by itself. It is located in one of three ways:
 
-1. The template says it, by `{% generation %}`.
+1. By `{% generation %}` in the template.
 2. By the template's literals (`<|im_start|>assistant\\n` ... `<|im_end|>`), learned once from a probe conversation.
-   This takes one rendering, and holds for templates that rewrite the content or drop the thinking of earlier turns.
-   Where a row's own text contains such a literal, a copy of the row in which these are masked by as many other
-   characters is rendered too: positions are the same, and which literals are the template's shows.
-3. By rendering the conversation up to each turn, where a template or a row resists: each must begin the whole.
+   This takes one rendering, and holds for templates that rewrite content or drop the thinking of earlier turns.
+   If a row's own text contains such a literal, a copy of the row with the literals masked, at the same length, is
+   rendered too: it shows which literals are the template's.
+3. By rendering the conversation up to each turn, each of which must be a prefix of the full text.
 
-A row that none of them explains is refused: training on the wrong tokens shows nowhere.
+A row that none of them explains is dropped: training on the wrong tokens would go unnoticed.
 
-What is trained on is the template's text, but for two habits that would teach a model the wrong thing:
-- Where a turn is ended by the token that opens the next one (GLM-4.5), that token is part of the turn, and the one that
-  would follow is put behind the last: the model stops by it.
-- Where the thought of a turn after the last question is left out (DeepSeek-R1), the turn is given it.
+The trained text is the template's, except for two habits that would teach a model the wrong thing:
+- If the token that opens the next turn also ends a turn (GLM-4.5), it is part of the turn, and is appended to the last
+  turn: the model stops by it.
+- If the template omits the thought of a turn after the last question (DeepSeek-R1), it is inserted again.
 """
 
 import json
@@ -28,191 +28,203 @@ from pathlib import Path
 from typing import Any
 
 from ..formats.schemas import Conversation, UnusableRow
-from .assistant_markers import CALLS, PROBE, Dialect, Turns, joined, learn, with_calls_as
-from .limits import excess_of
-from .reasoning_content import CLOSING, OPENING, is_shut, shows_calls, thought_of, with_thought, without_thought
+from ..json_types import Json, JsonObject
+from ..tokenizer import Tokenizer
+from .assistant_markers import (
+    CALLS,
+    PROBE,
+    AssistantMarkers,
+    Spans,
+    format_calls,
+    learn_markers,
+    merge_adjacent,
+    special_tokens,
+)
+from .limits import exceeded_limit
+from .reasoning_content import CLOSING, OPENING, is_closed, shows_calls, thought_of, with_thought, without_thought
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Raises ValueError where it has none."""
+    """Chat template of a tokenizer. Raises ValueError if it has none."""
 
-    def __init__(self, tokenizer, **template_kwargs: Any):
+    def __init__(self, tokenizer: Tokenizer, **template_kwargs: Json):
         if not tokenizer.chat_template:
             raise ValueError(
-                "the tokenizer has no chat template, which messages need: take an instruction-tuned model's tokenizer, "
-                "put a chat_template.jinja into the model's folder, or train on plain text with megatron pt"
+                "the tokenizer has no chat template, which messages need. Use an instruction-tuned model's tokenizer, "
+                "add a chat_template.jinja to the model's folder, or train on plain text with megatron pt."
             )
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         check_template(tokenizer)
         self._file = _template_file(tokenizer)
         self._special_tokens = dict(tokenizer.special_tokens_map)
-        added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        self._special = re.compile("|".join(re.escape(t) for t in sorted(added, key=len, reverse=True)) or "(?!)")
-        self._dialects: dict[tuple[bool, str], Dialect | None] = {}
+        self._special = special_tokens(tokenizer)
+        self._markers_by_probe: dict[tuple[bool, str], AssistantMarkers | None] = {}
         self._call_forms: dict[bool, tuple[bool, bool]] = {}
 
-    def text(self, conversation: Conversation, *, messages: list[dict] | None = None, prompt: bool = False) -> str:
-        """The conversation (or other messages under its tools) as text; `prompt` adds the generation prompt."""
+    def render(
+        self, conversation: Conversation, *, messages: list[JsonObject] | None = None, prompt: bool = False
+    ) -> str:
+        """Return the conversation, or other messages with its tools, as text; `prompt` adds the generation prompt."""
         return self._render(conversation, messages or conversation.messages, prompt, tagged=False)[0]
 
-    def turns(self, conversation: Conversation) -> tuple[str, Turns]:
-        """The text, and for each message of the assistant where in it its turn is: [start, end) in characters.
+    def assistant_turns(self, conversation: Conversation) -> tuple[str, Spans]:
+        """Return the text, and the span of each assistant message in it.
 
-        Raises UnusableRow where the template refuses the conversation or leaves out what is to be learned, or where a
-        turn cannot be told from the rest.
+        Raises UnusableRow if the template refuses the conversation or omits trained content, or if a turn cannot be
+        located.
         """
         text, turns = self._turns(conversation)
         roles = [message["role"] for message in conversation.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
         answers = [i for i, role in enumerate(roles) if role == "assistant"]
-        lost = []
+        thoughtless = []
         for i, part in zip(answers, self._parts(conversation, text, turns), strict=True):
             message = conversation.messages[i]
             if not shows_calls(part, message):
                 raise UnusableRow(
-                    "the chat template leaves out tool calls (all, or all but a turn's first, or those beside a text): "
-                    "give each call a turn of its own, without text, or take a template that shows them"
+                    "the chat template omits tool calls (all, or all but a turn's first, or those beside a text): "
+                    "write each call as a turn of its own, without text, or use a template that renders them"
                 )
             if i > last_user and conversation.weights[i] != 0 and thought_of(message) not in part:
-                lost.append(i)
-        return self._with_thoughts(conversation, answers, lost) if lost else (text, turns)
+                thoughtless.append(i)
+        return self._with_thoughts(conversation, answers, thoughtless) if thoughtless else (text, turns)
 
     def notes(self) -> list[str]:
-        """Where what is trained on is not the template's text to the letter: for the log."""
-        notes, dialect = [], self._dialect(Conversation(PROBE, []))
-        if dialect and any(dialect.closers):
-            closers = " or ".join(dict.fromkeys(filter(None, dialect.closers)))
-            notes.append(
-                f"the chat template ends a turn by the next one's {closers}: a last answer is given it as well"
-            )
+        """Return notes for the log on deviations of the trained text from the template's."""
+        notes, markers = [], self._markers(Conversation(PROBE, []))
+        if markers and any(markers.closers):
+            closers = " or ".join(dict.fromkeys(filter(None, markers.closers)))
+            notes.append(f"the chat template ends a turn by the next one's {closers}: it is appended to a last answer")
         answer = {"role": "assistant", "content": "<think>\nxxthoughtxx\n</think>\n\nxxanswerxx"}
         with suppress(UnusableRow):
-            text = self.text(Conversation([PROBE[0], answer], []))
+            text = self.render(Conversation([PROBE[0], answer], []))
             if "xxanswerxx" in text and "xxthoughtxx" not in text:
-                notes.append(
-                    "the chat template leaves out thinking: turns after the last question are given theirs back"
-                )
+                notes.append("the chat template omits thinking: it is inserted into turns after the last question")
         return notes
 
-    def opening(self, conversation: Conversation) -> str:
-        """What the generation prompt has behind the header of the assistant's turn, for the model to go on from:
-        `<think>\\n`, of some. A thought that the template puts into every turn counts too."""
+    def answer_prefix(self, conversation: Conversation) -> str:
+        """Return what the generation prompt adds behind the assistant's header, such as `<think>\\n`.
+
+        A thought that the template inserts into every turn counts too.
+        """
         try:
-            asked = replace(conversation, messages=PROBE[:1])
-            prompted = self.text(asked, prompt=True).rpartition(PROBE[0]["content"])[2]
+            probe = replace(conversation, messages=PROBE[:1])
+            prompted = self.render(probe, prompt=True).rpartition(PROBE[0]["content"])[2]
         except UnusableRow:
             return ""
-        dialect, thought = self._dialect(conversation), OPENING.search(prompted)
-        opening = dialect.prompt.removeprefix(dialect.header) if dialect else ""
+        markers, thought = self._markers(conversation), OPENING.search(prompted)
+        prefix = markers.prompt.removeprefix(markers.header) if markers else ""
         thought = prompted[thought.start() :] if thought else ""
-        return max(opening, thought, key=len)
+        return max(prefix, thought, key=len)
 
-    def _turns(self, conversation: Conversation) -> tuple[str, Turns]:
+    def _turns(self, conversation: Conversation) -> tuple[str, Spans]:
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if self._is_tagged(conversation):
             text, turns = self._render(conversation, conversation.messages, False, tagged=True)
             if len(turns) != count:
                 raise UnusableRow(f"the chat template marks {len(turns)} generations in {count} turns")
             return text, turns
-        dialect = self._dialect(conversation)
-        text = self._closed(conversation, dialect)
-        turns = dialect and self._by_literals(text, conversation, dialect)
-        if dialect and turns and len(turns) != count:
-            turns = joined(turns, text, dialect.header)
+        markers = self._markers(conversation)
+        text = self._closed_text(conversation, markers)
+        turns = markers and self._by_literals(text, conversation, markers)
+        if markers and turns and len(turns) != count:
+            turns = merge_adjacent(turns, text, markers.header)
         if not turns or len(turns) != count:
-            turns = self._by_prefixes(text, conversation, dialect)
+            turns = self._by_prefixes(text, conversation, markers)
         return text, turns
 
     def _is_tagged(self, conversation: Conversation) -> bool:
         return _marks_generations(self._tokenizer.get_chat_template(None, conversation.tools))
 
-    def _closed(self, conversation: Conversation, dialect: Dialect | None) -> str:
-        """The text, with what ends its last turn where the next one would."""
-        text, last = self.text(conversation), conversation.messages[-1]
-        if dialect is None or last["role"] != "assistant":
+    def _closed_text(self, conversation: Conversation, markers: AssistantMarkers | None) -> str:
+        """Return the text, with the token of a next turn that ends its last one."""
+        text, last = self.render(conversation), conversation.messages[-1]
+        if markers is None or last["role"] != "assistant":
             return text
-        return text + dialect.closers[bool(last.get("tool_calls"))]
+        return text + markers.closers[bool(last.get("tool_calls"))]
 
-    def _parts(self, conversation: Conversation, text: str, turns: Turns) -> list[str]:
-        """What the text says of each turn. Tags need not be around all of it."""
+    def _parts(self, conversation: Conversation, text: str, turns: Spans) -> list[str]:
+        """Return the text around each turn: `{% generation %}` need not enclose all of it."""
         if not self._is_tagged(conversation):
             return [text[start:end] for start, end in turns]
         edges = [0, *(edge for turn in turns for edge in turn), len(text)]
         return [text[edges[2 * n] : edges[2 * n + 3]] for n in range(len(turns))]
 
-    def _with_thoughts(self, conversation: Conversation, answers: list[int], lost: list[int]) -> tuple[str, Turns]:
-        """Likewise as `turns`, these messages with their thoughts: words stand for their contents in the template."""
+    def _with_thoughts(
+        self, conversation: Conversation, answers: list[int], thoughtless: list[int]
+    ) -> tuple[str, Spans]:
+        """Return text and turns with the thoughts of the `thoughtless` messages inserted.
+
+        The template renders placeholders for their contents.
+        """
         refusal = UnusableRow(
-            "the chat template leaves out the thinking of a turn after the last question: take it out of the row "
+            "the chat template omits the thinking of a turn after the last question: remove it from the row "
             "(reasoning_content, thinking), write it into the content as the model does, or end the row with that turn"
         )
-        dialect, opening = self._dialect(conversation), self.opening(conversation)
-        if CLOSING.search(opening) or (dialect and CLOSING.search(dialect.header)):
-            raise refusal  # thinking is shut off
-        messages, said = list(conversation.messages), {}
-        for i in lost:
-            if (whole := with_thought(messages[i], opening)) is None:
+        markers, prefix = self._markers(conversation), self.answer_prefix(conversation)
+        if CLOSING.search(prefix) or (markers and CLOSING.search(markers.header)):
+            raise refusal  # thinking is disabled
+        messages, contents = list(conversation.messages), {}
+        for i in thoughtless:
+            if (content := with_thought(messages[i], prefix)) is None:
                 raise refusal
-            said[i] = f"xxthought{i}xx", whole
-            messages[i] = without_thought(messages[i], said[i][0])
+            contents[i] = f"xxthought{i}xx", content
+            messages[i] = without_thought(messages[i], contents[i][0])
         text, turns = self._turns(replace(conversation, messages=messages))
-        moved, grown = [], 0
+        moved, shift = [], 0
         for i, (start, end) in zip(answers, turns, strict=True):
-            start, end = start + grown, end + grown
-            if i in said:
-                word, whole = said[i]
-                at = text.find(word, start, end)
-                if at < 0 or text.count(word) != 1 or not shows_calls(text[start:end], messages[i]):
+            start, end = start + shift, end + shift
+            if i in contents:
+                word, content = contents[i]
+                position = text.find(word, start, end)
+                if position < 0 or text.count(word) != 1 or not shows_calls(text[start:end], messages[i]):
                     raise refusal
-                # DeepSeek-V3.1 shuts the thinking of each turn.
-                begin = start if is_shut(text[start:at]) else at
-                text = text[:begin] + whole + text[at + len(word) :]
-                grown += len(whole) - len(word) - (at - begin)
-                end += len(whole) - len(word) - (at - begin)
-                if begin == start and dialect and text.startswith(dialect.prompt, start - len(dialect.header)):
-                    start += len(dialect.prompt) - len(dialect.header)
+                # DeepSeek-V3.1 closes the thinking of each turn.
+                begin = start if is_closed(text[start:position]) else position
+                text = text[:begin] + content + text[position + len(word) :]
+                growth = len(content) - len(word) - (position - begin)
+                shift, end = shift + growth, end + growth
+                if begin == start and markers and text.startswith(markers.prompt, start - len(markers.header)):
+                    start += len(markers.prompt) - len(markers.header)
             moved.append((start, end))
         return text, moved
 
     def _render(
-        self, conversation: Conversation, messages: list[dict], prompt: bool, tagged: bool
-    ) -> tuple[str, Turns]:
+        self, conversation: Conversation, messages: list[JsonObject], prompt: bool, tagged: bool
+    ) -> tuple[str, Spans]:
         if any(message.get("tool_calls") for message in messages):
-            messages = with_calls_as(messages, *self._call_form(conversation))
-        return self._render_formed(conversation, messages, prompt, tagged)
+            messages = format_calls(messages, *self._call_form(conversation))
+        return self._render_formatted(conversation, messages, prompt, tagged)
 
     def _call_form(self, conversation: Conversation) -> tuple[bool, bool]:
-        """How the template takes calls: whether with arguments as text, and whether with no content for an empty one.
-        Found by showing it one; most take what they are given."""
+        """Return the arguments of `format_calls` for this template, found by rendering one call."""
         key = bool(conversation.tools)
         if key not in self._call_forms:
             self._call_forms[key] = (False, False)
-            called = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}]
-            for as_text, absent in product((False, True), repeat=2):
-                messages = with_calls_as(called, as_text, absent)
+            probe = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}]
+            for form in product((False, True), (False, True)):
                 try:
-                    text, _ = self._render_formed(conversation, messages, False, tagged=False)
+                    text, _ = self._render_formatted(conversation, format_calls(probe, *form), False, tagged=False)
                 except UnusableRow:
                     continue
                 if "xxname0xx" in text and "xxcall0xx" in text:
-                    self._call_forms[key] = as_text, absent
+                    self._call_forms[key] = form
                     break
         return self._call_forms[key]
 
-    def _render_formed(
-        self, conversation: Conversation, messages: list[dict], prompt: bool, tagged: bool
-    ) -> tuple[str, Turns]:
+    def _render_formatted(
+        self, conversation: Conversation, messages: list[JsonObject], prompt: bool, tagged: bool
+    ) -> tuple[str, Spans]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        tools: Any = conversation.tools  # functions too, says its signature
-        turns: Any
+        turns: Any  # transformers' annotation lacks the spans
 
         try:
             texts, turns = render_jinja_template(
                 conversations=[messages],
-                tools=tools,
+                tools=conversation.tools,  # pyright: ignore[reportArgumentType]  annotated as dicts or functions
                 chat_template=self._tokenizer.get_chat_template(None, conversation.tools),
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=tagged,
@@ -222,71 +234,71 @@ class ChatTemplate:
             raise UnusableRow(f"the chat template ({self._file.name}) refuses it: {error}") from error
         return texts[0], turns[0] if tagged else []
 
-    def _dialect(self, conversation: Conversation) -> Dialect | None:
+    def _markers(self, conversation: Conversation) -> AssistantMarkers | None:
         key = bool(conversation.tools), str(conversation.template_kwargs)
-        if key not in self._dialects:
-            # Some tokenizers have a template of its own for tools: it is chosen by there being any.
+        if key not in self._markers_by_probe:
+            # Some tokenizers have a separate template for conversations with tools.
             tools = conversation.tools and conversation.tools[:1]
             probe = Conversation(PROBE, [], tools, conversation.template_kwargs)
             try:
-                self._dialects[key] = learn(
-                    lambda messages, prompt=False: self.text(probe, messages=messages, prompt=prompt),
+                self._markers_by_probe[key] = learn_markers(
+                    lambda messages, prompt=False: self.render(probe, messages=messages, prompt=prompt),
                     self._special,
                     self._tokenizer.bos_token,
                 )
             except UnusableRow:
-                self._dialects[key] = None
-        return self._dialects[key]
+                self._markers_by_probe[key] = None
+        return self._markers_by_probe[key]
 
-    def _by_literals(self, text: str, conversation: Conversation, dialect: Dialect) -> Turns | None:
-        own = _strings([conversation.messages, conversation.tools or []])
-        if any(literal in string for string in own for literal in dialect.literals):
-            masks = {literal: chr(0xE000 + i) * len(literal) for i, literal in enumerate(dialect.literals)}
+    def _by_literals(self, text: str, conversation: Conversation, markers: AssistantMarkers) -> Spans | None:
+        strings = _strings([*conversation.messages, *(conversation.tools or [])])
+        if any(literal in string for string in strings for literal in markers.literals):
+            masks = {literal: chr(0xE000 + i) * len(literal) for i, literal in enumerate(markers.literals)}
             masked = Conversation(
-                _masked(conversation.messages, masks),
+                _mask(conversation.messages, masks),
                 [],
-                _masked(conversation.tools, masks),
+                _mask(conversation.tools, masks),
                 conversation.template_kwargs,
             )
-            original, text = text, self._closed(masked, dialect)
+            original, text = text, self._closed_text(masked, markers)
             restored = text
             for literal, mask in masks.items():
                 restored = restored.replace(mask, literal)
             if restored != original or any(mask[0] in original for mask in masks.values()):
                 return None
-        turns: Turns = []
-        at = text.find(dialect.header)
-        while at >= 0:
-            following = text.find(dialect.header, at + len(dialect.header))
-            start = at + len(dialect.prompt if text.startswith(dialect.prompt, at) else dialect.header)
-            ends = [(place, len(end)) for end in dialect.ends if (place := text.find(end, start)) >= 0]
+        turns: Spans = []
+        header = text.find(markers.header)
+        while header >= 0:
+            next_header = text.find(markers.header, header + len(markers.header))
+            start = header + len(markers.prompt if text.startswith(markers.prompt, header) else markers.header)
+            ends = [(position, len(end)) for end in markers.ends if (position := text.find(end, start)) >= 0]
             if not ends:
                 return None
             end = sum(min(ends))
-            if text.find(dialect.opener, start, end) >= 0:
+            if text.find(markers.opener, start, end) >= 0:
                 return None
             turns.append((start, end))
-            at = following
+            header = next_header
         return turns
 
-    def _by_prefixes(self, text: str, conversation: Conversation, dialect: Dialect | None) -> Turns:
+    def _by_prefixes(self, text: str, conversation: Conversation, markers: AssistantMarkers | None) -> Spans:
         turns = []
         for i, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.text(conversation, messages=conversation.messages[:i], prompt=True) if i else ""
-            whole = self.text(conversation, messages=conversation.messages[: i + 1])
-            if dialect and not text.startswith(prompt) and prompt.endswith(dialect.prompt):
-                prompt = prompt.removesuffix(dialect.prompt) + dialect.header  # what it opens, a call does not
-            if not (text.startswith(prompt) and text.startswith(whole) and len(prompt) <= len(whole)):
-                raise UnusableRow(_rewriting(text, prompt, conversation))
-            said = whole[len(prompt) :]
-            for special in self._special.finditer(said):
-                if not said[special.end() :].strip():
-                    said = said[: special.end()]
+            prompt = self.render(conversation, messages=conversation.messages[:i], prompt=True) if i else ""
+            prefix = self.render(conversation, messages=conversation.messages[: i + 1])
+            if markers and not text.startswith(prompt) and prompt.endswith(markers.prompt):
+                prompt = prompt.removesuffix(markers.prompt) + markers.header  # a call lacks the answer's prefix
+            if not (text.startswith(prompt) and text.startswith(prefix) and len(prompt) <= len(prefix)):
+                raise UnusableRow(_rewrite_reason(text, prompt, conversation))
+            turn = prefix[len(prompt) :]
+            for special in self._special.finditer(turn):
+                if not turn[special.end() :].strip():
+                    turn = turn[: special.end()]
                     break
-            end = len(prompt) + len(said)
-            for closer in dialect.closers if dialect else ():
+            end = len(prompt) + len(turn)
+            for closer in markers.closers if markers else ():
                 if closer and text.startswith(closer, end):
                     end += len(closer)
                     break
@@ -294,45 +306,45 @@ class ChatTemplate:
         return turns
 
 
-def _rewriting(text: str, prompt: str, conversation: Conversation) -> str:
-    """Why a text does not begin with the prompt of one of its turns."""
+def _rewrite_reason(text: str, prompt: str, conversation: Conversation) -> str:
+    """Return the reason that a text does not begin with the prompt of one of its turns."""
     first = conversation.messages[0]
     system = first["content"].strip() if first["role"] == "system" else ""
     if system and system in prompt and system not in text:
         return (
-            "the chat template shows the system prompt only while the last question has no answer: write it into the "
-            "user's message, or drop it"
+            "the chat template renders the system prompt only before the last question is answered: write it into the "
+            "user's message, or remove it"
         )
-    return "the chat template rewrites earlier turns: what the assistant says cannot be told apart"
+    return "the chat template rewrites earlier turns: the assistant's turns cannot be located"
 
 
-def check_template(tokenizer: Any) -> None:
-    """Raise ValueError, naming the file, where a tokenizer's chat template is broken, whatever the rows are."""
+def check_template(tokenizer: Tokenizer) -> None:
+    """Raise ValueError, naming the file, if a tokenizer's chat template fails for every row."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     templates = tokenizer.chat_template
-    cure = "Fix it, or copy the file again from the original checkpoint"
-    context = {"messages": PROBE[:2], "add_generation_prompt": False, **tokenizer.special_tokens_map}
-    for name, template in templates.items() if isinstance(templates, dict) else [("", templates)]:
-        if excess := excess_of(template, json.dumps(context, default=str)):
-            raise ValueError(f"{_template_file(tokenizer, name)}: the chat template cannot be used: {excess}. {cure}")
+    fix = "Fix it, or copy the file again from the original checkpoint"
+    special: dict[str, Any] = {**tokenizer.special_tokens_map}
+    context = {"messages": PROBE[:2], "add_generation_prompt": False, **special}
+    for name, template in templates.items() if isinstance(templates, dict) else [("", templates or "")]:
+        file = _template_file(tokenizer, name)
+        if limit := exceeded_limit(template, json.dumps(context, default=str)):
+            raise ValueError(f"{file}: the chat template cannot be used: {limit}. {fix}")
         try:
-            render_jinja_template([PROBE[:2]], chat_template=template, **tokenizer.special_tokens_map)
+            render_jinja_template([PROBE[:2]], chat_template=template, **special)
         except TemplateSyntaxError as error:
-            where = f"{_template_file(tokenizer, name)}: the chat template has a syntax error in line {error.lineno}"
-            raise ValueError(f"{where} ({error.message}). {cure}") from error
+            problem = f"the chat template has a syntax error in line {error.lineno} ({error.message})"
+            raise ValueError(f"{file}: {problem}. {fix}") from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-            continue  # what it refuses of these words, it may take of rows
+            continue  # it may accept other messages
         except (ArithmeticError, RecursionError) as error:
             reason = str(error).rstrip(".")
-            raise ValueError(
-                f"{_template_file(tokenizer, name)}: the chat template cannot be used ({reason}). {cure}"
-            ) from error
+            raise ValueError(f"{file}: the chat template cannot be used ({reason}). {fix}") from error
 
 
-def _template_file(tokenizer: Any, name: str = "") -> Path:
-    """Where a tokenizer's chat template, or the one of this name, is written: in a file, or among the settings."""
+def _template_file(tokenizer: Tokenizer, name: str = "") -> Path:
+    """Return the file of a tokenizer's chat template, or of the additional one of this name."""
     folder = Path(tokenizer.name_or_path or "?")
     files = f"additional_chat_templates/{name}.jinja", "chat_template.jinja"
     return next((folder / file for file in files if (folder / file).is_file()), folder / "tokenizer_config.json")
@@ -343,8 +355,8 @@ def _marks_generations(template: str) -> bool:
     return bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
 
 
-def _strings(value: Any) -> list[str]:
-    """All strings in a nested value."""
+def _strings(value: Json) -> list[str]:
+    """Return all strings in a nested value."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -354,12 +366,14 @@ def _strings(value: Any) -> list[str]:
     return []
 
 
-def _masked(value: Any, masks: dict[str, str]) -> Any:
-    """The value with each literal in its strings masked."""
-    if isinstance(value, str):
+def _mask[T](value: T, masks: dict[str, str]) -> T:
+    """Return a nested value with each literal in its strings masked."""
+    masked = value
+    if isinstance(masked, str):
         for literal, mask in masks.items():
-            value = value.replace(literal, mask)
-        return value
-    if isinstance(value, dict):
-        return {key: _masked(item, masks) for key, item in value.items()}
-    return [_masked(item, masks) for item in value] if isinstance(value, list) else value
+            masked = masked.replace(literal, mask)
+    elif isinstance(masked, dict):
+        masked = {key: _mask(item, masks) for key, item in masked.items()}
+    elif isinstance(masked, list):
+        masked = [_mask(item, masks) for item in masked]
+    return masked  # pyright: ignore[reportReturnType]

@@ -1,84 +1,94 @@
-"""A conversation that goes on: the tokens that a chat template puts between an answer of the model and its next one.
+"""Continuation of a conversation: the tokens of the chat template between two answers of the model.
 
-What the model has said stays as it was drawn, so that the conversation is not rendered anew: messages are rendered
-behind a short conversation of known words, and what the template adds behind its answer is theirs. A template that
-changes earlier turns (Qwen3's takes out their thinking) changes only the words.
+The model's tokens stay as they were sampled, so the conversation is not rendered anew: messages are rendered after a
+short conversation of placeholder words, and all that follows its answer is theirs. A template that changes earlier
+turns (Qwen3's removes their thinking) changes the placeholders only.
 """
 
-import re
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from ..formats.schemas import Conversation, UnusableRow, with_columns
+from ..json_types import Json, JsonObject
+from ..tokenizer import Tokenizer
+from .assistant_markers import special_tokens
 from .chat import ChatTemplate
 
-SAID = "xxassistantxx"
-ASKED = {"role": "user", "content": "xxuserxx"}
+ANSWER = "xxassistantxx"
+QUESTION = {"role": "user", "content": "xxuserxx"}
 
 
 class Continuation:
-    """The tokens between two answers.
+    """Tokens between two answers.
 
     Arguments:
-        tokenizer: with a chat template, and a fast version
+        tokenizer: a fast one, with a chat template
         ends: tokens by which the model ends an answer
-        tools: of rows that have no column `tools`
-        template_kwargs: of the chat template, as rows' prompts are given them
+        tools: for rows without a column `tools`
+        template_kwargs: arguments of the chat template, as for the rows' prompts
     """
 
     def __init__(
-        self, tokenizer: Any, ends: Collection[int], *, tools: list[dict] | None = None, **template_kwargs: Any
+        self,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+        *,
+        tools: list[JsonObject] | None = None,
+        **template_kwargs: Json,
     ):
         self._tokenizer, self._ends, self._tools = tokenizer, set(ends), tools
         self._template = ChatTemplate(tokenizer, **template_kwargs)
-        added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-        self._special = re.compile("|".join(re.escape(t) for t in sorted(added, key=len, reverse=True)) or "(?!)")
+        self._special = special_tokens(tokenizer)
 
-    def __call__(self, messages: Sequence[dict[str, Any]], columns: dict[str, Any], answer: Sequence[int]) -> list[int]:
-        """Behind `answer`, the model's last one: the end of its turn where it has not drawn it, `messages`, and the
-        generation prompt. `columns`: of the row. Raises UnusableRow where the template refuses the messages."""
+    def __call__(self, messages: Sequence[JsonObject], columns: JsonObject, answer: Sequence[int]) -> list[int]:
+        """Return the tokens after the model's last `answer`: the end of its turn if it lacks one, `messages`, prompt.
+
+        columns: of the row
+        Raises UnusableRow if the template refuses the messages.
+        """
         last = answer[-1] if len(answer) else None
         closing, tail = self._parts(list(messages), columns)
-        found = self._tokenizer(closing + tail, add_special_tokens=False, return_offsets_mapping=True)
-        ids: list[int] = found["input_ids"]
+        encoding = self._tokenizer(closing + tail, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = encoding["input_ids"]
         if closing and last in self._ends:
-            return [
-                token for token, (start, _) in zip(ids, found["offset_mapping"], strict=True) if start >= len(closing)
-            ]
+            offsets = encoding["offset_mapping"]
+            return [token for token, (start, _) in zip(ids, offsets, strict=True) if start >= len(closing)]
         # Some models end their turn by the token that opens the next one (GLM-4's <|user|>).
         return ids[1:] if not closing and ids[:1] == [last] else ids
 
-    def _parts(self, messages: list[dict[str, Any]], columns: dict[str, Any]) -> tuple[str, str]:
-        """The special token that ends a turn (none: no token does), and the text from there on."""
-        refused: UnusableRow | None = None
-        for said, mark in self._probes(messages):
-            # As the rows' own prompts, but for the messages.
-            probe = with_columns(Conversation([ASKED, said], [None, None]), columns | {"system": None})
+    def _parts(self, messages: list[JsonObject], columns: JsonObject) -> tuple[str, str]:
+        """Return the special token that ends a turn ("" without one), and the text that follows it."""
+        refusal: UnusableRow | None = None
+        for answer, mark in self._probes(messages):
+            # All but the messages is as in the row's own prompt.
+            probe = with_columns(Conversation([QUESTION, answer], [None, None]), columns | {"system": None})
             probe.tools = probe.tools or self._tools
             try:
-                alone = self._template.text(probe)
-                whole = self._template.text(probe, messages=[*probe.messages, *messages], prompt=True)
+                alone = self._template.render(probe)
+                full = self._template.render(probe, messages=[*probe.messages, *messages], prompt=True)
             except UnusableRow as error:
-                refused = refused or error
+                refusal = refusal or error
                 continue
-            if mark not in alone or mark not in whole:
+            if mark not in alone or mark not in full:
                 continue
-            alone, whole = (text[text.index(mark) + len(mark) :] for text in (alone, whole))
+            alone, full = (text[text.index(mark) + len(mark) :] for text in (alone, full))
             count = sum(1 for _ in self._special.finditer(alone))  # a call has special tokens of its own
             if not count:
-                return "", whole.removeprefix(alone.rstrip())
-            found = [special for special, _ in zip(self._special.finditer(whole), range(count), strict=False)]
-            if len(found) == count:
-                return found[-1].group(), whole[found[-1].end() :]
-        raise refused or UnusableRow("the chat template does not show where an answer ends")
+                return "", full.removeprefix(alone.rstrip())
+            specials = [special for special, _ in zip(self._special.finditer(full), range(count), strict=False)]
+            if len(specials) == count:
+                return specials[-1].group(), full[specials[-1].end() :]
+        raise refusal or UnusableRow("the chat template does not show where an answer ends")
 
     @staticmethod
-    def _probes(messages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-        """Answers to put the messages behind, with the last word of each. Some templates want calls before results."""
-        said = {"role": "assistant", "content": SAID}
+    def _probes(messages: list[JsonObject]) -> list[tuple[JsonObject, str]]:
+        """Return answers to render before the messages, each with its last word.
+
+        Some templates require tool calls before results.
+        """
+        plain = {"role": "assistant", "content": ANSWER}, ANSWER
         results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))
         if not results:
-            return [(said, SAID)]
+            return [plain]
         calls = [
             {
                 "type": "function",
@@ -87,5 +97,5 @@ class Continuation:
             }
             for number, message in enumerate(messages[:results])
         ]
-        called = {"role": "assistant", "content": "", "tool_calls": calls}
-        return [(called, f"xxcall{results - 1}xx"), (said, SAID)]
+        with_calls = {"role": "assistant", "content": "", "tool_calls": calls}
+        return [(with_calls, f"xxcall{results - 1}xx"), plain]

@@ -1,28 +1,38 @@
-"""How an answer begins that a model goes on with: what a chat template's generation prompt adds behind the header."""
+"""Answer prefixes: text that a chat template's generation prompt adds behind the assistant's header."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..formats.schemas import Conversation, with_columns
+from ..json_types import Json, JsonObject
+from ..tokenizer import Tokenizer
 from .chat import ChatTemplate
 
 
-class Openings:
-    """The openings of a tokenizer's chat template. Arguments: as of Continuation."""
+class GenerationPrompts:
+    """Answer prefixes of a tokenizer's chat template. Arguments as of `Continuation`."""
 
-    def __init__(self, tokenizer: Any, *, tools: list[dict] | None = None, **template_kwargs: Any):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tools: list[JsonObject] | None = None,
+        **template_kwargs: Json,
+    ):
         self._tokenizer, self._tools = tokenizer, tools
         self._template = ChatTemplate(tokenizer, **template_kwargs)
 
-    def __call__(self, columns: dict[str, Any], before: Sequence[int]) -> str:
-        """Of an answer behind these tokens, without special tokens; the ends of lines alone are none. `columns`: of
-        the row."""
-        asked = with_columns(Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None})
-        asked.tools = asked.tools or self._tools
-        opening = self._template.opening(asked)
-        # Some templates leave it out behind the result of a tool. A token has a byte or more.
-        if not opening or not self._tokenizer.decode(before[-len(opening.encode()) :]).endswith(opening):
+    def __call__(self, columns: JsonObject, before: Sequence[int]) -> str:
+        """Return the prefix of an answer, without special tokens; "" for blanks alone.
+
+        columns: of the row
+        before: the tokens before the answer
+        """
+        probe = with_columns(Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None})
+        probe.tools = probe.tools or self._tools
+        prefix = self._template.answer_prefix(probe)
+        # Some templates omit it after a tool's result. The slice is long enough: a token has at least one byte.
+        if not prefix or not self._tokenizer.decode(before[-len(prefix.encode()) :]).endswith(prefix):
             return ""
-        tokens = self._tokenizer.encode(opening, add_special_tokens=False)
+        tokens = self._tokenizer.encode(prefix, add_special_tokens=False)
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text if text.strip() else ""

@@ -1,6 +1,6 @@
 """CPU-time and memory limits for chat templates, which are programs that come with a model.
 
-A template is first compiled and rendered in a process of its own, which the operating system ends at the limits:
+A template is first compiled and rendered in a separate process, which the operating system ends at the limits:
 Jinja's sandbox bounds neither the size of a text nor nested loops, and Python cannot interrupt `'x' * 10**10`.
 """
 
@@ -9,18 +9,17 @@ import resource
 import subprocess
 import sys
 from functools import cache
-from typing import Any
 
 SECONDS = 10  # CPU-time limit; templates of known models take a few ms
 MEMORY = 2 * 2**30  # address-space limit in bytes
-EXCEEDED = 3  # exit code of the process where memory ran out
+EXCEEDED = 3  # exit code of a process that ran out of memory
 
 
 @cache
-def excess_of(template: str, context: str) -> str | None:
+def exceeded_limit(template: str, context: str) -> str | None:
     """Return the limit that a template exceeds, as text for an error, or None.
 
-    context: the variables that it is rendered with, as JSON.
+    context: variables to render it with, as JSON
     """
     process = subprocess.run(
         [sys.executable, "-P", __file__, str(SECONDS)],
@@ -35,18 +34,20 @@ def excess_of(template: str, context: str) -> str | None:
     return None
 
 
-def render(template: str, context: dict[str, Any]) -> None:
+def render(template: str, context: dict) -> None:
     """Render a template as transformers does. Raises jinja2's errors and MemoryError."""
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}` of transformers, without its bookkeeping."""
 
         tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -54,7 +55,7 @@ def render(template: str, context: dict[str, Any]) -> None:
         raise jinja2.TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: form}
     environment.from_string(template).render(**context)
@@ -71,7 +72,7 @@ def main() -> None:
     except MemoryError:
         sys.exit(EXCEEDED)
     except Exception:
-        sys.exit(0)  # check_template says what is wrong with it
+        sys.exit(0)  # check_template reports the error
 
 
 if __name__ == "__main__":

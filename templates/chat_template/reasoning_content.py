@@ -1,53 +1,56 @@
-"""What chat templates leave out of a turn though it is to be learned: the thought before an answer, and calls."""
+"""Thoughts and tool calls of messages: what some chat templates omit from a turn though it is to be learned."""
 
 import re
 from collections import Counter
-from typing import Any
 
-OPENING = re.compile(r"[<\[][\w:]*think\w*[>\]]", re.IGNORECASE)  # where one begins: <think>, [THINK], <seed:think>
+from ..json_types import JsonObject
+
+OPENING = re.compile(r"[<\[][\w:]*think\w*[>\]]", re.IGNORECASE)  # opens a thought: <think>, [THINK], <seed:think>
 CLOSING = re.compile(r"[<\[]/[\w:]*think\w*[>\]]", re.IGNORECASE)
-GIVEN = ("reasoning_content", "thinking")  # keys of a message that hold one
+KEYS = ("reasoning_content", "thinking")  # keys of a message that hold a thought
 
 
-def thought_of(message: dict[str, Any]) -> str:
-    """The thought of a message, given by a key or in its content between tags ("": none)."""
-    if given := _given(message):
-        return given.strip()
+def thought_of(message: JsonObject) -> str:
+    """Return the thought of a message, from a key or from between tags in its content; "" without one."""
+    if thought := _separate_thought(message):
+        return thought.strip()
     content = message["content"]
     closing = CLOSING.search(content)
     return OPENING.split(content[: closing.start()])[-1].strip() if closing else ""
 
 
-def with_thought(message: dict[str, Any], opening: str) -> str | None:
-    """The content with its thought, behind `opening`, with which the generation prompt opens thoughts ("": it does
-    not). None where nothing says how the model writes one."""
-    content, tag = message["content"], OPENING.search(opening)
-    if given := _given(message):
+def with_thought(message: JsonObject, prefix: str) -> str | None:
+    """Return the content with its thought, or None if the model's form of a thought is unknown.
+
+    prefix: text by which the generation prompt opens a thought; "" if it does not
+    """
+    content, tag = message["content"], OPENING.search(prefix)
+    if thought := _separate_thought(message):
         if not tag:
             return None
         closing = f"{tag.group()[0]}/{tag.group()[1:]}"
-        return f"{opening}{given.strip()}\n{closing}\n\n{content.lstrip()}"
+        return f"{prefix}{thought.strip()}\n{closing}\n\n{content.lstrip()}"
     if not tag:
         return content
-    written = OPENING.search(content)
-    return opening + (content[written.end() :] if written else content).lstrip("\n")
+    opening = OPENING.search(content)
+    return prefix + (content[opening.end() :] if opening else content).lstrip("\n")
 
 
-def without_thought(message: dict[str, Any], content: str) -> dict[str, Any]:
-    """The message with this content and no thought beside it."""
-    return {key: value for key, value in message.items() if key not in GIVEN} | {"content": content}
+def without_thought(message: JsonObject, content: str) -> JsonObject:
+    """Return the message with this content, and without keys that hold a thought."""
+    return {key: value for key, value in message.items() if key not in KEYS} | {"content": content}
 
 
-def is_shut(text: str) -> bool:
-    """Whether it is the tags of an empty thought, or the end of one."""
+def is_closed(text: str) -> bool:
+    """Return whether text consists of the tags of an empty thought, or of a closing tag."""
     return bool(CLOSING.search(text)) and not CLOSING.sub("", OPENING.sub("", text)).strip()
 
 
-def shows_calls(text: str, message: dict[str, Any]) -> bool:
-    """Whether the text has the name of each call of the message, as often as it is called."""
+def shows_calls(text: str, message: JsonObject) -> bool:
+    """Return whether text contains the name of each tool call of the message, as often as it is called."""
     names = Counter(call["function"]["name"] for call in message.get("tool_calls") or [])
     return all(text.count(name) >= count for name, count in names.items())
 
 
-def _given(message: dict[str, Any]) -> str:
-    return next((message[key] for key in GIVEN if message.get(key)), "")
+def _separate_thought(message: JsonObject) -> str:
+    return next((message[key] for key in KEYS if message.get(key)), "")

@@ -1,11 +1,11 @@
-"""What a row becomes, by stage: the texts of its documents, where in them is what matters, and its label.
+"""Rendering of rows by stage: the texts of their documents, spans in them, and labels.
 
 A reranker's documents have the form that Qwen3-Reranker was published with (Zhang et al. 2025, arXiv:2506.05176).
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..formats.dataset_names import text_of
 from ..formats.paired_rows import (
@@ -16,7 +16,7 @@ from ..formats.paired_rows import (
     numbers,
     to_answer,
     to_answered,
-    to_comparison,
+    to_contrastive,
     to_pair,
 )
 from ..formats.schemas import (
@@ -25,13 +25,15 @@ from ..formats.schemas import (
     Conversation,
     Stage,
     UnusableRow,
-    present,
-    says_nothing,
+    drop_missing,
+    is_empty_answer,
     to_conversation,
     to_prompt,
     to_text,
 )
+from ..json_types import JsonObject
 from ..options import TemplateOptions
+from ..tokenizer import Tokenizer
 from .chat import ChatTemplate
 from .token_offsets import Span
 
@@ -43,40 +45,44 @@ INSTRUCT = "Given a web search query, retrieve relevant passages that answer the
 
 
 class Text(NamedTuple):
-    """A document. Spans are of characters."""
+    """Text of a document, with spans of characters."""
 
     text: str
     turns: Sequence[Span] = ()  # of the assistant
-    weights: Sequence[float] = ()  # how much each of them is trained on
-    elsewhere: float = 1.0  # and all else
-    answer: Span | None = None  # preference, kto, answered: what follows the prompt
-    body: Span | None = None  # what may be cut; none: all
-    special: bool = False  # with the tokenizer's own special tokens, which are not cut
+    weights: Sequence[float] = ()  # loss weight of each turn
+    base_weight: float = 1.0  # loss weight outside the turns
+    answer: Span | None = None  # preference, kto, answered: all after the prompt
+    body: Span | None = None  # part that may be truncated; None: all
+    special: bool = False  # to be tokenized with the tokenizer's special tokens, which are not truncated
 
 
 Rendered = tuple[list[Text], list[float]]  # a sample: documents and label
 
 
 class Renderer:
-    """Renders rows. Raises ValueError where the options, the stage and the tokenizer do not fit together."""
+    """Renderer of rows. Raises ValueError if the options, the stage and the tokenizer do not fit together."""
 
-    def __init__(self, tokenizer, options: TemplateOptions, stage: Stage, tools: list[dict] | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer, options: TemplateOptions, stage: Stage, tools: list[JsonObject] | None = None
+    ):
         if stage == "pt" and (options.system or options.enable_thinking is not None):
             raise ValueError(
-                "--system and --enable_thinking are for conversations; megatron pt takes plain text: drop it"
+                "--system, --enable_thinking: for conversations, and megatron pt takes plain text. Remove the flag."
             )
         if stage == "embedding" and options.enable_thinking is not None:
-            raise ValueError("--enable_thinking is for chat templates, and texts to embed go without one: drop it")
+            raise ValueError(
+                "--enable_thinking: cannot be used with --task_type embedding, which uses no chat template. Remove it."
+            )
         self.stage: Stage = stage
-        self.tools = tools  # of prompts whose rows have none
+        self.tools = tools  # for prompts whose rows have none
         self.loss_scale, self.system = options.loss_scale, text_of("--system", options.system)
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
         self.chat = None
         if stage not in ("pt", "embedding") and (tokenizer.chat_template or stage != "seq_cls"):
             self.chat = ChatTemplate(tokenizer, **({} if thinking is None else {"enable_thinking": thinking}))
 
-    def __call__(self, row: dict[str, Any]) -> list[Rendered]:
-        """The samples of a row. Raises UnusableRow."""
+    def __call__(self, row: JsonObject) -> list[Rendered]:
+        """Return the samples of a row. Raises UnusableRow."""
         match self.stage:
             case "sft":
                 return [([self._scored(to_conversation(row))], [])]
@@ -97,31 +103,31 @@ class Renderer:
             case "reranker":
                 return self._ranked(row)
             case "prompts" | "answered" | "asked":
-                prompt = Text(self._template.text(self._prompt(row), prompt=True))
+                prompt = Text(self._template.render(self._prompt(row), prompt=True))
                 answered = None
                 if self.stage != "prompts":
                     answered = to_answered(row, needed=self.stage == "answered")
                 return [([prompt, *([self._scored(answered)] if answered else [])], [])]
 
-    def columns(self, row: dict[str, Any]) -> bytes:
-        """prompts: the row as JSON, for those who judge the answers; its messages are those of the prompt."""
-        others = {name: value for name, value in present(row).items() if name not in MESSAGES}
+    def columns(self, row: JsonObject) -> bytes:
+        """Return the row of a prompt as JSON, for reward functions; its messages are those of the prompt."""
+        others = {name: value for name, value in drop_missing(row).items() if name not in MESSAGES}
         messages = self._prompt(row).messages
         return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
 
     def notes(self) -> list[str]:
-        """Where what is trained on is not the chat template's text to the letter: for the log."""
+        """Return notes for the log on deviations of the trained text from the chat template's."""
         return self.chat.notes() if self.chat and self.stage not in (*POOLED, "prompts") else []
 
-    def _prompt(self, row: dict[str, Any]) -> Conversation:
+    def _prompt(self, row: JsonObject) -> Conversation:
         conversation = to_prompt(row)
         conversation.tools = conversation.tools or self.tools
-        self._begin(conversation)
+        self._add_system(conversation)
         return conversation
 
     def _scored(self, conversation: Conversation) -> Text:
-        """A conversation whose answers are trained on: as a message says, else by --loss_scale."""
-        self._begin(conversation)
+        """Return a conversation with the loss weights of its answers: a message's own, else by --loss_scale."""
+        self._add_system(conversation)
         roles = [message["role"] for message in conversation.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
         first = last_user if self.loss_scale == "last_round" else -1
@@ -132,67 +138,67 @@ class Renderer:
         ]
         if self.stage == "sft":
             _check_answers(conversation, weights)
-        text, turns = self._template.turns(conversation)
+        text, turns = self._template.assistant_turns(conversation)
         answer = None
         if self.stage != "sft":
             answer = turns[roles[: last_user + 1].count("assistant")][0], len(text)
         return Text(text, turns, weights, float(self.loss_scale == "all"), answer)
 
-    def _classified(self, row: dict[str, Any]) -> Text:
+    def _classified(self, row: JsonObject) -> Text:
         if row.get("text") is not None and row.get("messages") is None:
             if not (text := to_text(row)).strip():
                 raise UnusableRow("it is empty")
             return Text(text, special=True)
         conversation = to_conversation(row, answered=False)
-        self._begin(conversation)
-        return Text(self._template.text(conversation))
+        self._add_system(conversation)
+        return Text(self._template.render(conversation))
 
-    def _embedded(self, row: dict[str, Any]) -> list[Rendered]:
-        """What sentence-transformers' encode tokenises: a prompt, where there is one, and the text."""
-        comparison = to_comparison(row)
-        label = label_of_one(row, comparison, "label", "score")
-        anchor = comparison.anchor._replace(system=comparison.anchor.system or self.system or "")
-        anchor, *negatives = (Text("".join(passage), special=True) for passage in (anchor, *comparison.negatives))
-        positives = [Text("".join(passage), special=True) for passage in comparison.positives]
+    def _embedded(self, row: JsonObject) -> list[Rendered]:
+        """Return the texts that sentence-transformers' encode tokenizes: the prompt, if any, followed by the text."""
+        contrastive = to_contrastive(row)
+        label = label_of_one(row, contrastive, "label", "score")
+        anchor = contrastive.anchor._replace(system=contrastive.anchor.system or self.system or "")
+        anchor, *negatives = (Text("".join(passage), special=True) for passage in (anchor, *contrastive.negatives))
+        positives = [Text("".join(passage), special=True) for passage in contrastive.positives]
         labels = [] if label is None else [number(label, "label")]
         return [([anchor, positive, *negatives], labels) for positive in positives]
 
-    def _ranked(self, row: dict[str, Any]) -> list[Rendered]:
-        comparison = to_comparison(row)
-        label = label_of_one(row, comparison, "label")
+    def _ranked(self, row: JsonObject) -> list[Rendered]:
+        contrastive = to_contrastive(row)
+        label = label_of_one(row, contrastive, "label")
         positives, negatives = (
-            [self._judged(comparison.anchor, passage) for passage in passages]
-            for passages in (comparison.positives, comparison.negatives)
+            [self._reranked(contrastive.anchor, passage) for passage in passages]
+            for passages in (contrastive.positives, contrastive.negatives)
         )
         if label is not None:
             return [(positives, [binary(label)])]
         if not negatives:
-            raise UnusableRow("it has neither negative texts nor a label: give negative_messages, negative or label")
+            raise UnusableRow("it has neither negative texts nor a label: add negative_messages, negative or label")
         return [([positive, *negatives], [1.0, *(0.0 for _ in negatives)]) for positive in positives]
 
-    def _judged(self, query: Passage, document: Passage) -> Text:
+    def _reranked(self, query: Passage, document: Passage) -> Text:
         if document.system:
-            raise UnusableRow("a document has a system prompt: put instructions into the query's")
+            raise UnusableRow("a document has a system prompt: move the instructions to the query's")
         instruct = query.system or self.system or INSTRUCT
-        asked = f"<Instruct>: {instruct}\n<Query>: {query.text}\n<Document>: {document.text}"
-        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
-        text = self._template.text(Conversation(messages, [None, None]), prompt=True)
-        start = text.find(asked.strip())
-        return Text(text, body=(start, start + len(asked.strip())) if start >= 0 else (0, 0))
+        request = f"<Instruct>: {instruct}\n<Query>: {query.text}\n<Document>: {document.text}"
+        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": request}]
+        text = self._template.render(Conversation(messages, [None, None]), prompt=True)
+        start = text.find(request.strip())
+        return Text(text, body=(start, start + len(request.strip())) if start >= 0 else (0, 0))
 
-    def _begin(self, conversation: Conversation) -> None:
+    def _add_system(self, conversation: Conversation) -> None:
         if self.system:
-            conversation.begin_with(self.system)
+            conversation.add_system(self.system)
 
     @property
     def _template(self) -> ChatTemplate:
         if self.chat is None:
-            raise UnusableRow("the tokenizer has no chat template, which messages need: give rows with a column `text`")
+            raise UnusableRow("the tokenizer has no chat template, which messages need: use rows with a column `text`")
         return self.chat
 
 
 def _check_answers(conversation: Conversation, weights: list[float]) -> None:
-    """Raise UnusableRow where the model would learn to say nothing."""
+    """Raise UnusableRow if the model would learn to answer nothing."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
-    if any(weight and says_nothing(answer) for answer, weight in zip(answers, weights, strict=True)):
+    if any(weight and is_empty_answer(answer) for answer, weight in zip(answers, weights, strict=True)):
         raise UnusableRow("its answer is empty" if len(answers) == 1 else "one of its answers is empty")

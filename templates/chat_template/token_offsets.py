@@ -1,25 +1,28 @@
-"""Where in the text each token is.
+"""Tokens of spans of characters.
 
-A tokenizer tells when asked, and takes a fifth longer for it. The tokens of a byte-level BPE (Qwen's, Llama 3's) are
-the bytes of the text, so that their lengths tell as well; whether they add up to the text is checked for each one.
+A tokenizer reports offsets at a fifth more time. The tokens of a byte-level BPE (Qwen's, Llama 3's) are the bytes of
+the text, so their lengths give the offsets as well; that they add up to the text is checked for each one.
 """
 
 import json
+from typing import TYPE_CHECKING
 from unicodedata import is_normalized
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 Span = tuple[int, int]
 
 
 class Offsets:
-    """Tokenizes texts, and finds the tokens of a span of characters."""
+    """Tokenization of texts together with the tokens of given spans of characters."""
 
-    def __init__(self, backend):
-        """`backend` is a tokenizers.Tokenizer."""
+    def __init__(self, backend: "Tokenizer"):
         self.backend = backend
         config = json.loads(backend.to_str())
-        self._lengths = None  # bytes of each token, where these are known
+        self._lengths = None  # bytes of each token, if known
         keeps_text = config["normalizer"] is None or config["normalizer"]["type"] == "NFC"
         if keeps_text and config["decoder"] and config["decoder"]["type"] == "ByteLevel":
             lengths = np.zeros(max(backend.get_vocab().values()) + 1, np.int64)
@@ -30,16 +33,18 @@ class Offsets:
             self._lengths = lengths
 
     def tokenize(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, list[Span]]]:
-        """Of each text: its token ids [tokens] int32, and for each span of characters the tokens [first, after) that
-        hold any of them; (0, 0) where no token does."""
+        """Return each text's token ids, int32 [tokens], and the tokens [first, end) that touch each span.
+
+        (0, 0) for a span without any token.
+        """
         lengths = self._lengths
         if lengths is None:
             encodings = self.backend.encode_batch(texts, add_special_tokens=False)
-            return [_located(encoding, places) for encoding, places in zip(encodings, spans, strict=True)]
+            return [_by_encoding(encoding, chars) for encoding, chars in zip(encodings, spans, strict=True)]
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [
-            self._by_bytes(text, np.array(encoding.ids, np.int32), places, lengths)
-            for text, encoding, places in zip(texts, encodings, spans, strict=True)
+            self._by_bytes(text, np.array(encoding.ids, np.int32), chars, lengths)
+            for text, encoding, chars in zip(texts, encodings, spans, strict=True)
         ]
 
     def _by_bytes(
@@ -49,19 +54,19 @@ class Offsets:
         ascii = text.isascii()
         size = len(text) if ascii else len(text.encode())
         if not len(ids) or ends[-1] != size or not (ascii or is_normalized("NFC", text)):
-            return _located(self.backend.encode(text, add_special_tokens=False), spans)
-        places = [place if ascii else len(text[:place].encode()) for span in spans for place in span]
-        firsts = np.searchsorted(ends, places[::2], side="right").tolist()
-        lasts = np.searchsorted(ends, places[1::2], side="left").tolist()
-        found = zip(spans, firsts, lasts, strict=True)
-        return ids, [(first, last + 1) if start < end else (0, 0) for (start, end), first, last in found]
+            return _by_encoding(self.backend.encode(text, add_special_tokens=False), spans)
+        edges = [edge if ascii else len(text[:edge].encode()) for span in spans for edge in span]
+        firsts = np.searchsorted(ends, edges[::2], side="right").tolist()
+        lasts = np.searchsorted(ends, edges[1::2], side="left").tolist()
+        tokens = zip(spans, firsts, lasts, strict=True)
+        return ids, [(first, last + 1) if start < end else (0, 0) for (start, end), first, last in tokens]
 
 
-def _located(encoding, spans: list[Span]) -> tuple[np.ndarray, list[Span]]:
+def _by_encoding(encoding: "Encoding", spans: list[Span]) -> tuple[np.ndarray, list[Span]]:
     return np.array(encoding.ids, np.int32), [_tokens(encoding, *span) for span in spans]
 
 
-def _tokens(encoding, start: int, end: int) -> Span:
+def _tokens(encoding: "Encoding", start: int, end: int) -> Span:
     first = next((t for i in range(start, end) if (t := encoding.char_to_token(i)) is not None), None)
     last = next((t for i in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(i)) is not None), None)
     if first is None or last is None:

@@ -1,8 +1,8 @@
-"""Where rows come from, behind one small interface, and the kinds of files that they are in.
+"""Sources of rows behind one interface, and the file formats that they are in.
 
-A source knows its number of rows and a fingerprint of its content, gives rows by number, and runs through all of them
-once for streaming. Fingerprints and row counts of files are kept beside the token cache, so that a large file is read
-for them once only.
+A source has a number of rows and a fingerprint of its content, returns rows by number, and iterates over all of them
+for streaming. Fingerprints and row counts of files are cached beside the tokens, so that a large file is read for them
+only once.
 """
 
 import csv
@@ -20,25 +20,37 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from ..formats.dataset_names import extension
-from ..formats.schemas import ArrowRow, kind_of
+from ..formats.schemas import ArrowRow, json_type
+from ..json_types import JsonObject
 from ..machine import process_scope
 from ..plural import plural
 from .store import cache_root
 from .tokenize import Row
 
-SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # with which a blank line may begin
-BLOCK = 1 << 26  # bytes of a file to look at at a time
-AT_A_TIME = 1000  # rows of a stream that are Python objects at a time: a batch may be as large as its file
-DEPTH = 900  # levels of JSON: Python's parser refuses about 1000
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # first bytes of a line that may be blank
+BLOCK = 1 << 26  # bytes of a file to scan at a time
+STREAMED = 1000  # rows of a stream converted to Python at a time: a batch may be as large as its file
+DEPTH = 900  # levels of JSON; Python's parser supports about 1000
 
 
-class Source(ABC):
-    """A dataset. Reading raises ValueError, naming the file and the line, where it is broken."""
+class FileFacts(TypedDict):
+    """Cached facts about a file."""
+
+    fingerprint: str
+    rows: int
+
+
+class RowSource(ABC):
+    """Dataset of rows. Reading broken data raises ValueError with the file and the line."""
 
     name: str
 
@@ -51,41 +63,41 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        """The rows of these numbers, which are sorted."""
+        """Yield the rows of these sorted numbers."""
 
     @abstractmethod
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
-        """Every `shares`-th row from number `share` on, in order, but for the first `start` of these.
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
+        """Yield every `shards`-th row from number `shard` on, without the first `start` of these.
 
-        With as little work on all others as can be.
+        Other rows are parsed as little as possible.
         """
 
 
-class File(Source):
-    """A file on disk."""
+class File(RowSource):
+    """File on disk."""
 
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
 
     @cached_property
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> FileFacts:
         stat = self.path.stat()
-        # Copies may keep the time of the last change (cp -p, rsync): when the file became what it is, ctime says.
-        about = f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-        key = hashlib.blake2b(about.encode(), digest_size=16)
+        # ctime too: copies may keep the time of the last change (cp -p, rsync).
+        identity = f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+        key = hashlib.blake2b(identity.encode(), digest_size=16)
         memo = cache_root() / "files" / f"{key.hexdigest()}.json"
         with suppress(OSError, ValueError):
             return json.loads(memo.read_text())
         with self.path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        facts = {"fingerprint": digest.hexdigest() + extension(self.path), "rows": self.count()}
-        # A file that has just been written may change again within the clock's tick.
+        facts: FileFacts = {"fingerprint": digest.hexdigest() + extension(self.path), "rows": self.count()}
+        # A file may change again within one tick of the clock.
         if time.time_ns() - stat.st_ctime_ns > 2e9:
             with suppress(OSError):
                 memo.parent.mkdir(parents=True, exist_ok=True)
-                beside = memo.with_suffix(f".{process_scope()}-{os.getpid()}")
-                beside.write_text(json.dumps(facts))
-                beside.rename(memo)
+                temporary = memo.with_suffix(f".{process_scope()}-{os.getpid()}")
+                temporary.write_text(json.dumps(facts))
+                temporary.rename(memo)
         return facts
 
     @property
@@ -99,12 +111,12 @@ class File(Source):
     def count(self) -> int: ...
 
     @abstractmethod
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        """As above. Returns how many rows the share has, with those that were skipped."""
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        """Yield as above. Returns the number of rows of the shard, skipped ones included."""
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The bytes of the file, decompressed where its name ends in .gz."""
+        """Open the file, decompressed if its name ends in .gz."""
         if not extension(self.path).endswith(".gz"):
             with self.path.open("rb") as file:
                 yield file
@@ -113,20 +125,21 @@ class File(Source):
             with gzip.open(self.path, "rb") as file:
                 yield file  # type: ignore[misc]
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{self.name} is not a whole gzip file: {error}") from error
+            raise ValueError(f"{self.name}: the gzip file is damaged or truncated ({error}). Copy it again.") from error
 
 
-class Parsed(File):
-    """A file that is read as a whole: `parse` gives its rows, in order, as (line to name, columns)."""
+class ParsedFile(File):
+    """File that is parsed in one piece."""
 
     def count(self) -> int:
         return len(self._all)
 
     @abstractmethod
-    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]: ...
+    def parse(self) -> Iterator[tuple[int, JsonObject]]:
+        """Yield (line number, columns) of all rows."""
 
     @cached_property
-    def _all(self) -> list[tuple[int, dict[str, Any]]]:
+    def _all(self) -> list[tuple[int, JsonObject]]:
         return list(self.parse())
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
@@ -134,26 +147,28 @@ class Parsed(File):
             line, row = self._all[number]
             yield number, f"{self.name} line {line}", row
 
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
         number = -1
         for number, (line, row) in enumerate(self.parse()):
-            if number % shares == share and number >= start * shares:
+            if number % shards == shard and number >= start * shards:
                 yield number, f"{self.name} line {line}", row
-        return _of_share(number + 1, share, shares)
+        return _shard_size(number + 1, shard, shards)
 
 
-class Lines(File):
-    """One row in each line that is not blank: JSON, or plain text."""
+class LineFile(File):
+    """File with one row, JSON or plain text, per line that is not blank."""
 
-    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]]):
+    def __init__(self, path: Path, read: Callable[[str], JsonObject]):
         super().__init__(path)
         self.read = read
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """Of each line that is not blank: where it starts, where it ends, its number from 1. [rows, 3]"""
+        """Start, end and number (from 1) of each line that is not blank: [rows, 3]."""
         data = np.memmap(self.path, np.uint8, mode="r") if self.path.stat().st_size else np.empty(0, np.uint8)
-        ends = [np.flatnonzero(data[at : at + BLOCK] == ord("\n")) + at for at in range(0, len(data), BLOCK)]
+        ends = [
+            np.flatnonzero(data[start : start + BLOCK] == ord("\n")) + start for start in range(0, len(data), BLOCK)
+        ]
         ends = np.concatenate([*ends, [len(data)]]).astype(np.int64)
         starts = np.concatenate([[0], ends[:-1] + 1])
         index = np.stack([starts, ends, np.arange(1, len(ends) + 1)], axis=1)
@@ -172,59 +187,59 @@ class Lines(File):
                 file.seek(start)
                 yield number, f"{self.name} line {line}", self._line(file.read(end - start), line)
 
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
         number = -1
         with self.open() as file:
             for line, text in enumerate(file, 1):
                 if text.strip():
                     number += 1
-                    if number % shares == share and number >= start * shares:
+                    if number % shards == shard and number >= start * shards:
                         yield number, f"{self.name} line {line}", self._line(text, line)
-        return _of_share(number + 1, share, shares)
+        return _shard_size(number + 1, shard, shards)
 
-    def _line(self, text: bytes, line: int) -> dict[str, Any]:
+    def _line(self, text: bytes, line: int) -> JsonObject:
         try:
             row = self.read(text.decode("utf-8-sig" if line == 1 else "utf-8"))
         except json.JSONDecodeError as error:
             is_json = extension(self.path).startswith(".json") and not extension(self.path).startswith(".jsonl")
-            cure = "; make it an array, or one object a line" if is_json else ""
+            fix = ". Write it as an array, or as one object per line." if is_json else ""
             raise ValueError(
-                f"{self.name} line {line} is not JSON: {error.msg} at column {error.colno}{cure}"
+                f"{self.name} line {line} is not JSON: {error.msg} at column {error.colno}{fix}"
             ) from error
         except RecursionError:
-            raise ValueError(f"{self.name} line {line} is JSON that is nested too deeply to be read") from None
+            raise ValueError(f"{self.name} line {line} is nested too deeply") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.name} line {line} is not UTF-8: {error.reason}") from error
-        except ValueError as error:  # a number of more digits than Python reads
+        except ValueError as error:  # a number with more digits than Python reads
             raise ValueError(f"{self.name} line {line} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{self.name} line {line} is {kind_of(row)}, where an object is expected")
+            raise ValueError(f"{self.name} line {line} is {json_type(row)}, where an object is expected")
         return row
 
 
-class CompressedLines(Lines):
-    """Lines of a gzip file, which is read from its start to its end: a row is reached by way of those before it."""
+class GzipLineFile(LineFile):
+    """Gzip file of lines. Reading a row reads all rows before it."""
 
-    def __init__(self, path: Path, read: Callable[[str], dict[str, Any]]):
+    def __init__(self, path: Path, read: Callable[[str], JsonObject]):
         super().__init__(path, read)
-        self._reader: Iterator[tuple[int, int, bytes]] | None = None  # where `rows` has come to
-        self._next = 0  # number of the row that it gives next
+        self._reader: Iterator[tuple[int, int, bytes]] | None = None  # of `rows`, kept between calls
+        self._next = 0  # number of the reader's next row
 
     def count(self) -> int:
         return sum(1 for _ in self._numbered())
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        for wanted in numbers.tolist():
-            if self._reader is None or wanted < self._next:
+        for requested in numbers.tolist():
+            if self._reader is None or requested < self._next:
                 self._reader = self._numbered()
             for number, line, text in self._reader:
                 self._next = number + 1
-                if number == wanted:
+                if number == requested:
                     yield number, f"{self.name} line {line}", self._line(text, line)
                     break
 
     def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
-        """Rows, from the first on, as (number, line, text)."""
+        """Yield (row number, line number, text) of all rows."""
         number = -1
         with self.open() as file:
             for line, text in enumerate(file, 1):
@@ -233,8 +248,8 @@ class CompressedLines(Lines):
                     yield number, line, text
 
 
-class JsonArray(Parsed):
-    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+class JsonArray(ParsedFile):
+    def parse(self) -> Iterator[tuple[int, JsonObject]]:
         with self.open() as file:
             data = file.read()
         text = ""
@@ -244,42 +259,40 @@ class JsonArray(Parsed):
         except json.JSONDecodeError as error:
             raise ValueError(f"{self.name} line {error.lineno} is not JSON: {error.msg}") from error
         except RecursionError:
-            raise ValueError(
-                f"{self.name} line {_deepest_line(text)} is JSON that is nested too deeply to be read"
-            ) from None
+            raise ValueError(f"{self.name} line {_deepest_line(text)} is nested too deeply") from None
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{self.name} line {line} is not UTF-8: {error.reason}") from error
-        except ValueError as error:  # as of lines
+        except ValueError as error:  # as in LineFile
             raise ValueError(f"{self.name} is not JSON: {error}") from error
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
-                raise ValueError(f"{self.name}: element {number} is {kind_of(row)}, where an object is expected")
+                raise ValueError(f"{self.name}: element {number} is {json_type(row)}, where an object is expected")
             yield number, row
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        for number, place, row in super().rows(numbers):
-            yield number, place.replace(" line ", " element "), row
+        for number, location, row in super().rows(numbers):
+            yield number, location.replace(" line ", " element "), row
 
 
-class Csv(Parsed):
+class Csv(ParsedFile):
     def __init__(self, path: Path, delimiter: str = ","):
         super().__init__(path)
         self.delimiter = delimiter
 
-    def parse(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def parse(self) -> Iterator[tuple[int, JsonObject]]:
         csv.field_size_limit(1 << 30)
         with self.open() as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             reader = csv.DictReader(text, strict=True, delimiter=self.delimiter)
             try:
                 if repeated := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
-                    raise ValueError(f"{self.name} line 1 names the column {repeated[0]!r} twice: rename one of them")
+                    raise ValueError(f"{self.name} line 1 names the column {repeated[0]!r} twice. Rename one of them.")
                 for row in reader:
                     if None in row or None in row.values():
                         columns = len(reader.fieldnames or [])
-                        lacking = sum(value is None for value in row.values())
-                        fields = columns + len(row.get(None, ())) - lacking  # type: ignore[call-overload]
+                        missing = sum(value is None for value in row.values())
+                        fields = columns + len(row.get(None, ())) - missing  # type: ignore[call-overload]
                         raise ValueError(
                             f"{self.name} line {reader.line_num} has {plural(fields, 'field')}, and the header has "
                             f"{columns}"
@@ -292,7 +305,7 @@ class Csv(Parsed):
                 raise ValueError(f"{self.name} line {reader.line_num + 1} is not {kind}: {error}") from error
 
     def _undecodable(self) -> int:
-        """The number of the first line that is not UTF-8: text is decoded many lines at a time."""
+        """Return the first line that is not UTF-8, which the decoder does not report."""
         with self.open() as file:
             for number, line in enumerate(file, 1):
                 try:
@@ -302,17 +315,16 @@ class Csv(Parsed):
         return 1
 
 
-class Batched(File):
-    """Arrow tables, of which a batch of rows is in memory at a time."""
+class TableFile(File):
+    """File of an Arrow table, read in batches of rows."""
 
     @property
     @abstractmethod
     def _starts(self) -> np.ndarray:
-        """The first row of each batch, and the end."""
+        """First row of each batch, and the end."""
 
     @abstractmethod
-    def _batch(self, number: int) -> Any:
-        """A batch, as something with Arrow's `take`."""
+    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table": ...
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         starts = self._starts
@@ -323,11 +335,11 @@ class Batched(File):
                 yield number, f"{self.name} row {number + 1}", ArrowRow(row)
 
 
-class Arrow(Batched):
-    """Arrow's IPC format, memory-mapped: a file, or a stream, as `datasets` writes it."""
+class Arrow(TableFile):
+    """Arrow's IPC format, memory-mapped: a file, or a stream as `datasets` writes it."""
 
     @cached_property
-    def _batches(self) -> list:
+    def _batches(self) -> "list[pa.RecordBatch]":
         import pyarrow as pa
 
         try:
@@ -345,24 +357,24 @@ class Arrow(Batched):
     def _starts(self) -> np.ndarray:
         return np.cumsum([0] + [batch.num_rows for batch in self._batches])
 
-    def _batch(self, number: int) -> Any:
+    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table":
         return self._batches[number]
 
     def count(self) -> int:
         return int(self._starts[-1])
 
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        numbers = np.arange(share, self.count(), shares)[start:]
-        for first in range(0, len(numbers), AT_A_TIME):
-            yield from self.rows(numbers[first : first + AT_A_TIME])
-        return _of_share(self.count(), share, shares)
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        numbers = np.arange(shard, self.count(), shards)[start:]
+        for first in range(0, len(numbers), STREAMED):
+            yield from self.rows(numbers[first : first + STREAMED])
+        return _shard_size(self.count(), shard, shards)
 
 
-class Parquet(Batched):
-    """Read by row groups, of which the last one read is kept."""
+class Parquet(TableFile):
+    """Parquet file, read by row groups; the last one read is kept."""
 
     @cached_property
-    def _file(self):
+    def _file(self) -> "pq.ParquetFile":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -376,29 +388,28 @@ class Parquet(Batched):
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """The first row of each group, and the end."""
         groups = range(self._file.num_row_groups)
         return np.cumsum([0] + [self._file.metadata.row_group(group).num_rows for group in groups])
 
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        groups = np.flatnonzero(self._starts[1:] > start * shares).tolist()
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        groups = np.flatnonzero(self._starts[1:] > start * shards).tolist()
         first = int(self._starts[groups[0]]) if groups else 0
         for batch in self._file.iter_batches(row_groups=groups):
             numbers = np.arange(first, first + batch.num_rows)
-            numbers = numbers[(numbers % shares == share) & (numbers >= start * shares)]
+            numbers = numbers[(numbers % shards == shard) & (numbers >= start * shards)]
             for number, row in zip(numbers.tolist(), batch.take(numbers - first).to_pylist(), strict=True):
                 yield number, f"{self.name} row {number + 1}", ArrowRow(row)
             first += batch.num_rows
-        return _of_share(self.count(), share, shares)
+        return _shard_size(self.count(), shard, shards)
 
-    def _batch(self, number: int) -> Any:
-        if getattr(self, "_kept", (None,))[0] != number:
-            self._kept = number, self._file.read_row_group(number)
-        return self._kept[1]
+    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table":
+        if getattr(self, "_last_group", (None,))[0] != number:
+            self._last_group = number, self._file.read_row_group(number)
+        return self._last_group[1]
 
 
-class Joined(Source):
-    """Several sources one after another."""
+class Concatenation(RowSource):
+    """Several files, one after another."""
 
     def __init__(self, name: str, sources: list[File]):
         self.name, self.sources = name, sources
@@ -417,16 +428,16 @@ class Joined(Source):
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
             inside = numbers[(numbers >= start) & (numbers < stop)] - start
-            for number, place, row in source.rows(inside) if len(inside) else ():
-                yield number + int(start), place, row
+            for number, location, row in source.rows(inside) if len(inside) else ():
+                yield number + int(start), location, row
 
-    def stream(self, share: int = 0, shares: int = 1, start: int = 0) -> Iterator[Row]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
         for source in self.sources:
-            start = max(start - (yield from source.stream(share, shares, start)), 0)
+            start = max(start - (yield from source.stream(shard, shards, start)), 0)
 
 
 def _deepest_line(text: str) -> int:
-    """The line of a JSON text where it is nested more deeply than Python's parser goes."""
+    """Return the line where a JSON text is nested deeper than Python's parser supports."""
     depth = 0
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
@@ -435,6 +446,5 @@ def _deepest_line(text: str) -> int:
     return 1
 
 
-def _of_share(rows: int, share: int, shares: int) -> int:
-    """How many of so many rows are of a share."""
-    return len(range(share, rows, shares))
+def _shard_size(rows: int, shard: int, shards: int) -> int:
+    return len(range(shard, rows, shards))

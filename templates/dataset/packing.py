@@ -1,6 +1,6 @@
 """Best-fit-decreasing packing from a table of lengths.
 
-The classical algorithm takes items from the longest to the shortest and puts each into the fullest pack that still has
+The classical algorithm goes from the longest item to the shortest and puts each into the fullest pack that still has
 room for it (Johnson 1973; for language models Ding et al. 2024, arXiv:2404.10830). Lengths are small integers, so packs
 with the same room left are interchangeable: all items of one length are placed together, a group of packs at a time.
 A million items take a second or less in plain Python and numpy.
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packs:
-    """Which items each pack holds: pack i holds `items[starts[i] : starts[i + 1]]`, the longest first."""
+    """Items of each pack: pack i holds `items[starts[i] : starts[i + 1]]`, the longest first."""
 
     items: np.ndarray  # int64 [items], a permutation of the items' numbers
     starts: np.ndarray  # int64 [packs + 1]
@@ -26,7 +26,7 @@ class Packs:
         return self.items[self.starts[i] : self.starts[i + 1]]
 
     def __add__(self, other: "Packs") -> "Packs":
-        """These packs, then the others."""
+        """Concatenate packs."""
         return Packs(
             np.concatenate([self.items, other.items]),
             np.concatenate([self.starts, len(self.items) + other.starts[1:]]),
@@ -37,7 +37,7 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
     """Pack items of `lengths` (integers from 1 to `capacity`) into packs of `capacity`.
 
     The same arguments give the same packs. The seed chooses among items of equal length.
-    Raises ValueError where an item is longer than a pack.
+    Raises ValueError if an item is longer than a pack.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) == 0:
@@ -49,7 +49,7 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
     values, counts = np.unique(lengths, return_counts=True)
 
     pack_of = np.empty(len(lengths), np.int64)  # by position in `order`
-    rooms: list[int] = []  # sorted: the rooms that some open pack has left
+    rooms: list[int] = []  # sorted: room left in open packs
     open_packs: dict[int, list[np.ndarray]] = {}  # room -> numbers of the packs that have exactly this room
     packs = position = 0
 

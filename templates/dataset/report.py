@@ -1,15 +1,16 @@
-"""What a user should know about the data before training on it."""
+"""Report on the training data: rows, tokens, packs, and the first sample."""
 
 import numpy as np
 
 from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage
 from ..plural import plural
+from ..tokenizer import Tokenizer
 from .packing import Packs
-from .store import Document, Refusals, TokenStore
+from .store import Document, DroppedRows, TokenStore
 
-OPEN, CLOSE = "⟦", "⟧"  # around what is trained on
+OPEN, CLOSE = "⟦", "⟧"  # around trained tokens
 SHOWN = 4000  # characters of a document of the first sample
-NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one's is that of all further
+NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one repeats
     "preference": ("chosen", "rejected"),
     "kto": ("answer", "answer to another prompt"),
     "seq_cls": ("text",),
@@ -21,9 +22,9 @@ NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one
 }
 
 
-def describe_source(name: str, rows: int, documents: int, refusals: Refusals) -> str:
+def describe_source(name: str, rows: int, documents: int, dropped: DroppedRows) -> str:
     line = f"  {name}: {plural(rows, 'row')}, {plural(documents, 'sample')}"
-    return f"{line}; rows dropped:\n{refusals}" if refusals.counts else line
+    return f"{line}; rows dropped:\n{dropped}" if dropped.counts else line
 
 
 def describe_store(store: TokenStore) -> str:
@@ -44,26 +45,26 @@ def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
     return f"  packed into {rows}, {full:.2%} full: {1 - full:.2%} is padding"
 
 
-def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer) -> str:
-    """The first sample as text, document by document."""
-    marked = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
-    brackets = f" ({OPEN}{CLOSE}: what is trained on)" if any(marked) else ""
+def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer: Tokenizer) -> str:
+    """Return the first sample as text, document by document."""
+    is_marked = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
+    brackets = f" ({OPEN}{CLOSE}: trained on)" if any(is_marked) else ""
     labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
-    texts = [_text(document, tokenizer, marked=each) for document, each in zip(documents, marked, strict=True)]
+    texts = [_text(document, tokenizer, mark=mark) for document, mark in zip(documents, is_marked, strict=True)]
     if stage not in ALONE:
         names = NAMES[stage]
         texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]
     return "\n".join([f"The first sample{labelled}{brackets}:", *texts])
 
 
-def _text(document: Document, tokenizer, *, marked: bool) -> str:
-    """The document, with what is trained on between brackets. Both ends of a long one are shown."""
+def _text(document: Document, tokenizer: Tokenizer, *, mark: bool) -> str:
+    """Return a document with brackets around its trained tokens. A long one is shortened in the middle."""
     ids, weights = document
     edges = np.flatnonzero(np.diff(weights > 0)) + 1
     parts = []
     for run in np.split(np.arange(len(ids)), edges):
         text = tokenizer.decode(ids[run].tolist())
-        parts.append(f"{OPEN}{text}{CLOSE}" if marked and weights[run[0]] > 0 else text)
+        parts.append(f"{OPEN}{text}{CLOSE}" if mark and weights[run[0]] > 0 else text)
     text = "".join(parts)
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]}\n... {len(text) - SHOWN:,} characters ...\n{text[-SHOWN // 2 :]}"

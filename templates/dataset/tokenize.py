@@ -1,4 +1,4 @@
-"""Rows -> tokens and how much each is trained on."""
+"""Tokenization of rows, with the loss weight of each token."""
 
 import hashlib
 import json
@@ -6,26 +6,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
-from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage, UnusableRow, renamed, usable
+from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage, UnusableRow, rename_columns, row_errors
+from ..json_types import JsonObject
 from ..options import TemplateOptions
-from .store import FORMAT, Encoded, Refusals, Runs
+from ..tokenizer import Tokenizer
+from .store import FORMAT, DroppedRows, EncodedSample, Runs
 
-Row = tuple[int, str, dict[str, Any]]  # number, place to name in a message, columns
+Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 
-
-GROUP = 1 << 20  # characters tokenized at a time: what the tokenizer returns is a hundred times as large
+GROUP = 1 << 20  # characters tokenized at a time: the tokenizer's result is a hundred times as large
 
 
 @dataclass(frozen=True)
-class _Rendered:
-    number: int
-    place: str
+class _RenderedSample:
+    row: int
+    location: str
     texts: list[Text]
     label: list[float]
     columns: bytes
@@ -34,35 +35,40 @@ class _Rendered:
 class _Document(NamedTuple):
     ids: np.ndarray  # int32 [tokens]
     runs: Runs
-    body: Span  # the tokens among which it may be cut
+    body: Span  # tokens that may be truncated
     prompt: int = 0  # preference, kto, answered: tokens before the answer
 
 
 class Encoder:
-    """Encodes rows by the options. Raises ValueError where the options and the tokenizer do not fit together.
+    """Encoder of rows to tokens. Raises ValueError if the options and the tokenizer do not fit together.
 
-    `sample_length`: how long the documents of a sample may be together; none: no bound. `tools`: of prompts whose rows
-    have none.
+    columns: names to replace, as of --columns
+    sample_length: bound of a sample's documents together; None: no bound
+    tools: for prompts whose rows have none
     """
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: Tokenizer,
         options: TemplateOptions,
         stage: Stage,
         columns: dict[str, str],
         sample_length: int | None = None,
-        tools: list[dict] | None = None,
+        tools: list[JsonObject] | None = None,
     ):
         if not tokenizer.is_fast:
-            raise ValueError("the tokenizer has no fast version (tokenizer.json), which finds the tokens of a turn")
+            raise ValueError(
+                "the tokenizer has no fast version (tokenizer.json), which locates a turn's tokens. Add one."
+            )
         if stage != "pt" and options.truncation_strategy == "split":
-            raise ValueError("--truncation_strategy split cuts plain text (megatron pt); take delete, left or right")
+            raise ValueError("--truncation_strategy split: for plain text (megatron pt). Set delete, left or right.")
         if stage == "pt" and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token, which ends each document of pre-training")
+            raise ValueError(
+                "the tokenizer has no eos_token, which ends each document of pre-training. Add one to its config."
+            )
         self.tokenizer, self.options, self.columns = tokenizer, options, columns
         self.stage: Stage = stage
-        # KTO's two documents lie in two rows.
+        # KTO's two documents lie in separate rows.
         self.sample_length = None if stage in (*ALONE, "kto") else sample_length
         self.renderer = Renderer(tokenizer, options, stage, tools)
         backend = tokenizer.backend_tokenizer
@@ -73,7 +79,7 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Names all that decides what a row becomes."""
+        """Hash of everything that determines the tokens of a row."""
         import tokenizers
         import transformers
 
@@ -86,43 +92,46 @@ class Encoder:
         ]  # fmt: skip
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
-    def encode(self, rows: Iterable[Row]) -> tuple[list[Encoded], Refusals]:
-        """The samples of rows, in order, and the rows that give none. KTO: the rows lend each other their answers."""
-        refusals = Refusals()
-        rendered: list[_Rendered] = []
-        for number, place, row in rows:
+    def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:
+        """Return the samples of rows in order, and the dropped rows.
+
+        kto: each prompt is paired with the answer of another of these rows.
+        """
+        dropped = DroppedRows()
+        rendered: list[_RenderedSample] = []
+        for number, location, row in rows:
             try:
-                rendered += self._rendered(number, place, renamed(row, self.columns))
+                rendered += self._render(number, location, rename_columns(row, self.columns))
             except UnusableRow as reason:
-                refusals.add(reason, place)
-        samples: list[tuple[_Rendered, list[_Document]]] = []
+                dropped.add(reason, location)
+        samples: list[tuple[_RenderedSample, list[_Document]]] = []
         tokenized = self._tokenize([text for sample in rendered for text in sample.texts])
         for sample in rendered:
             documents = list(islice(tokenized, len(sample.texts)))
             try:
-                samples += [(sample, cut) for cut in self._cut(documents)]
+                samples += [(sample, truncated) for truncated in self._truncate_sample(documents)]
             except UnusableRow as reason:
-                refusals.add(reason, sample.place)
+                dropped.add(reason, sample.location)
         if self.stage == "kto":
-            lenders = [documents[0] for _, documents in samples]
+            matched = [documents[0] for _, documents in samples]
             for number, (_, documents) in enumerate(samples):
-                documents.append(self._mismatched(documents[0], lenders[number - 1]))
+                documents.append(self._mismatched(documents[0], matched[number - 1]))
         encoded = [
-            Encoded(
-                sample.number, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
+            EncodedSample(
+                sample.row, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
             )
             for sample, documents in samples
         ]
-        return encoded, refusals
+        return encoded, dropped
 
-    def _rendered(self, number: int, place: str, row: dict[str, Any]) -> list[_Rendered]:
-        with usable():
+    def _render(self, number: int, location: str, row: JsonObject) -> list[_RenderedSample]:
+        with row_errors():
             columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
             samples = self.renderer(row)
             for text in (text.text for texts, _ in samples for text in texts):
-                if not text.isascii():  # such are never refused, and need no copy
+                if not text.isascii():  # ASCII is always valid, and needs no copy
                     text.encode()
-        return [_Rendered(number, place, *sample, columns) for sample in samples]
+        return [_RenderedSample(number, location, *sample, columns) for sample in samples]
 
     def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
         for group in _groups(texts):
@@ -131,12 +140,13 @@ class Encoder:
             spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in others]
             located = iter(self.offsets.tokenize([text.text for text in others], spans))
             for text in group:
-                yield self._plain(next(encodings).ids) if text.special else self._located(text, *next(located))
+                yield self._plain(next(encodings).ids) if text.special else self._with_runs(text, *next(located))
 
     def _plain(self, ids: list[int]) -> _Document:
-        """A text with the tokenizer's own special tokens; in pre-training it ends with eos."""
+        """Return a text with the tokenizer's special tokens; pt also appends eos."""
         if self.stage == "pt":
             eos = self.tokenizer.eos_token_id
+            assert eos is not None
             ids = ids if ids[-1:] == [eos] else [*ids, eos]
             return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
         before, after = self._special
@@ -144,13 +154,13 @@ class Encoder:
 
     @cached_property
     def _special(self) -> Span:
-        """How many special tokens the tokenizer puts before and after a text."""
+        """Number of special tokens that the tokenizer adds before and after a text."""
         mask = self.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         return mask.index(0), mask[::-1].index(0)
 
-    def _located(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
+    def _with_runs(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
         turns, further = spans[: len(text.turns)], spans[len(text.turns) :]
-        runs = _runs(len(ids), turns, text.weights, text.elsewhere)
+        runs = _runs(len(ids), turns, text.weights, text.base_weight)
         return _Document(
             ids,
             runs,
@@ -158,16 +168,16 @@ class Encoder:
             prompt=further[0][0] if text.answer else 0,
         )
 
-    def _cut(self, documents: list[_Document]) -> list[list[_Document]]:
-        """The documents of a sample within --max_length; of a single one perhaps its pieces, each a sample."""
+    def _truncate_sample(self, documents: list[_Document]) -> list[list[_Document]]:
+        """Return the documents of a sample within --max_length; a split document makes several samples."""
         if self.stage in ALONE:
             samples = [[piece] for piece in self._pieces(documents[0]) if _is_trained(piece)]
             if not samples:
-                raise UnusableRow("no token of it is trained on")
+                raise UnusableRow("none of its tokens is trained on")
             return samples
-        documents = [self._shortened(document) for document in documents]
+        documents = [self._truncate(document) for document in documents]
         if not all(len(document.ids) for document in documents):
-            raise UnusableRow("one of its texts gives no token")
+            raise UnusableRow("one of its texts has no token")
         if self.stage not in POOLED:
             self._check_answers(documents[self.stage in PROMPTED :])
         if self.sample_length and sum(len(document.ids) for document in documents) > self.sample_length:
@@ -176,12 +186,12 @@ class Encoder:
 
     def _pieces(self, document: _Document) -> list[_Document]:
         if self.options.truncation_strategy != "split":
-            return [self._shortened(document)]
+            return [self._truncate(document)]
         limit = self.options.max_length or len(document.ids)
         pieces = [document.ids[start : start + limit] for start in range(0, len(document.ids), limit)]
         return [_Document(ids, [(len(ids), 1.0)], (0, len(ids))) for ids in pieces]
 
-    def _shortened(self, document: _Document) -> _Document:
+    def _truncate(self, document: _Document) -> _Document:
         ids, runs, (first, after), prompt = document
         limit = self.options.max_length
         if limit is None or (over := len(ids) - limit) <= 0:
@@ -189,12 +199,14 @@ class Encoder:
         if self.options.truncation_strategy == "delete":
             raise UnusableRow(f"longer than --max_length {limit}", tokens=len(ids))
         if over >= after - first:
-            raise UnusableRow(f"longer than --max_length {limit} even without all that may be cut", tokens=len(ids))
+            raise UnusableRow(
+                f"longer than --max_length {limit} even without all text that may be truncated", tokens=len(ids)
+            )
         left = self.options.truncation_strategy == "left"
         start = first if left else after - over
-        kept = np.concatenate([ids[:start], ids[start + over :]])
-        runs = _slice(runs, 0, start) + _slice(runs, start + over, len(ids))
-        return _Document(kept, runs, (first, after - over), max(prompt - over, 0) if left else prompt)
+        ids = np.concatenate([ids[:start], ids[start + over :]])
+        runs = _slice(runs, 0, start) + _slice(runs, start + over, len(ids) + over)
+        return _Document(ids, runs, (first, after - over), max(prompt - over, 0) if left else prompt)
 
     def _check_answers(self, documents: list[_Document]) -> None:
         for document in documents:
@@ -202,12 +214,12 @@ class Encoder:
                 limit = self.options.max_length
                 raise UnusableRow(f"its prompt leaves no room for an answer within --max_length {limit}")
             if not _is_trained(document):
-                raise UnusableRow("no token of it is trained on")
+                raise UnusableRow("none of its tokens is trained on")
         if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
             raise UnusableRow("its chosen and rejected answers are the same")
 
     def _mismatched(self, document: _Document, other: _Document) -> _Document:
-        """KTO: the prompt of a document with the answer of another."""
+        """Return the prompt of a document with the answer of another (kto)."""
         ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])
         runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
         limit = self.options.max_length or len(ids)
@@ -215,23 +227,23 @@ class Encoder:
 
 
 def _is_trained(document: _Document) -> bool:
-    """Whether any token that is predicted is trained on: nothing predicts the first."""
+    """Return whether any token is trained on, apart from the first, which nothing predicts."""
     return any(weight for _, weight in _slice(document.runs, 1, len(document.ids)))
 
 
-def _runs(length: int, spans: list[Span], weights: Sequence[float], elsewhere: float) -> Runs:
-    """The loss weights of a document whose turns are these spans of tokens."""
+def _runs(length: int, spans: list[Span], weights: Sequence[float], base_weight: float) -> Runs:
+    """Return the loss weights of a document: those of its turns, and `base_weight` outside of them."""
     runs, done = [], 0
     for (first, after), weight in zip(spans, weights, strict=True):
         first = max(first, done)
         if after > first:
-            runs += [(first - done, elsewhere), (after - first, weight)]
+            runs += [(first - done, base_weight), (after - first, weight)]
             done = after
-    return [run for run in (*runs, (length - done, elsewhere)) if run[0]]
+    return [run for run in (*runs, (length - done, base_weight)) if run[0]]
 
 
 def _groups(texts: list[Text]) -> Iterator[list[Text]]:
-    """The texts, in order, in groups of about GROUP characters."""
+    """Yield the texts in order, in groups of about GROUP characters."""
     group, size = [], 0
     for text in texts:
         group.append(text)
@@ -244,11 +256,11 @@ def _groups(texts: list[Text]) -> Iterator[list[Text]]:
 
 
 def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """The runs of the tokens [start, stop)."""
-    cut, at = [], 0
+    """Return the runs of the tokens [start, stop)."""
+    sliced, position = [], 0
     for tokens, weight in runs:
-        inside = min(at + tokens, stop) - max(at, start)
+        inside = min(position + tokens, stop) - max(position, start)
         if inside > 0:
-            cut.append((inside, weight))
-        at += tokens
-    return cut
+            sliced.append((inside, weight))
+        position += tokens
+    return sliced

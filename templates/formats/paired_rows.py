@@ -1,9 +1,9 @@
-"""Rows that hold more than one conversation: pairs of answers, answers and texts with a label, texts to compare.
+"""Rows with more than one conversation or with a label.
 
-- preference: any conversation that ends with an answer, with the rejected one as `rejected_response` or a whole
-  conversation as `rejected_messages`; or TRL's `prompt`, `chosen`, `rejected`; and perhaps a `margin`
+- preference: any conversation that ends with an answer, and the rejected one as `rejected_response` or a full
+  conversation as `rejected_messages`; or TRL's `prompt`, `chosen`, `rejected`; optionally a `margin`
 - kto: a conversation that ends with an answer, and `label`
-- answered, asked: a conversation that ends with an answer, or (asked) with what is to be answered
+- answered, asked: a conversation that ends with an answer or (asked) with a question
 - seq_cls: a conversation or a `text`, and `label`
 - embedding, reranker: `messages`, `positive_messages`, `negative_messages`, or texts as `anchor` or `query`,
   `positive`, `negative`; or one positive and a `label`
@@ -12,8 +12,9 @@
 import json
 import math
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..json_types import Json, JsonObject
 from .schemas import (
     MESSAGES,
     QUERY,
@@ -23,11 +24,11 @@ from .schemas import (
     content_of,
     from_json,
     from_messages,
+    is_empty_answer,
     message_list,
+    require_text_only,
     role_of,
-    says_nothing,
     string,
-    text_only,
     to_conversation,
     with_columns,
 )
@@ -36,85 +37,83 @@ BINARY = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class Passage(NamedTuple):
-    """A text, and the system prompt before it ("": none)."""
+    """Text with the system prompt before it, "" without one."""
 
     system: str
     text: str
 
 
-class Comparison(NamedTuple):
-    """A text (or query), and those that are to be like it (or relevant to it) or not."""
+class ContrastiveRow(NamedTuple):
+    """Text or query, with the texts that are similar or relevant to it, and those that are not."""
 
     anchor: Passage
     positives: list[Passage]
     negatives: list[Passage]
 
 
-def to_pair(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """The conversation with the chosen answer, and that with the rejected one."""
-    row = text_only(row)
+def to_pair(row: JsonObject) -> tuple[Conversation, Conversation]:
+    """Return the conversations with the chosen and with the rejected answer."""
+    row = require_text_only(row)
     if "chosen" in row and "rejected" in row:
-        chosen, rejected = _answered(row, "chosen"), _answered(row, "rejected")
+        chosen, rejected = _conversation(row, "chosen"), _conversation(row, "rejected")
         return _with_answer(chosen, "its chosen answer"), _with_answer(rejected, "its rejected answer")
     chosen = _with_answer(to_conversation(row), "its chosen answer")
     if "rejected_messages" in row:
         rejected = with_columns(from_messages(message_list(row, ("rejected_messages",)) or []), row)
     elif "rejected_response" in row:
-        rejected = _instead(chosen, row["rejected_response"])
+        rejected = _replace_answer(chosen, row["rejected_response"])
     else:
         raise UnusableRow(
-            "it has no rejected answer: give rejected_response or rejected_messages, or prompt, chosen and rejected"
+            "it has no rejected answer: add rejected_response or rejected_messages, or prompt, chosen and rejected"
         )
     return chosen, _with_answer(rejected, "its rejected answer")
 
 
-def to_answer(row: dict[str, Any]) -> Conversation:
-    """A conversation that ends with an answer."""
-    row = text_only(row)
-    conversation = _answered(row, "completion") if isinstance(row.get("completion"), list) else to_conversation(row)
+def to_answer(row: JsonObject) -> Conversation:
+    """Return a conversation that ends with an answer."""
+    row = require_text_only(row)
+    conversation = _conversation(row, "completion") if isinstance(row.get("completion"), list) else to_conversation(row)
     return _with_answer(conversation, "its answer")
 
 
-def to_answered(row: dict[str, Any], *, needed: bool) -> Conversation | None:
-    """A conversation that ends with an answer; None where there is no answer to what it asks, unless it is `needed`."""
+def to_answered(row: JsonObject, *, needed: bool) -> Conversation | None:
+    """Return a conversation that ends with an answer, or None without an answer. Raises UnusableRow if it is needed."""
     conversation = to_conversation(row, answered=False)
     last = conversation.messages[-1]
-    if last["role"] == "assistant" and not says_nothing(last):
+    if last["role"] == "assistant" and not is_empty_answer(last):
         return conversation
     if needed:
-        raise UnusableRow("it has no answer: without one it is for --lmbda 1 or --seq_kd true")
+        raise UnusableRow("it has no answer: add one, or use --lmbda 1 or --seq_kd true")
     return None
 
 
-def to_comparison(row: dict[str, Any]) -> Comparison:
-    """The texts of a row to compare."""
-    row = text_only(row)
+def to_contrastive(row: JsonObject) -> ContrastiveRow:
+    """Return the texts of a row for an embedding or a reranker."""
+    row = require_text_only(row)
     if messages := message_list(row, MESSAGES):
         anchor = _passage(messages, "messages")
     elif column := next((column for column in ("anchor", "query") if column in row), None):
         anchor = _passage([{"role": "user", "content": string(row[column], column)}], column)
     else:
-        raise UnusableRow(
-            f"it has no text to compare: its columns are {', '.join(row)}; give messages, anchor or query"
-        )
+        raise UnusableRow(f"it has no text to compare: its columns are {', '.join(row)}; add messages, anchor or query")
     if row.get("system") and not anchor.system:
         anchor = anchor._replace(system=string(row["system"], "system"))
     positives, negatives = _passages(row, "positive"), _passages(row, "negative")
     if not positives:
-        raise UnusableRow("it has no positive text: give positive_messages or positive")
-    return Comparison(anchor, positives, negatives)
+        raise UnusableRow("it has no positive text: add positive_messages or positive")
+    return ContrastiveRow(anchor, positives, negatives)
 
 
-def label_of_one(row: dict[str, Any], comparison: Comparison, *columns: str) -> Any:
-    """The label of a row that compares two texts; None where it has none."""
+def label_of_one(row: JsonObject, contrastive: ContrastiveRow, *columns: str) -> Json:
+    """Return the label of a row that compares two texts, or None without one."""
     label = next((row[column] for column in columns if row.get(column) is not None), None)
-    if label is not None and (len(comparison.positives) > 1 or comparison.negatives):
+    if label is not None and (len(contrastive.positives) > 1 or contrastive.negatives):
         raise UnusableRow("it has a label, which is for one positive text and no negatives")
     return label
 
 
-def binary(label: Any) -> float:
-    """True, false, 1 or 0, or one of these as text (CSV)."""
+def binary(label: Json) -> float:
+    """Convert true, false, 1 or 0, or one of these as text (CSV), to a float."""
     if label is None:
         raise UnusableRow("it has no label: true, false, 1 or 0 is expected")
     if (value := BINARY.get(str(label).lower())) is None:
@@ -122,80 +121,85 @@ def binary(label: Any) -> float:
     return value
 
 
-def numbers(value: Any, column: str) -> list[float]:
-    """A number or a list of numbers, or one of these as text (CSV)."""
+def numbers(value: Json, column: str) -> list[float]:
+    """Convert a number or a list of numbers, or one of these as text (CSV), to floats."""
     if value is None:
         raise UnusableRow(f"it has no {column}: a number or a list of numbers is expected")
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
+    finite = [float(number) for number in values if isinstance(number, int | float) and math.isfinite(number)]
+    if len(finite) < len(values):
         raise UnusableRow(f"its {column} is {_brief(value)}, where a number or a list of numbers is expected")
-    return [float(number) for number in values]
+    return finite
 
 
-def number(value: Any, column: str) -> float:
-    found = numbers(value, column)
-    if len(found) != 1:
+def number(value: Json, column: str) -> float:
+    values = numbers(value, column)
+    if len(values) != 1:
         raise UnusableRow(f"its {column} is {_brief(value)}, where one number is expected")
-    return found[0]
+    return values[0]
 
 
-def _brief(value: Any) -> str:
+def _brief(value: Json) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _with_answer(conversation: Conversation, what: str) -> Conversation:
-    """The conversation, which must end with an answer."""
+def _with_answer(conversation: Conversation, name: str) -> Conversation:
+    """Return the conversation. Raises UnusableRow if it does not end with an answer, which has this name."""
     last = conversation.messages[-1]
     if last["role"] != "assistant":
-        raise UnusableRow(f"{what} is missing: the last message is of the role {last['role']}")
-    if says_nothing(last):
-        raise UnusableRow(f"{what} is empty")
+        raise UnusableRow(f"{name} is missing: the last message is of the role {last['role']}")
+    if is_empty_answer(last):
+        raise UnusableRow(f"{name} is empty")
     return conversation
 
 
-def _instead(conversation: Conversation, answer: Any) -> Conversation:
-    """The conversation with another answer: a text for its last message, or messages for all after the last user's."""
+def _replace_answer(conversation: Conversation, answer: Json) -> Conversation:
+    """Return the conversation with another answer: a text for its last message, or all messages after the user's."""
     messages, weights = conversation.messages, conversation.weights
     if isinstance(answer, list):
-        said = from_messages(message_list({"rejected_response": answer}, ("rejected_response",)) or [])
+        replacement = from_messages(message_list({"rejected_response": answer}, ("rejected_response",)) or [])
         keep = 1 + max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     else:
         text = string(answer, "rejected_response")
-        said, keep = Conversation([{"role": "assistant", "content": text}], weights[-1:]), len(messages) - 1
+        replacement = Conversation([{"role": "assistant", "content": text}], weights[-1:])
+        keep = len(messages) - 1
     return Conversation(
-        messages[:keep] + said.messages, weights[:keep] + said.weights, conversation.tools, conversation.template_kwargs
+        messages[:keep] + replacement.messages,
+        weights[:keep] + replacement.weights,
+        conversation.tools,
+        conversation.template_kwargs,
     )
 
 
-def _answered(row: dict[str, Any], column: str) -> Conversation:
-    """The conversation whose answer (a text, or messages) is in this column: after a prompt, or whole."""
+def _conversation(row: JsonObject, column: str) -> Conversation:
+    """Return the conversation of a column: all of it, or an answer (a text, or messages) to the row's prompt."""
     answer = row[column]
     if not isinstance(answer, list):
         answer = [answer if isinstance(answer, dict) else {"role": "assistant", "content": string(answer, column)}]
-    said = message_list({column: answer}, (column,)) or []
-    if role_of(said[0]) in ("system", "user"):
+    messages = message_list({column: answer}, (column,)) or []
+    if role_of(messages[0]) in ("system", "user"):
         before = []
     elif prompt := message_list(row, ("prompt", *MESSAGES) if isinstance(row.get("prompt"), list) else MESSAGES):
         before = prompt
     elif any(query in row for query in QUERY):
-        asked = {other: value for other, value in row.items() if other not in RESPONSE}
-        named = {"query": row["prompt"]} if "prompt" in row else {}
-        before = to_conversation({**named, **asked, "response": ""}).messages[:-1]
+        others = {other: value for other, value in row.items() if other not in RESPONSE}
+        query = {"query": row["prompt"]} if "prompt" in row else {}
+        before = to_conversation({**query, **others, "response": ""}).messages[:-1]
     else:
         raise UnusableRow(f"it has no prompt before its {column}")
-    return with_columns(from_messages([*before, *said]), row)
+    return with_columns(from_messages([*before, *messages]), row)
 
 
-def _passages(row: dict[str, Any], kind: str) -> list[Passage]:
-    """The positive or negative texts: lists of messages, a text, or several."""
+def _passages(row: JsonObject, kind: str) -> list[Passage]:
+    """Return the positive or negative texts of a row: lists of messages, a text, or several."""
     column = f"{kind}_messages"
-    if found := from_json(row.get(column), column):
-        several = isinstance(found, list) and all(isinstance(messages, list) for messages in found)
-        lists = [message_list({column: messages}, (column,)) or [] for messages in (found if several else [found])]
+    if value := from_json(row.get(column), column):
+        conversations = value if isinstance(value, list) and all(isinstance(item, list) for item in value) else [value]
+        lists = [message_list({column: messages}, (column,)) or [] for messages in conversations]
     else:
         texts = row.get(kind, [])
         lists = [
@@ -206,11 +210,11 @@ def _passages(row: dict[str, Any], kind: str) -> list[Passage]:
     return [_passage(messages, column) for messages in lists]
 
 
-def _passage(messages: list[dict], column: str) -> Passage:
+def _passage(messages: list[JsonObject], column: str) -> Passage:
     *before, last = messages
     if len(before) > 1 or any(role_of(message) != "system" for message in before):
         raise UnusableRow(
-            f"its {column} holds {len(messages)} messages, where one is expected, or one after a system's"
+            f"its {column} holds {len(messages)} messages, where one is expected, optionally after a system message"
         )
     role_of(last)
     if not (text := content_of(last)).strip():

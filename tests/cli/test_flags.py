@@ -135,14 +135,14 @@ def test_uploads(name: str) -> None:
 
 
 def test_names_of_other_trainers_lead_to_flags() -> None:
-    from megaswift.cli.elsewhere import ELSEWHERE
+    from megaswift.cli.foreign_flags import FOREIGN_FLAGS
     from megaswift.cli.legacy_flags import ALWAYS, LATER, NEEDLESS, RENAMED
 
     known = {flag for _, _, flag in every_flag()}
-    assert not {entry.flag for entry in ELSEWHERE.values()} - known - {""}
-    assert not set(ELSEWHERE) & {*RENAMED, *ALWAYS, *NEEDLESS, *LATER}  # which come first
-    assert not (set(ELSEWHERE) & known) - {"dataset"}
-    for entry in ELSEWHERE.values():
+    assert not {entry.flag for entry in FOREIGN_FLAGS.values()} - known - {""}
+    assert not set(FOREIGN_FLAGS) & {*RENAMED, *ALWAYS, *NEEDLESS, *LATER}  # which come first
+    assert not (set(FOREIGN_FLAGS) & known) - {"dataset"}
+    for entry in FOREIGN_FLAGS.values():
         named = set(re.findall(r"--(\w+)", entry.note))
         assert named <= known
         assert entry.flag or entry.note

@@ -25,7 +25,7 @@ from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run.planning import length_multiple
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megaswift.tasks.train.step import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
-from megaswift.templates.batching.collator import Batch, Layout
+from megaswift.templates.batching.collator import Batch, BatchLayout
 from megatron.core import parallel_state
 
 from tests.layouts import reference as ref
@@ -70,7 +70,7 @@ def batches_of(step: int, options: SftOptions) -> list[Batch]:
     mine = packs[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     if not options.padding_free:
         mine = [[document] for pack in mine for document in pack]  # a row each
-    layout = Layout(
+    layout = BatchLayout(
         padding_free=options.padding_free,
         pack_length=ref.PACK if options.packing else None,
         length_multiple=length_multiple(options),

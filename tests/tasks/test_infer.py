@@ -230,7 +230,7 @@ def test_errors_name_the_cure(model, tmp_path, monkeypatch):
         failing(model=f"{tmp_path}/nowhere")
     with pytest.raises(FileNotFoundError, match=r"no config\.json in it"):
         failing(model=str(tmp_path))
-    with pytest.raises(ValueError, match=r"absent\.jsonl: there is no such file"):
+    with pytest.raises(ValueError, match=r"absent\.jsonl: no such file"):
         failing(val_dataset=[f"{tmp_path}/absent.jsonl"])
     (tmp_path / "broken.jsonl").write_text('{"query": "a"}\n{"query"\n')
     with pytest.raises(ValueError, match=r"broken\.jsonl line 2 is not JSON"):

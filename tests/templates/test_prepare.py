@@ -143,7 +143,7 @@ def test_a_damaged_cache_is_made_anew(data, make_tokenizer, cache, built, damage
             tokens.write_bytes(bytes_)
     assert texts(prepare(options, make_tokenizer(), stage="sft").train, make_tokenizer()) == before
     assert built == [60, 60]
-    assert "are damaged and are made anew" in caplog.text
+    assert "are damaged and will be rebuilt" in caplog.text
 
 
 def test_two_runs_build_at_once(data, make_tokenizer, cache):
@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(data, make_tokenizer, cache, monkeypa
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("megaswift.templates.dataset.store._Summed.write", full)
+    monkeypatch.setattr("megaswift.templates.dataset.store._ChecksumWriter.write", full)
     with pytest.raises(OSError, match=r"no space left for tokens in .*set MODELSCOPE_CACHE .*on a larger disk"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
     assert list((cache / "megaswift" / "tokens").iterdir()) == []
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_nothing_behind(data, make_tokenizer, cache, monkeypa
 def test_a_cache_that_cannot_be_written(data, make_tokenizer, cache):
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file where the folder should be")
-    with pytest.raises(OSError, match=r"cannot write tokens to .*set MODELSCOPE_CACHE"):
+    with pytest.raises(OSError, match=r"cannot write tokens to .*Set MODELSCOPE_CACHE"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
 
 
@@ -277,20 +277,24 @@ def test_strict(tmp_path, make_tokenizer, cached):
     [
         ('{"query": "q", "response": "a"}\n', {"max_length": 4}, "no row .*1 row longer than --max_length 4 .*line 1"),
         ('{"a": 1}\n', {}, "no row .*no known format: its columns are a; known formats: messages"),
-        ("", {}, "is empty: it holds no row"),
-        ("\n\n", {}, "is empty: it holds no row"),
+        ("", {}, "--dataset .*data.jsonl: has no row"),
+        ("\n\n", {}, "--dataset .*data.jsonl: has no row"),
         ('{"query": \n', {}, "line 1 is not JSON"),
-        ("{}\n", {"split_dataset_ratio": 1.5}, "--split_dataset_ratio 1.5 must be at least 0 and below 1"),
-        ("{}\n", {"streaming": True, "split_dataset_ratio": 0.5}, "--streaming true cannot split off rows"),
+        ("{}\n", {"split_dataset_ratio": 1.5}, "--split_dataset_ratio 1.5: not in .0, 1.. Set at least 0 and below 1"),
+        (
+            "{}\n",
+            {"streaming": True, "split_dataset_ratio": 0.5},
+            "--split_dataset_ratio 0.5: cannot be used with --streaming true",
+        ),
         ("{}\n", {"packing": True}, "--packing true needs the length of a pack"),
         (
             "{}\n",
             {"packing": True, "max_length": 9, "packing_length": 8},
-            "--packing_length 8 must be at least --max_len",
+            "--packing_length 8: less than --max_length 9",
         ),
-        ("{}\n", {"max_length": 1}, "--max_length 1 leaves nothing to predict"),
-        (None, {}, r"there is no such file or folder"),
-        (None, {"dataset": []}, "--dataset is missing"),
+        ("{}\n", {"max_length": 1}, "--max_length 1: leaves no token to predict"),
+        (None, {}, r"no such file or folder"),
+        (None, {"dataset": []}, "--dataset: missing"),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
@@ -306,7 +310,7 @@ def test_bad_input(tmp_path, make_tokenizer, content, options, message, processe
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_that_no_row_has_cannot_be_renamed(data, make_tokenizer, streaming):
     options = PrepareOptions(dataset=[str(data)], columns={"frage": "system"}, streaming=streaming)
-    with pytest.raises(ValueError, match=r"--columns frage: the first 100 rows .* They have query, response"):
+    with pytest.raises(ValueError, match=r"--columns frage: the first 100 rows .* Use one of query, response"):
         prepare(options, make_tokenizer(), stage="sft")
 
 
@@ -373,7 +377,7 @@ def test_a_split_that_takes_every_row(tmp_path, make_tokenizer):
     path = tmp_path / "one.jsonl"
     path.write_text('{"query": "q", "response": "a"}\n')
     options = PrepareOptions(dataset=[str(path)], split_dataset_ratio=0.5)
-    with pytest.raises(ValueError, match=r"--split_dataset_ratio 0\.5 leaves no row to train on: give --val_dataset"):
+    with pytest.raises(ValueError, match=r"--split_dataset_ratio 0\.5: leaves no row to train on. Set --val_dataset"):
         prepare(options, make_tokenizer(), stage="sft")
 
 
@@ -395,9 +399,9 @@ def test_pandas_is_not_imported():
     """It takes longer than all else of a run's beginning on data that is in the cache."""
     program = """
 import sys, numpy as np, pyarrow as pa
-from megaswift.templates.dataset.store import Encoded, _flat, record_batch
+from megaswift.templates.dataset.store import EncodedSample, _flat, record_batch
 first, second = (np.array([1, 2, 3], np.int32), [(1, 0.0), (2, 0.5)]), (np.array([4], np.int32), [(1, 1.0)])
-batch = record_batch([Encoded(7, [first], []), Encoded(9, [first, second], [0.25])])
+batch = record_batch([EncodedSample(7, [first], []), EncodedSample(9, [first, second], [0.25])])
 assert batch.to_pydict() == {
     "input_ids": [[1, 2, 3], [1, 2, 3, 4]], "run_lengths": [[1, 2], [1, 2, 1]],
     "run_weights": [[0.0, 0.5], [0.0, 0.5, 1.0]], "document_lengths": [[3], [3, 1]], "label": [[], [0.25]],

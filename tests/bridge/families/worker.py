@@ -33,7 +33,7 @@ from megaswift.bridge.model.build import Model, build_model
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule, sft_loss
-from megaswift.templates.batching.collator import Batch, Layout
+from megaswift.templates.batching.collator import Batch, BatchLayout
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -136,7 +136,7 @@ def batches(options: SftOptions, *, packed: bool, places: bool = False) -> list[
     mine = packs[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     samples = mine if packed else [[document] for pack in mine for document in pack]
     samples = samples or [[]]  # more ranks than packs: one of padding
-    layout = Layout(
+    layout = BatchLayout(
         padding_free=packed,
         pack_length=reference.PACK if packed else None,
         length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,

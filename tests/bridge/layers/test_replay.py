@@ -12,7 +12,7 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.layers.replay import CoreReplay, Replay, chosen, give, recording, routers
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.tasks.train.step import log_probs
-from megaswift.templates.batching.collator import Batch, Layout
+from megaswift.templates.batching.collator import Batch, BatchLayout
 from torch import Tensor
 
 from tests.bridge.families import VOCAB, tinies
@@ -66,7 +66,7 @@ def batch(seed: int) -> Batch:
     """Two documents of random tokens, end to end."""
     rng = np.random.default_rng(seed)
     documents = [[(rng.integers(3, VOCAB, n), np.ones(n, np.float32))] for n in LENGTHS]
-    return Layout(padding_free=True).batch(documents, 1.0)
+    return BatchLayout(padding_free=True).batch(documents, 1.0)
 
 
 def others(model: Model, seed: int) -> Tensor:

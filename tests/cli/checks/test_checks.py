@@ -87,8 +87,8 @@ SP = "--sequence_parallel true"
         ),
         ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
         ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
-        ("--system nope.txt", 1, "--system nope.txt: there is no such file (seen from"),
-        ("--val_dataset /dev/null", 1, "--val_dataset /dev/null: is not a regular file, but a pipe or a device"),
+        ("--system nope.txt", 1, "--system nope.txt: no such file (in"),
+        ("--val_dataset /dev/null", 1, "--val_dataset /dev/null: is a pipe or a device"),
         ("--columns " + "[" * 100_000, 1, "JSON that is nested too deeply."),
         ("--lr 1e-5 --min_lr 1e-4", 1, "--min_lr 0.0001: above --lr 1e-05."),
         (
@@ -188,7 +188,7 @@ def test_files_of_data_that_are_not_there(dense: Path, tmp_path: Path, capsys) -
     (tmp_path / "rows.jsonl").write_text("{}")
     check(dense, f"--val_dataset {tmp_path}/rows.jsonl#5 {tmp_path} some/rows hf::some/rows:part")  # hubs are not asked
     for name in ("rows.csv", "./rows", f"{tmp_path}/none", "rows.jsonl#5"):
-        said = rf"^--val_dataset {name.removesuffix('#5')}: there is no such file or folder \(seen from .*\)\.$"
+        said = rf"^--val_dataset {name.removesuffix('#5')}: no such file or folder \(in .*\)\. Fix the path\.$"
         with pytest.raises(UsageError, match=said):
             check(dense, f"--val_dataset d {name}")
         assert main("swift", ["infer", "--model", str(dense), "--val_dataset", name]) == 2

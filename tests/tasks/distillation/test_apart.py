@@ -91,8 +91,8 @@ def test_layouts_that_the_teacher_cannot_have(place: Distilled) -> None:
 def test_places_in_any_layout() -> None:
     """Each trained label of a step is in one place of the layout, that of its document and token."""
     from megaswift.tasks.distributed.redistribute import starts_of, together
-    from megaswift.templates.batching.collator import Layout
-    from megaswift.templates.batching.episode_batches import Plan, Sequences
+    from megaswift.templates.batching.collator import BatchLayout
+    from megaswift.templates.batching.episode_batches import BatchPlan, Sequences
 
     random = np.random.default_rng(0)
     tokens = [random.integers(3, 90, size) for size in (3, 9, 5, 14, 2)]
@@ -102,14 +102,14 @@ def test_places_in_any_layout() -> None:
     wanted = sorted(s + n for s, w in zip(starts, weights, strict=True) for n in np.flatnonzero(w[1:]))
     flat = np.concatenate(tokens)
     for ranks, context, pack in ((1, 1, None), (2, 1, None), (2, 2, None), (2, 2, 32), (3, 1, 16)):
-        layout = Layout(context_parallel_size=context, pack_length=pack, stage="prompts", length_multiple=2)
-        plan = Plan(layout, 1 if pack else 2, rank=0, ranks=ranks)
+        layout = BatchLayout(context_parallel_size=context, pack_length=pack, stage="prompts", length_multiple=2)
+        plan = BatchPlan(layout, 1 if pack else 2, rank=0, ranks=ranks)
         found = []
         for rank in range(ranks):
             for context_rank in range(context):
-                own = plan.of(rank, context_rank)
+                own = plan.for_rank(rank, context_rank)
                 batches = own.batches(sequences)
-                for batch, numbers in zip(batches, own.numbers(batches, starts), strict=True):
+                for batch, numbers in zip(batches, own.label_ids(batches, starts), strict=True):
                     here = numbers >= 0
                     assert (batch.tokens[0].numpy()[here] == flat[numbers[here]]).all()
                     assert (batch.labels[0].numpy()[here] == flat[numbers[here] + 1]).all()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rl.policy_loss import PolicyLoss
-from megaswift.templates.batching.collator import Layout
-from megaswift.templates.batching.episode_batches import Plan, Sequences
+from megaswift.templates.batching.collator import BatchLayout
+from megaswift.templates.batching.episode_batches import BatchPlan, Sequences
 from megatron.core import parallel_state
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -33,7 +33,8 @@ def sums(given: Sequences, ranks: int, multiple: int, **options) -> dict[str, fl
     found: dict[str, float] = {}
     for rank in range(ranks):
         loss = PolicyLoss(GrpoOptions(epsilon_high=0.2, beta=0.0, **options))
-        batches = Plan(Layout(stage="prompts", pack_length=8), 1, rank, ranks, multiple=multiple).batches(given)
+        layout = BatchLayout(stage="prompts", pack_length=8)
+        batches = BatchPlan(layout, 1, rank, ranks, multiple=multiple).batches(given)
         loss.begin_step(given, batches)
         for batch in batches:
             _, metrics = loss(batch, torch.full_like(batch.loss_weights, -1.0))

@@ -75,7 +75,7 @@ def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None
 def test_the_template_s_part_of_an_answer(tokenizer, tmp_path):
     """It is in the text, and not among the tokens that the model drew."""
     grpo = made(tokenizer, tmp_path, [{"query": "7 + 15?", "solution": "22"}], reward_funcs=["accuracy", "format"])
-    (prompt,) = grpo.prompts.take(1)
+    (prompt,) = grpo.prompts.next_batch(1)
     assert tokenizer.decode(prompt.tokens).endswith("<|im_start|>assistant\n<think>\n")
     ((episode, _),) = grpo.answered([prompt], 2)
     assert episode.text == f"<think>\n{SAID}"
@@ -97,7 +97,8 @@ def test_every_answer_of_an_episode(tokenizer, tmp_path):
     try:
         rows = [{"query": "?"}, {"query": "!", "level": 3}]
         grpo = made(tokenizer, tmp_path, rows, reward_funcs=["format"], multi_turn_scheduler="once more", max_turns=3)
-        (episode,), _ = grpo.answered(Prompts(grpo.run.data.train, samples_each=1, shuffle=False, seed=0).take(2), 1)  # type: ignore[arg-type]
+        prompts = Prompts(grpo.run.data.train, samples_each=1, shuffle=False, seed=0)  # type: ignore[arg-type]
+        (episode,), _ = grpo.answered(prompts.next_batch(2), 1)
     finally:
         del multi_turns["once more"]
     whole = {"role": "assistant", "content": f"<think>\n{SAID}"}
@@ -114,7 +115,7 @@ def test_columns_that_some_rows_lack(tokenizer, tmp_path):
     rows, more = [{"query": "a", "level": 1}, {"query": "b", "solution": "22"}, {"query": "c"}], [{"query": "d"}]
     given = {"reward_funcs": ["accuracy", "format"], "dataset_shuffle": False}
     grpo = made(tokenizer, tmp_path, rows, more, **given)
-    for prompt, accuracy in zip(grpo.prompts.take(3), (None, 1.0, None), strict=True):
+    for prompt, accuracy in zip(grpo.prompts.next_batch(3), (None, 1.0, None), strict=True):
         ((episode, _),) = grpo.answered([prompt], 2)
         assert episode.rewards == {"accuracy": accuracy, "format": 1.0}
     (prompts,) = Prompts(grpo.run.data.val, samples_each=1, shuffle=False, seed=0).once(8)  # type: ignore[arg-type]
@@ -138,14 +139,14 @@ def test_the_row_that_an_error_names(tokenizer, tmp_path):
     grpo = made(tokenizer, tmp_path, rows, more, reward_funcs=["format"], val_dataset_shuffle=True)
     for name in ("train", "val"):
         prompts = Prompts(getattr(grpo.run.data, name), samples_each=1, shuffle=True, seed=3)
-        for prompt in prompts.take(len(prompts.store)):
-            assert prompt.place == f"row {prompt.columns['line']} of {tmp_path / name}.jsonl"
-    assert [prompt.columns["line"] for prompt in grpo.prompts.take(10)] != list(range(2, 12))
+        for prompt in prompts.next_batch(len(prompts.store)):
+            assert prompt.source_row == f"row {prompt.columns['line']} of {tmp_path / name}.jsonl"
+    assert [prompt.columns["line"] for prompt in grpo.prompts.next_batch(10)] != list(range(2, 12))
     orms["fails"] = lambda completions, line: [1 / (number - 7) for number in line]
     try:
         grpo = made(tokenizer, tmp_path, rows, reward_funcs=["fails"])
         with pytest.raises(RuntimeError, match=r"for row 7 of \S+train.jsonl, completion '<think>"):
-            grpo.answered(grpo.prompts.take(10), 1)
+            grpo.answered(grpo.prompts.next_batch(10), 1)
     finally:
         del orms["fails"]
 
@@ -157,7 +158,7 @@ def test_completions_that_nothing_judges(tokenizer, tmp_path):
     rows = [{"query": "7 + 15?", "solution": "22"}, {"query": "Which?", "solution": "an apple"}]
     grpo = made(tokenizer, tmp_path, rows, reward_funcs=["accuracy"], num_generations=4, log_completions=True)
     grpo.run.folder, grpo.run.writes, grpo.generations = tmp_path, True, 1
-    prompts = sorted(grpo.prompts.take(2), key=lambda prompt: prompt.place)
+    prompts = sorted(grpo.prompts.next_batch(2), key=lambda prompt: prompt.source_row)
     episodes = [episode for group in grpo.answered(prompts, 4) for episode in group]
     assert [episode.reward for episode in episodes[:4]] == [1.0] * 4
     assert all(np.isnan(episode.reward) for episode in episodes[4:])

@@ -10,8 +10,8 @@ from megaswift.tasks.rl.episode import Episode, from_tensors, sequences_of, to_t
 from megaswift.tasks.rollout.completion_json import as_json, from_json
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
 from megaswift.tasks.rollout.transformers_engine import TransformersEngine
-from megaswift.templates.batching.collator import Layout
-from megaswift.templates.batching.episode_batches import Plan
+from megaswift.templates.batching.collator import BatchLayout
+from megaswift.templates.batching.episode_batches import BatchPlan
 from megaswift.templates.batching.prompt_dataloader import Prompt
 
 from tests import tiny
@@ -121,18 +121,18 @@ def test_experts_lie_beside_their_tokens(context, pack):
     sequences = sequences_of(episodes(), drop_cut_off=False)
     together: dict[int, np.ndarray] = {}
     for rank in range(context):
-        layout = Layout(
+        layout = BatchLayout(
             stage="prompts",
             pack_length=pack,
             context_parallel_size=context,
             context_parallel_rank=rank,
             length_multiple=2,
         )
-        plan = Plan(layout, micro_batch_size=1 if pack else 2, rank=0, ranks=1)
+        plan = BatchPlan(layout, micro_batch_size=1 if pack else 2, rank=0, ranks=1)
         for batch in plan.batches(sequences):
             assert batch.experts is not None
             assert batch.experts.shape == (batch.tokens.shape[1], 4, 2)
-            for item, experts in plan.of_tokens(batch, batch.experts.numpy()).items():
+            for item, experts in plan.token_values_by_document(batch, batch.experts.numpy()).items():
                 together[item] = np.maximum(together.get(item, np.full_like(experts, -1)), experts)
     assert sorted(together) == [0, 1, 2, 3]
     for item, experts in together.items():

@@ -130,13 +130,13 @@ def test_sentence_transformers_embed_alike(pooling, normalize, alone, causal, tm
 
 @torch.no_grad()
 def embeddings_of(folder: Path, tokenizer: Any, pooling: str) -> torch.Tensor:
-    from megaswift.templates.batching.collator import Layout
+    from megaswift.templates.batching.collator import BatchLayout
 
     from tests.tasks.supervised import worker
 
     model = worker.open_model(folder, read_config(folder), SftOptions())
     pack = [(ids, torch.zeros(len(ids)).numpy()) for ids in (tokenizer(text).input_ids for text in TEXTS)]
-    batch = Layout().batch([pack], 1.0)
+    batch = BatchLayout().batch([pack], 1.0)
     return worker.forward(pooling, None, model, model.chunks[0], batch, None)
 
 

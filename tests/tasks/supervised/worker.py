@@ -36,7 +36,7 @@ from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule
-from megaswift.templates.batching.collator import Batch, Layout
+from megaswift.templates.batching.collator import Batch, BatchLayout
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors.torch import load_file
@@ -112,7 +112,7 @@ def batch_of(pack: list[Any], *, filler: bool = False) -> Batch:
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_context_parallel_world_size(),
     )
-    layout = Layout(length_multiple=4, context_parallel_rank=cp_rank, context_parallel_size=cp_size)
+    layout = BatchLayout(length_multiple=4, context_parallel_rank=cp_rank, context_parallel_size=cp_size)
     return layout.batch([[] if filler else pack], 1.0, 112)
 
 

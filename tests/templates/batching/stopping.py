@@ -33,8 +33,8 @@ class Documents:
     def label(self, i):
         return np.empty(0, np.float32)
 
-    def padded_lengths(self, multiple, beside):
-        assert not beside
+    def padded_lengths(self, multiple, separate_rows):
+        assert not separate_rows
         return -(-self.lengths // multiple) * multiple
 
 
@@ -70,9 +70,9 @@ class Groups:
     def label(self, i):
         return self.labels[i][~np.isnan(self.labels[i])]
 
-    def padded_lengths(self, multiple, beside):
+    def padded_lengths(self, multiple, separate_rows):
         padded = [[-(-len(ids) // multiple) * multiple for ids, _ in documents] for documents in self.samples]
-        return np.array([(max if beside else sum)(lengths) for lengths in padded], np.int64)
+        return np.array([(max if separate_rows else sum)(lengths) for lengths in padded], np.int64)
 
 
 def make(store, rank=0, ranks=1, **options) -> Batches:

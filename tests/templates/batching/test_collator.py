@@ -198,11 +198,11 @@ def test_padding_share(name):
     [
         (
             {"global_batch_size": 9},
-            "--global_batch_size 9 must be a multiple of --micro_batch_size 2 x 1 data-parallel",
+            "--global_batch_size 9: not a multiple of --micro_batch_size 2 x 1 data-parallel",
         ),
-        ({"packing": True}, "needs the length of a pack: give --packing_length or --max_length"),
-        ({"packing": True, "max_length": 48, "padding_free": False}, "--padding_free false forbids"),
-        ({"packing": True, "max_length": 50, "context_parallel_size": 2}, "must be a multiple of 4 .*take 52"),
+        ({"packing": True}, "needs the length of a pack. Set --packing_length or --max_length"),
+        ({"packing": True, "max_length": 48, "padding_free": False}, "cannot be used with --padding_free false"),
+        ({"packing": True, "max_length": 50, "context_parallel_size": 2}, "not a multiple of 4, .*Set 52"),
     ],
 )
 def test_sizes_that_do_not_fit(options, message):

@@ -98,15 +98,15 @@ def test_groupings(stage, ranks, context, multiple, pack, micro, equal, count, s
             for parts in parts_of_ranks:
                 check(parts, store, 0 if stage == "kto" else None)
                 if stage == "kto":
-                    check([batch.beside for batch in parts], store, 1)
+                    check([batch.mismatched for batch in parts], store, 1)
                 for batch in parts:
-                    assert batch.grouping.peers == peers
+                    assert batch.grouping.documents_per_rank == peers
                     assert batch.grouping.loss_samples == len(items)
                     assert batch.loss_tokens == sum(store.weights[items])
-                    assert (batch.beside is None) == (stage != "kto")
+                    assert (batch.mismatched is None) == (stage != "kto")
                     if stage == "kto":
-                        assert batch.beside.tokens.shape == batch.tokens.shape
-                        assert batch.beside.grouping.items.tolist() == batch.grouping.items.tolist()
+                        assert batch.mismatched.tokens.shape == batch.tokens.shape
+                        assert batch.mismatched.grouping.items.tolist() == batch.grouping.items.tolist()
                     if pack:
                         assert batch.tokens.shape[1] == micro * pack // context
         if equal:
@@ -117,17 +117,17 @@ def test_groupings(stage, ranks, context, multiple, pack, micro, equal, count, s
 def test_other_stages_have_no_grouping():
     [[batch, *_]] = take(make(Documents()), 1)
     assert batch.grouping is None
-    assert batch.beside is None
+    assert batch.mismatched is None
 
 
 def test_padded_rows_are_refused():
-    with pytest.raises(ValueError, match="--padding_free false cannot be used with preference data: drop it"):
+    with pytest.raises(ValueError, match="--padding_free false cannot be used with preference data"):
         make(Groups("preference"), padding_free=False)
 
 
 def test_a_sample_that_fits_into_no_pack():
     with pytest.raises(
-        ValueError, match=r"--packing_length .* 40 is too short for the longest sample: its documents ha"
+        ValueError, match=r"--packing_length .* 40: too short for the longest sample, whose documents ha"
     ):
         make(Groups("embedding"), packing=True, max_length=40)
     make(Groups("kto"), packing=True, max_length=24)  # its documents lie in rows of their own
@@ -148,7 +148,7 @@ def test_groupings_travel_between_processes(stage):
 def test_groupings_are_pinned():
     [[batch, *_]] = take(make(Groups("kto")), 1)
     pinned = batch.pin_memory()
-    assert pinned.beside.tokens.is_pinned()
+    assert pinned.mismatched.tokens.is_pinned()
     assert pinned.grouping.ends.is_pinned()
     assert same(pinned, batch)
 
@@ -190,7 +190,7 @@ def test_the_padding_share():
         store, options = Groups(stage, count=40), {"context_parallel_size": 2, "global_batch_size": 8}
         batches = make(store, **options)
         rows = [batch for step in batches.once() for batch in step]
-        total = sum(2 * (b.tokens.numel() + (b.beside.tokens.numel() if b.beside else 0)) for b in rows)
+        total = sum(2 * (b.tokens.numel() + (b.mismatched.tokens.numel() if b.mismatched else 0)) for b in rows)
         shuffled = make(store, shuffle=False, **options)  # `once` does not shuffle
         assert shuffled.padding_share == pytest.approx(1 - store.lengths.sum() / total)
 
@@ -236,7 +236,7 @@ def test_streams(tmp_path, make_tokenizer, stage, options):
     for step in whole:
         assert {batch.grouping.loss_samples for batch in step} == {len(samples(step))}
         assert {batch.loss_tokens for batch in step} == {step[0].loss_tokens}
-        assert all(batch.grouping.peers == [] for batch in step)
+        assert all(batch.grouping.documents_per_rank == [] for batch in step)
         assert all(batch.grouping.items.tolist() == [-1] * len(batch.grouping.items) for batch in step)
     run, steps = Stopped(stream()), []
     for more in (3, 0, 4, 1, 2):

@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from megaswift.templates.batching.collator import Layout
-from megaswift.templates.batching.episode_batches import Plan, Sequences
+from megaswift.templates.batching.collator import BatchLayout
+from megaswift.templates.batching.episode_batches import BatchPlan, Sequences
 from megaswift.templates.batching.prompt_dataloader import Prompts
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.options import PrepareOptions, TemplateOptions
@@ -41,12 +41,12 @@ def test_a_prompt_and_its_answer(stage, documents, make_tokenizer):
 
 def test_rows_without_an_answer(make_tokenizer):
     rows = [(number, f"row {number}", row) for number, row in enumerate((SILENT, ANSWERED, EMPTY))]
-    samples, refusals = Encoder(make_tokenizer(), TemplateOptions(), "answered", {}).encode(rows)
+    samples, dropped = Encoder(make_tokenizer(), TemplateOptions(), "answered", {}).encode(rows)
     assert [sample.row for sample in samples] == [1]
-    assert refusals.places == {"it has no answer: without one it is for --lmbda 1 or --seq_kd true": ["row 0", "row 2"]}
-    samples, refusals = Encoder(make_tokenizer(), TemplateOptions(), "asked", {}).encode(rows)
+    assert dropped.places == {"it has no answer: add one, or use --lmbda 1 or --seq_kd true": ["row 0", "row 2"]}
+    samples, dropped = Encoder(make_tokenizer(), TemplateOptions(), "asked", {}).encode(rows)
     assert [len(sample.documents) for sample in samples] == [1, 2, 1]
-    assert not refusals.counts
+    assert not dropped.counts
 
 
 def test_they_are_taken_together(make_tokenizer, tmp_path):
@@ -55,10 +55,10 @@ def test_they_are_taken_together(make_tokenizer, tmp_path):
     options = PrepareOptions(dataset=[str(file)], dataset_shuffle=False)
     prepared = prepare(options, make_tokenizer(), stage="asked")
     prompts = Prompts(prepared.train, samples_each=1, shuffle=False, seed=0)  # type: ignore[arg-type]
-    silent, answered = prompts.take(2)
-    assert silent.answered is None
-    assert answered.answered is not None
-    assert answered.answered[0][: len(answered.tokens)].tolist() == answered.tokens == silent.tokens
+    silent, answered = prompts.next_batch(2)
+    assert silent.reference_document is None
+    assert answered.reference_document is not None
+    assert answered.reference_document[0][: len(answered.tokens)].tolist() == answered.tokens == silent.tokens
     assert "⟦" not in prepared.report
 
 
@@ -67,10 +67,10 @@ def test_fewer_documents_than_places(rank):
     """Three in micro batches of two, on two ranks: one place stays empty."""
     tokens = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 7, 4)]
     weights = [np.ones(len(ids), np.float32) for ids in tokens]
-    [batch] = Plan(Layout(stage="prompts"), 2, rank, 2).batches(Sequences(tokens, weights, [1.0, 1.0, 1.0]))
+    [batch] = BatchPlan(BatchLayout(stage="prompts"), 2, rank, 2).batches(Sequences(tokens, weights, [1.0, 1.0, 1.0]))
     assert batch.loss_tokens == 13
     assert batch.grouping.items.tolist() == ([1] if rank == 0 else [0, 2])
-    assert batch.grouping.peers == [1, 2]
+    assert batch.grouping.documents_per_rank == [1, 2]
 
 
 @pytest.mark.parametrize("rows", [5, 12, 13])
@@ -86,10 +86,10 @@ def test_a_run_that_goes_on_makes_as_many_steps(rows, batch, generation, iterati
     whole, steps, waiting = math.ceil(epochs * run.samples / batch), 0, 0
     while steps < whole:
         if not waiting:
-            run.given += batch * generation // 4
+            run.consumed += batch * generation // 4
             waiting = batch * generation * iterations
         waiting -= batch
-        run.waiting, steps = waiting, steps + 1
+        run.pending_samples, steps = waiting, steps + 1
         later = prompts()
         position = json.loads(json.dumps(run.position()))
         later.resume(position, {})

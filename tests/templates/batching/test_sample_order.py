@@ -65,7 +65,7 @@ def test_the_epochs_after_a_change_are_the_usual_ones():
     run.run(3, **before)
     rest = resumed(run, **after).samples_until(1)
     found = seen(run.run(rest, **after)[0])
-    assert run.notes[0].startswith("samples are made up of documents otherwise than before")
+    assert run.notes[0].startswith("the packing has changed")
     assert f"({len(found)} of 150 documents)" in run.notes[0]
     assert run.position["epoch"] == 1
     usual = make(store, **after)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megaswift.templates.batching.streaming import TokenStream
 from megaswift.templates.dataset.sources import open_source
-from megaswift.templates.dataset.store import Encoded, Refusals
+from megaswift.templates.dataset.store import DroppedRows, EncodedSample
 from megaswift.templates.formats.schemas import UnusableRow
 from megaswift.templates.options import TemplateOptions
 
@@ -25,15 +25,15 @@ class Encoder:
         self.encoded = 0  # rows
 
     def encode(self, rows):
-        documents, refusals = [], Refusals()
+        documents, dropped = [], DroppedRows()
         for number, place, row in rows:
             self.encoded += 1
             if not (pieces := self.pieces(row["n"])):
-                refusals.add(UnusableRow("it is refused"), place)
+                dropped.add(UnusableRow("it is refused"), place)
             for piece in range(pieces):
                 ids = np.arange(3 + (row["n"] * 7 + piece) % 20, dtype=np.int32) + 1000 * (10 * row["n"] + piece + 1)
-                documents.append(Encoded(number, [(ids, [(1, 0.0), (len(ids) - 1, 1.0)])], []))
-        return documents, refusals
+                documents.append(EncodedSample(number, [(ids, [(1, 0.0), (len(ids) - 1, 1.0)])], []))
+        return documents, dropped
 
     @staticmethod
     def pieces(n: int) -> int:
@@ -128,7 +128,9 @@ def test_what_fits_nowhere_does_not_wait_forever(tmp_path):
         def encode(self, rows):
             length = {3: 7}
             ids = [np.arange(length.get(row["n"], 48), dtype=np.int32) + 1000 * (row["n"] + 1) for _, _, row in rows]
-            return [Encoded(row[0], [(i, [(len(i), 1.0)])], []) for row, i in zip(rows, ids, strict=True)], Refusals()
+            return [
+                EncodedSample(row[0], [(i, [(len(i), 1.0)])], []) for row, i in zip(rows, ids, strict=True)
+            ], DroppedRows()
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(2000)))
     run = Stopped(TokenStream([(open_source(str(tmp_path / "a.jsonl")), None)], Long(), 1, strict=False))
@@ -186,7 +188,7 @@ def test_rows_that_are_gone_are_missed(data, tmp_path):
     run = Stopped(store)
     run.run(2)
     (tmp_path / "one.jsonl").write_text(json.dumps({"n": 0}) + "\n")
-    with pytest.raises(ValueError, match=r"one[.]jsonl is not what it was"):
+    with pytest.raises(ValueError, match=r"one[.]jsonl: has changed"):
         run.run(1)
 
 
@@ -194,5 +196,5 @@ def test_streamed_or_not_is_told_apart(data):
     run = Stopped(Documents())
     run.run(1)
     run.store = stream(data)
-    with pytest.raises(ValueError, match="was not streamed: --streaming must be what it was"):
+    with pytest.raises(ValueError, match="--streaming true: the checkpoint's training data was not streamed"):
         run.run(1)

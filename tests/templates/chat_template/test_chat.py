@@ -36,8 +36,8 @@ TOOL_CONVERSATION = [
 
 def encode(tokenizer, row: dict, **options) -> tuple[list[int], np.ndarray]:
     """Token ids and loss weights of one row, by the code under test."""
-    documents, refusals = Encoder(tokenizer, TemplateOptions(**options), "sft", {}).encode([(0, "row 1", row)])
-    assert not refusals.counts, refusals
+    documents, dropped = Encoder(tokenizer, TemplateOptions(**options), "sft", {}).encode([(0, "row 1", row)])
+    assert not dropped.counts, dropped
     [(ids, runs)] = documents[0].documents
     return ids.tolist(), np.repeat([weight for _, weight in runs], [tokens for tokens, _ in runs])
 
@@ -86,10 +86,10 @@ def test_literals_and_prefixes_agree(make_tokenizer, template, name):
     """Two ways to find the turns that share no code: by literals, and by rendering the conversation up to each turn."""
     chat = ChatTemplate(make_tokenizer(template))
     conversation = to_conversation({"messages": CONVERSATIONS[name]})
-    text = chat.text(conversation)
-    dialect = chat._dialect(conversation)
-    assert dialect is not None
-    assert chat._by_literals(text, conversation, dialect) == chat._by_prefixes(text, conversation, dialect)
+    text = chat.render(conversation)
+    markers = chat._markers(conversation)
+    assert markers is not None
+    assert chat._by_literals(text, conversation, markers) == chat._by_prefixes(text, conversation, markers)
 
 
 def test_the_model_learns_what_it_must_produce(make_tokenizer):
@@ -173,10 +173,10 @@ def test_truncation(make_tokenizer):
         cut_ids, cut_weights = encode(tokenizer, row, max_length=length, truncation_strategy=strategy)
         assert cut_ids == ids[part]
         assert cut_weights.tolist() == weights[part].tolist()
-    _, refusals = Encoder(tokenizer, TemplateOptions(max_length=9), "sft", {}).encode([(0, "x line 7", row)])
-    assert str(refusals) == f"  1 row longer than --max_length 9 ({len(ids)} tokens) (x line 7)"
+    _, dropped = Encoder(tokenizer, TemplateOptions(max_length=9), "sft", {}).encode([(0, "x line 7", row)])
+    assert str(dropped) == f"  1 row longer than --max_length 9 ({len(ids)} tokens) (x line 7)"
     right = TemplateOptions(max_length=5, truncation_strategy="right")
-    assert "no token of it is trained on" in str(Encoder(tokenizer, right, "sft", {}).encode([(0, "", row)])[1])
+    assert "none of its tokens is trained on" in str(Encoder(tokenizer, right, "sft", {}).encode([(0, "", row)])[1])
 
 
 @pytest.mark.parametrize("post_processor", [False, True])
@@ -214,18 +214,18 @@ def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
 def test_what_does_not_fit_together(make_tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         Encoder(make_tokenizer(None), TemplateOptions(), "sft", {})
-    with pytest.raises(ValueError, match="truncation_strategy split cuts plain text"):
+    with pytest.raises(ValueError, match="truncation_strategy split: for plain text"):
         Encoder(make_tokenizer(), TemplateOptions(truncation_strategy="split"), "sft", {})
-    with pytest.raises(ValueError, match="--system and --enable_thinking are for conversations"):
+    with pytest.raises(ValueError, match="--system, --enable_thinking: for conversations"):
         Encoder(make_tokenizer(), TemplateOptions(system="Be flat."), "pt", {})
 
 
 def test_a_template_that_refuses(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    _, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "x line 1", {"messages": [U1, A1]})])
+    _, dropped = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "x line 1", {"messages": [U1, A1]})])
     expected = "  1 row: the chat template (tokenizer_config.json) refuses it: roles must alternate (x line 1)"
-    assert str(refusals) == expected
+    assert str(dropped) == expected
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_answers_that_are_empty_are_not_learned(make_tokenizer):
         {"messages": [U1, {**empty, "loss": False}, U2, A2]},
     ]
     numbered = [(number, f"x line {number + 1}", row) for number, row in enumerate(rows)]
-    samples, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode(numbered)
+    samples, dropped = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode(numbered)
     assert [sample.row for sample in samples] == [4, 5, 6, 7]
-    assert refusals.places == {
+    assert dropped.places == {
         "its answer is empty": ["x line 1", "x line 2"],
         "one of its answers is empty": ["x line 3", "x line 4"],
     }
@@ -292,5 +292,5 @@ def test_a_template_whose_turns_cannot_be_told(make_tokenizer):
     """It turns the conversation round: better no row than wrong ones."""
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{% for m in messages | reverse %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
-    _, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "", {"messages": [U1, A1, U2, A2]})])
-    assert "cannot be told apart" in str(refusals)
+    _, dropped = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "", {"messages": [U1, A1, U2, A2]})])
+    assert "cannot be located" in str(dropped)

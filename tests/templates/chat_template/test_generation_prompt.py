@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import trl
-from megaswift.templates.chat_template.generation_prompt import Openings
+from megaswift.templates.chat_template.generation_prompt import GenerationPrompts
 from transformers import AutoTokenizer
 
 from tests import tiny
@@ -47,18 +47,18 @@ def test_what_the_generation_prompt_opens(name, given, wanted, tokenizer):
     tokenizer.chat_template = (PUBLISHED / f"{name}.jinja").read_text()
     before = prompt(tokenizer, **given)
     assert tokenizer.decode(before).endswith(wanted)
-    assert Openings(tokenizer, **given)({}, before) == wanted
-    assert Openings(tokenizer)({"chat_template_kwargs": given, "system": "Be brief."}, before) == wanted
+    assert GenerationPrompts(tokenizer, **given)({}, before) == wanted
+    assert GenerationPrompts(tokenizer)({"chat_template_kwargs": given, "system": "Be brief."}, before) == wanted
 
 
 def test_what_else_a_template_may_open(tokenizer):
     """Any words; but the end of a line alone is none, and where it leaves them out they are not there."""
     plain = tokenizer.chat_template
     tokenizer.chat_template = plain.replace("assistant\n' }}", "assistant\nLet me see. <think>' }}")
-    assert Openings(tokenizer)({}, prompt(tokenizer)) == "Let me see. <think>"
-    assert Openings(tokenizer)({}, tokenizer.encode("What else?")) == ""
+    assert GenerationPrompts(tokenizer)({}, prompt(tokenizer)) == "Let me see. <think>"
+    assert GenerationPrompts(tokenizer)({}, tokenizer.encode("What else?")) == ""
     tokenizer.chat_template = plain.replace("assistant\n' }}", "assistant\n\n\n' }}")
-    assert Openings(tokenizer)({}, prompt(tokenizer)) == ""
+    assert GenerationPrompts(tokenizer)({}, prompt(tokenizer)) == ""
 
 
 def test_behind_the_result_of_a_tool(tokenizer):
@@ -68,7 +68,7 @@ def test_behind_the_result_of_a_tool(tokenizer):
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     before = prompt(tokenizer, [*ASKED, called, {"role": "tool", "content": "42"}])
     assert "<think>" not in tokenizer.decode(before)
-    assert Openings(tokenizer)({}, before) == ""
+    assert GenerationPrompts(tokenizer)({}, before) == ""
 
 
 def test_special_tokens_are_left_out(make_tokenizer):
@@ -76,7 +76,7 @@ def test_special_tokens_are_left_out(make_tokenizer):
     tokenizer = make_tokenizer("qwen3")  # whose <think> is special
     before = prompt(tokenizer, enable_thinking=False)
     assert tokenizer.decode(before, skip_special_tokens=True).endswith("assistant\n\n\n\n\n")
-    assert Openings(tokenizer, enable_thinking=False)({}, before) == ""
+    assert GenerationPrompts(tokenizer, enable_thinking=False)({}, before) == ""
     tokenizer.chat_template = tokenizer.chat_template.replace("'<think>\\n\\n</think>", "'<think>\\nNone.\\n</think>")
     before = prompt(tokenizer, enable_thinking=False)
-    assert Openings(tokenizer, enable_thinking=False)({}, before) == "\nNone.\n\n\n"
+    assert GenerationPrompts(tokenizer, enable_thinking=False)({}, before) == "\nNone.\n\n\n"

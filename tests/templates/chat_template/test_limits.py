@@ -4,7 +4,7 @@ import json
 
 import pytest
 from megaswift.templates.chat_template import limits
-from megaswift.templates.chat_template.limits import excess_of
+from megaswift.templates.chat_template.limits import exceeded_limit
 
 CONTEXT = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
 
@@ -19,14 +19,14 @@ CONTEXT = json.dumps({"messages": [{"role": "user", "content": "hello"}]})
     ],
 )
 def test_a_template_within_the_limits(template):
-    assert excess_of(template, CONTEXT) is None
+    assert exceeded_limit(template, CONTEXT) is None
 
 
 def test_a_text_without_bound():
-    assert excess_of("{{ messages[0].content * 10**10 }}", CONTEXT) == "it needs more than 2 GiB of memory"
+    assert exceeded_limit("{{ messages[0].content * 10**10 }}", CONTEXT) == "it needs more than 2 GiB of memory"
 
 
 def test_loops_without_bound(monkeypatch):
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(limits, "SECONDS", 1)
-    assert excess_of(loops, CONTEXT) == "it takes longer than 1 s"
+    assert exceeded_limit(loops, CONTEXT) == "it takes longer than 1 s"

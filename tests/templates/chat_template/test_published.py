@@ -60,9 +60,9 @@ def published(make_tokenizer):
 
 
 def refusal(tokenizer, row) -> str:
-    samples, refusals = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "", row)])
+    samples, dropped = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "", row)])
     assert not samples
-    return str(refusals)
+    return str(dropped)
 
 
 def ids_of(tokenizer, messages, **more):
@@ -102,9 +102,9 @@ def test_the_log_says_so(published, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TWO}))
     options = PrepareOptions(dataset=[str(tmp_path / "rows.jsonl")])
     report = prepare(options, published("glm4moe"), stage="sft").report
-    assert "ends a turn by the next one's <|user|> or <|observation|>: a last answer is given it as well" in report
+    assert "ends a turn by the next one's <|user|> or <|observation|>: it is appended to a last answer" in report
     [note] = ChatTemplate(published("deepseekv3")).notes()
-    assert "leaves out thinking" in note
+    assert "omits thinking" in note
     assert not any(ChatTemplate(published(name)).notes() for name in ("qwen3", "gptoss", "phi3_5", "llama3_1"))
 
 
@@ -128,8 +128,8 @@ def test_r1_learns_its_thought(messages, published):
 def test_r1_s_answers_that_differ_in_thinking_alone(published):
     row = {"messages": THINKING[2:], "rejected_response": "<think>\nEasy.\n</think>\n\nNever."}
     tokenizer = published("deepseek_r1_distill")
-    samples, refusals = Encoder(tokenizer, TemplateOptions(), "preference", {}).encode([(0, "", row)])
-    assert not refusals.counts
+    samples, dropped = Encoder(tokenizer, TemplateOptions(), "preference", {}).encode([(0, "", row)])
+    assert not dropped.counts
     chosen, rejected = (tokenizer.decode(ids) for ids, _ in samples[0].documents)
     assert "Hard" in chosen
     assert rejected == chosen.replace("Hard, so:", "Easy.")
@@ -188,16 +188,16 @@ def test_gpt_oss_calls(published):
     assert said(tokenizer, {"messages": thought, "tools": TOOLS})[0].startswith(
         "<|channel|>analysis<|message|>Hm.<|end|>"
     )
-    assert "leaves out tool calls" in refusal(tokenizer, {"messages": TWICE, "tools": TOOLS})
+    assert "omits tool calls" in refusal(tokenizer, {"messages": TWICE, "tools": TOOLS})
     dropped = {"messages": [*thought, RESULT, answer("Yes.")], "tools": TOOLS}
-    assert "leaves out the thinking of a turn after the last question" in refusal(tokenizer, dropped)
+    assert "omits the thinking of a turn after the last question" in refusal(tokenizer, dropped)
     silent = {"messages": [thought[0], {**thought[1], "loss": False}, RESULT, answer("Yes.")], "tools": TOOLS}
     assert len(said(tokenizer, silent)) == 1
 
 
 def test_thoughts_that_a_template_does_not_know(published):
     tokenizer = published("qwen2_5")
-    assert "take it out of the row" in refusal(tokenizer, {"messages": REASONED})
+    assert "remove it from the row" in refusal(tokenizer, {"messages": REASONED})
     assert said(tokenizer, {"messages": THINKING})[1] == f"{THOUGHT}<|im_end|>"
 
 
@@ -207,7 +207,7 @@ def test_phi_prints_an_end_but_before_answers(name, published):
     ids, _ = encode(tokenizer, {"messages": TWO})
     assert ids == ids_of(tokenizer, TWO)
     assert said(tokenizer, {"messages": TWO}) == ["Never.<|end|>", "So.<|end|>"]
-    assert "leaves out tool calls" in refusal(tokenizer, {"messages": CALLED})
+    assert "omits tool calls" in refusal(tokenizer, {"messages": CALLED})
 
 
 def test_a_system_prompt_that_an_answer_hides(published):
@@ -222,7 +222,7 @@ def test_a_system_prompt_that_an_answer_hides(published):
     assert said(tokenizer, {"messages": TWO}) == [" Never.<|im_end|>", " So.<|im_end|>"]
     system = {"role": "system", "content": "Be brief."}
     reason = refusal(tokenizer, {"messages": [system, *TWO]})
-    assert "shows the system prompt only while the last question has no answer" in reason
+    assert "renders the system prompt only before the last question is answered" in reason
     assert "write it into the user's message" in reason
 
 
@@ -244,5 +244,5 @@ def test_arguments_and_contents_as_deepseek_s_templates_take_them(name, messages
 
 def test_calls_beside_a_text_that_r1_hides(published):
     messages = [user("?"), answer("Let me see.", tool_calls=[CALL]), RESULT, answer("Yes.")]
-    assert "leaves out tool calls" in refusal(published("deepseek_r1_distill"), {"messages": messages})
+    assert "omits tool calls" in refusal(published("deepseek_r1_distill"), {"messages": messages})
     assert said(published("deepseekv3"), {"messages": messages})[0].startswith("Let me see.<｜tool▁calls▁begin｜>")

@@ -66,8 +66,8 @@ def test_every_type_in_every_field(make_tokenizer, stage):
 
     rows = [with_value(row, path, value) for row in ROWS[stage] for path in places(row) for value in VALUES]
     rows += [ArrowRow(row) for row in rows[::3]]
-    _, refusals = encoder.encode([(number, f"row {number}", row) for number, row in enumerate(rows)])
-    for reason, examples in refusals.places.items():
+    _, dropped = encoder.encode([(number, f"row {number}", row) for number, row in enumerate(rows)])
+    for reason, examples in dropped.places.items():
         shown = f"{reason}: {rows[int(examples[0].removeprefix('row '))]}"
         assert "unexpected form" not in reason, shown
         assert not any(word in reason for word in ("object has no", "NoneType", "unhashable", "not supported")), shown

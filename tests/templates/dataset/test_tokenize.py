@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from megaswift.templates.dataset.sources import open_source
-from megaswift.templates.dataset.store import Encoded, TokenFile, TokenStore, open_or_build, record_batch
+from megaswift.templates.dataset.store import EncodedSample, TokenFile, TokenStore, open_or_build, record_batch
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.options import PrepareOptions, TemplateOptions
 from megaswift.templates.prepare import prepare
@@ -27,9 +27,9 @@ def encode(tokenizer, stage, rows, sample_length=None, **options) -> tuple[list,
     """Of each sample its documents as (ids, weights), and its label; and what was refused."""
     options = TemplateOptions(**{"loss_scale": "last_round", **options})
     encoder = Encoder(tokenizer, options, stage, {}, sample_length)
-    samples, refusals = encoder.encode([(number, f"row {number}", row) for number, row in enumerate(rows)])
+    samples, dropped = encoder.encode([(number, f"row {number}", row) for number, row in enumerate(rows)])
     found = [([(ids.tolist(), weights_of(runs)) for ids, runs in s.documents], s.label) for s in samples]
-    return found, str(refusals)
+    return found, str(dropped)
 
 
 def weights_of(runs) -> list[float]:
@@ -141,7 +141,7 @@ def test_pairs_that_cannot_be_used(make_tokenizer):
     assert "its chosen and rejected answers are the same" in encode(tokenizer, "preference", [start], **cut)[1]
     assert "longer than --max_length 20" in encode(tokenizer, "preference", [PAIR], max_length=20)[1]
     silent = {"messages": [USER, {**GOOD, "loss": False}], "rejected_response": "b"}
-    assert "no token of it is trained on" in encode(tokenizer, "preference", [silent])[1]
+    assert "none of its tokens is trained on" in encode(tokenizer, "preference", [silent])[1]
     wrong = {**PAIR, "margin": "much"}
     assert "its margin is 'much', where a number" in encode(tokenizer, "preference", [wrong])[1]
     together = sum(len(ids) for ids, _ in encode(tokenizer, "preference", [PAIR])[0][0][0])
@@ -207,7 +207,7 @@ def test_classification(make_tokenizer):
     plain = with_ends(make_tokenizer(None))
     [([(ids, _)], _)], refused = encode(plain, "seq_cls", [{"text": "a", "label": 1}, {"messages": [USER], "label": 1}])
     assert ids == plain("a")["input_ids"]
-    assert "the tokenizer has no chat template, which messages need: give rows with a column `text` (row 1)" in refused
+    assert "the tokenizer has no chat template, which messages need: use rows with a column `text` (row 1)" in refused
     refused = encode(tokenizer, "seq_cls", [{"text": " ", "label": 1}, {"text": "a"}, {"text": "a", "label": "good"}])[
         1
     ]
@@ -258,7 +258,7 @@ def test_long_documents_to_rank_keep_the_question(make_tokenizer, side):
     assert text.endswith(whole[end:])
     assert ("<Query>: Is it?" in text) == (side == "right")
     refused = encode(tokenizer, "reranker", [row], **{**options, "max_length": 40})[1]
-    assert "longer than --max_length 40 even without all that may be cut" in refused
+    assert "longer than --max_length 40 even without all text that may be truncated" in refused
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_long_documents_to_rank_keep_the_question(make_tokenizer, side):
         ("reranker", {"query": "a", "positive": "p"}, "it has neither negative texts nor a label"),
         ("reranker", {"query": "a", "positive": "p", "label": 0.5}, "its label is 0.5, where true, false, 1 or 0"),
         ("reranker", {"query": "a", "positive_messages": [[{"role": "system", "content": "s"}, USER]], "label": 1},
-         "a document has a system prompt: put instructions into the query's"),
+         "a document has a system prompt: move the instructions to the query's"),
     ],
 )  # fmt: skip
 def test_comparisons_that_cannot_be_used(make_tokenizer, stage, row, message):
@@ -281,12 +281,12 @@ def test_what_does_not_fit_together(make_tokenizer, tmp_path):
     with pytest.raises(ValueError, match="no chat template"):
         encode(make_tokenizer(None), "preference", [])
     for stage in ("kto", "embedding"):
-        with pytest.raises(ValueError, match="truncation_strategy split cuts plain text"):
+        with pytest.raises(ValueError, match="truncation_strategy split: for plain text"):
             encode(make_tokenizer(), stage, [], truncation_strategy="split")
         options = PrepareOptions(dataset=[str(tmp_path)], streaming=True)
-        with pytest.raises(ValueError, match=f"--streaming true is not for {stage}, whose loss"):
+        with pytest.raises(ValueError, match=f"--streaming true: cannot be used for {stage}, whose loss"):
             prepare(options, make_tokenizer(), stage=stage)
-    with pytest.raises(ValueError, match="--enable_thinking is for chat templates, and texts to embed go without"):
+    with pytest.raises(ValueError, match="--enable_thinking: cannot be used with --task_type embedding"):
         encode(make_tokenizer(), "embedding", [], enable_thinking=False)
 
 
@@ -301,7 +301,7 @@ def test_the_store_gives_back_what_it_was_given(tmp_path):
             first = int(random.integers(1, len(ids) + 1))
             runs = [(first, 0.5), (len(ids) - first, 2.0)] if first < len(ids) else [(first, 0.5)]
             documents.append((ids, runs))
-        return Encoded(number, documents, random.random(random.integers(0, 3)).tolist())
+        return EncodedSample(number, documents, random.random(random.integers(0, 3)).tolist())
 
     samples = [sample(number) for number in range(60)]
     files = [
@@ -323,9 +323,9 @@ def test_the_store_gives_back_what_it_was_given(tmp_path):
     assert np.array_equal(store.labels, np.array(widest, np.float32), equal_nan=True)
     for multiple in (1, 4):
         padded = [[-(-length // multiple) * multiple for length in some] for some in lengths]
-        assert store.padded_lengths(multiple, beside=False).tolist() == [sum(some) for some in padded]
-        assert store.padded_lengths(multiple, beside=True).tolist() == [max(some) for some in padded]
-        assert store.padded_lengths(multiple, beside=True).dtype == np.int64
+        assert store.padded_lengths(multiple, separate_rows=False).tolist() == [sum(some) for some in padded]
+        assert store.padded_lengths(multiple, separate_rows=True).tolist() == [max(some) for some in padded]
+        assert store.padded_lengths(multiple, separate_rows=True).dtype == np.int64
     weights = [weights_of(sample.documents[0][1])[1:] for sample in chosen]
     assert store.weights.tolist() == [sum(some) for some in weights]
     assert store.trained_tokens == sum(map(len, weights))
@@ -335,7 +335,7 @@ def test_filled_columns_count_on_through_batches(tmp_path):
     """Batches of seven samples: a column's sample is its place in the file, not in the batch."""
     document = (np.ones(2, np.int32), [(2, 1.0)])
     rows = [{"solution": "1"} if number % 3 else {"other": None} for number in range(20)]
-    samples = [Encoded(n, [document], [], json.dumps(row).encode()) for n, row in enumerate(rows)]
+    samples = [EncodedSample(n, [document], [], json.dumps(row).encode()) for n, row in enumerate(rows)]
     file = TokenFile(open_or_build(tmp_path / "a", lambda: written(samples), rebuild=False).folder)
     assert {name: places.nonzero()[0].tolist() for name, places in file.filled.items()} == {
         "solution": [number for number in range(20) if number % 3],
@@ -344,10 +344,10 @@ def test_filled_columns_count_on_through_batches(tmp_path):
 
 
 def written(samples):
-    from megaswift.templates.dataset.store import Refusals
+    from megaswift.templates.dataset.store import DroppedRows
 
     for start in range(0, len(samples), 7):
-        yield record_batch(samples[start : start + 7]), Refusals()
+        yield record_batch(samples[start : start + 7]), DroppedRows()
 
 
 REPORTS = {
@@ -355,7 +355,7 @@ REPORTS = {
         PAIR,
         "--- chosen\n{prompt}⟦It is better.<|im_end|>⟧\n\n--- rejected\n{prompt}⟦Never. Although.<|im_end|>⟧\n",
     ),
-    "kto": ({"messages": [USER, GOOD], "label": True}, "label 1 (⟦⟧: what is trained on):\n--- answer\n"),
+    "kto": ({"messages": [USER, GOOD], "label": True}, "label 1 (⟦⟧: trained on):\n--- answer\n"),
     "seq_cls": ({"text": "Is it?", "label": [2, 0.5]}, "The first sample, label 2 0.5:\n--- text\nIs it?"),
     "embedding": (
         {"anchor": "a", "positive": "p", "negative": ["n", "m"]},
@@ -441,7 +441,7 @@ def test_rows_of_an_odd_form_are_left_out(make_tokenizer):
     good = {"query": "漢 is?", "response": "🎈"}
     samples, refused = encode(make_tokenizer("chatml"), "sft", [*ODD, good])
     assert len(samples) == 2, "of sft only the texts matter"
-    assert "1 row: it holds half a character (a surrogate without its other one), which is no text (row 0)" in refused
+    assert "1 row: it contains a lone surrogate, which is no text (row 0)" in refused
     assert "1 row: the content of a message is a list that holds text; expected is text, or a list of blocks" in refused
     assert all(f"(row {number})" in refused for number in (3, 4, 5, 6))
     rows = [(number, f"row {number}", row) for number, row in enumerate([*ODD, good])]
@@ -449,4 +449,4 @@ def test_rows_of_an_odd_form_are_left_out(make_tokenizer):
     assert [sample.row for sample in samples] == [7]
     samples, refused = encode(make_tokenizer("chatml"), "pt", [{"text": "a\ud83d b"}, {"text": "é"}])
     assert len(samples) == 1
-    assert "half a character" in refused
+    assert "lone surrogate" in refused

@@ -22,10 +22,10 @@ def test_files_are_read(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("nope.txt", None, "there is no such file"),
-        ("prompts/nope.md", None, "there is no such file"),
-        ("nope.jinja", None, "there is no such file"),
-        ("empty.txt", b" \n", "the file is empty. Write the text into it, or unset --system."),
+        ("nope.txt", None, "no such file"),
+        ("prompts/nope.md", None, "no such file"),
+        ("nope.jinja", None, "no such file"),
+        ("empty.txt", b" \n", "the file is empty. Write the text to it, or unset --system."),
         ("latin.txt", b"\xe9t\xe9", "is not UTF-8"),
     ],
 )

@@ -9,7 +9,7 @@ from megaswift.templates.formats.paired_rows import (
     number,
     numbers,
     to_answer,
-    to_comparison,
+    to_contrastive,
     to_pair,
 )
 from megaswift.templates.formats.schemas import UnusableRow
@@ -92,20 +92,20 @@ def test_answers_to_judge():
 )  # fmt: skip
 def test_comparisons(row):
     positives, negatives = [Passage("", "p")], [Passage("", "n"), Passage("", "m")]
-    assert to_comparison(row) == (Passage("", "q"), positives, negatives)
-    assert to_comparison({**row, "system": "s"}) == (Passage("s", "q"), positives, negatives)
+    assert to_contrastive(row) == (Passage("", "q"), positives, negatives)
+    assert to_contrastive({**row, "system": "s"}) == (Passage("s", "q"), positives, negatives)
 
 
 def test_system_prompts_of_texts():
     row = {"messages": [SYSTEM, USER], "positive_messages": [[SYSTEM, CHOSEN]], "system": "another"}
-    assert to_comparison(row) == (Passage("s", "q"), [Passage("s", "good")], [])
-    assert to_comparison({"query": "q", "positive": "p"}).negatives == []
+    assert to_contrastive(row) == (Passage("s", "q"), [Passage("s", "good")], [])
+    assert to_contrastive({"query": "q", "positive": "p"}).negatives == []
 
 
 @pytest.mark.parametrize(
     ("read", "row", "message"),
     [
-        (to_pair, {"messages": [USER, CHOSEN]}, "it has no rejected answer: give rejected_response or"),
+        (to_pair, {"messages": [USER, CHOSEN]}, "it has no rejected answer: add rejected_response or"),
         (to_pair, {"query": "q", "response": "a", "rejected_response": ""}, "its rejected answer is empty"),
         (to_pair, {"query": "q", "response": " \n", "rejected_response": "b"}, "its chosen answer is empty"),
         (to_pair, {"prompt": "q", "chosen": "", "rejected": "b"}, "its chosen answer is empty"),
@@ -121,15 +121,15 @@ def test_system_prompts_of_texts():
         (to_answer, {"messages": [USER, CHOSEN, USER]}, "its answer is missing"),
         (to_answer, {"prompt": "q", "completion": " "}, "its answer is empty"),
         (to_answer, {"prompt": [USER], "completion": [CHOSEN], "videos": ["x"]}, "it has videos"),
-        (to_comparison, {"messages": [USER]}, "it has no positive text: give positive_messages or positive"),
-        (to_comparison, {"text": "q"}, "it has no text to compare: its columns are text; give messages, anchor or"),
-        (to_comparison, {"messages": [USER, CHOSEN], "positive": "p"}, "its messages holds 2 messages, where one is"),
-        (to_comparison, {"query": "q", "positive_messages": [[USER, USER]]}, "its positive_messages holds 2 messages"),
-        (to_comparison, {"query": "q", "positive_messages": "[{"}, "its positive_messages is not JSON"),
-        (to_comparison, {"query": "q", "positive_messages": ["p"]}, "its column positive_messages is not a list"),
-        (to_comparison, {"query": " ", "positive": "p"}, "its query is empty"),
-        (to_comparison, {"query": "q", "positive": "p", "negative": ["n", ""]}, "its negative is empty"),
-        (to_comparison, {"query": "q", "positive": [["p"]]}, "its positive is a list, where text is expected"),
+        (to_contrastive, {"messages": [USER]}, "it has no positive text: add positive_messages or positive"),
+        (to_contrastive, {"text": "q"}, "it has no text to compare: its columns are text; add messages, anchor or"),
+        (to_contrastive, {"messages": [USER, CHOSEN], "positive": "p"}, "its messages holds 2 messages, where one is"),
+        (to_contrastive, {"query": "q", "positive_messages": [[USER, USER]]}, "its positive_messages holds 2 messages"),
+        (to_contrastive, {"query": "q", "positive_messages": "[{"}, "its positive_messages is not JSON"),
+        (to_contrastive, {"query": "q", "positive_messages": ["p"]}, "its column positive_messages is not a list"),
+        (to_contrastive, {"query": " ", "positive": "p"}, "its query is empty"),
+        (to_contrastive, {"query": "q", "positive": "p", "negative": ["n", ""]}, "its negative is empty"),
+        (to_contrastive, {"query": "q", "positive": [["p"]]}, "its positive is a list, where text is expected"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_used(read, row, message):

@@ -88,7 +88,7 @@ def test_loss_of_a_message():
         ({"messages": ["hello"]}, "its column messages is not a list of messages"),
         ({"messages": [{"role": "pirate", "content": "arr"}]}, "the role 'pirate'; known: system"),
         ({"messages": [{"role": "user"}]}, "a message has no content"),
-        ({"messages": TURN[:1]}, "the assistant says nothing"),
+        ({"messages": TURN[:1]}, "it has no answer of the assistant"),
         ({"query": "q", "response": ["a"]}, "its response is a list, where text is expected$"),
         ({"query": "q", "response": 4}, "its response is a number, where text is expected: write it as text"),
         ({"query": "q", "response": True}, "its response is true or false, where text is expected: write it as text"),
@@ -124,7 +124,7 @@ def test_loss_of_a_message():
         ({"messages": [TURN[0], {**TURN[1], "loss": "no"}]}, "a message's loss is 'no'"),
         (
             {"problem": "q", "solution": "long proof ... 42", "answer": "42"},
-            "any of its columns answer, solution may be the response: name the one that is by --columns, as in .*",
+            "any of its columns answer, solution may be the response: select one by --columns, as in .*",
         ),
         (
             {"instruction": "Answer in French.", "question": "q", "response": "a"},
@@ -132,7 +132,7 @@ def test_loss_of_a_message():
         ),
         ({"query": "q", "response": "a", "history": 5}, "its history is a number, where a list is expected"),
         ({"query": "q", "response": "a", "tools": {"name": "f"}}, "its tools is an object, where a list is expected"),
-        ({"text": "once"}, "plain text, which has no turns: use megatron pt"),
+        ({"text": "once"}, "plain text without turns: use megatron pt"),
     ],
 )
 def test_rows_that_cannot_be_used(row, message):
@@ -143,7 +143,7 @@ def test_rows_that_cannot_be_used(row, message):
 def test_an_answer_that_is_not_learned_may_be_of_any_form():
     for answer in (4, 4.5, True, ["4", "four"], {"value": 4}):
         assert to_prompt({"problem": "q", "answer": answer}).messages == TURN[:1]
-    labelled = to_conversation({"query": "q", "response": 4}, answered=False, sure=False)
+    labelled = to_conversation({"query": "q", "response": 4}, answered=False, strict=False)
     assert labelled.messages[1]["content"] == "4"
 
 
