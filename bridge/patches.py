@@ -13,7 +13,7 @@ from .kernels.weight_gradient import add_product
 _APPLIED = False
 
 
-def mend() -> None:
+def apply_patches() -> None:
     """Apply what the installed megatron-core needs. Safe to call again."""
     global _APPLIED
     if _APPLIED:

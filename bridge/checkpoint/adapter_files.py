@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
-from ..families import family_of
 from ..families.sequence_classification import SCORE
 from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, modules_of
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
-from ..mapping.local_params import architecture_of, held
-from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key
+from ..mapping.local_params import collect_params
+from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, ParamTable
+from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
 from .adapter_experts import Unfused
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -41,7 +42,7 @@ EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 UNREAD = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's own weight beside its adapter
 
 
-def settings_of(folder: Path, config: dict[str, Any]) -> LoraSettings:
+def settings_of(folder: Path, config: HfConfig) -> LoraSettings:
     """What the adapter in `folder` is like; `config`: its raw adapter_config.json. Raises ValueError."""
     return LoraSettings.of_adapter(config, modules_of(folder, SafetensorsFolder(folder).tensors))
 
@@ -52,7 +53,7 @@ def labels_of(folder: Path) -> int | None:
     return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
 
 
-def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, folder: Path) -> None:
+def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: Path) -> None:
     """Set the adapters of `chunks`, this rank's, and what is trained beside them, from an adapter in PEFT's format.
 
     Raises ValueError where a tensor of the file has no place, one is not there, or a shape differs.
@@ -72,7 +73,7 @@ def load_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, f
         rows = source.tensors[of].shape[0]
         if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(of, 0, 0, rows)):
             raise ValueError(f"{folder}: {name} is not {of}, and this model has one matrix for both. {cure}")
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     read_tensors(tensors, entries, architecture, source)
 
 
@@ -85,8 +86,8 @@ def save_adapter(*arguments: Any, **settings: Any) -> None:
 
 
 def stage_adapter(
-    chunks: Sequence[Any],
-    hf_config: dict[str, Any],
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
     lora: Lora,
     destination: Path,
     *,
@@ -98,7 +99,7 @@ def stage_adapter(
     `base`: the model that they are of, a folder or a hub's id. `copied`: training may go on at once (Writer). Every
     rank calls this.
     """
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     tensors, entries = trained_tensors(chunks, lora)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
@@ -126,7 +127,7 @@ def write_adapter_config(destination: Path, lora: Lora, architecture: Architectu
         sync(stream)
 
 
-def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[str, Any]:
+def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfig:
     """What PEFT and vLLM want to know of the adapters."""
     from peft import LoraConfig
 
@@ -144,7 +145,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
     within = any("language_model." in name for name in plan.modules)  # whose other parts have modules of the same names
     config = LoraConfig(
         base_model_name_or_path=base,
-        task_type="CAUSAL_LM" if architecture.head is None else "SEQ_CLS",
+        task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",
         inference_mode=True,
         r=settings.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore[reportArgumentType]
@@ -153,7 +154,7 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
         use_rslora=rslora,
         use_dora=settings.dora,
         target_modules=[],
-        exclude_modules=rf"({architecture.carried}).*" if within and architecture.carried else None,
+        exclude_modules=rf"({architecture.passthrough}).*" if within and architecture.passthrough else None,
         target_parameters=parameters or None,
         rank_pattern={pattern: times * settings.rank for pattern, times in fused.items()},
         alpha_pattern={pattern: times * alpha for pattern, times in fused.items()},
@@ -163,10 +164,10 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> dict[st
     return config | {"target_modules": _shortened(modules, plan.leaves)}
 
 
-def trained_tensors(chunks: Sequence[Any], lora: Lora) -> tuple[dict[Key, torch.Tensor], dict[Key, Entry]]:
+def trained_tensors(chunks: Sequence[GPTModel], lora: Lora) -> tuple[dict[ParamKey, torch.Tensor], ParamTable]:
     """What this rank has of an adapter's tensors, and the table of all of them."""
-    whole = {key: tensor for key, tensor in held(chunks).items() if key in lora.plan.whole}
-    return held(chunks, adapters=True) | whole, lora.plan.entries | lora.plan.whole
+    whole = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.whole}
+    return collect_params(chunks, adapters=True) | whole, lora.plan.entries | lora.plan.whole
 
 
 def _join(parts: Path, file: Path, lora: Lora) -> None:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from xxhash import xxh3_128
 
 from ..families import family_of
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Entry, Key, table
+from ..mapping.param_mapping import (
+    EMBEDDING,
+    OUTPUT,
+    Architecture,
+    HfConfig,
+    ParamTable,
+    expand_mappings,
+)
 from .passthrough import WHAT
 from .quantized import open_weights
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, Form, SafetensorsFolder, Stored, names_of, sync
@@ -34,7 +41,7 @@ def peak_memory() -> dict[str, int]:
     return peak
 
 
-def sources(entries: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:
+def sources(entries: ParamTable) -> dict[str, dict[str, Any]]:
     """For each Hugging Face tensor of the table the megatron-core tensor that it is (a part of)."""
     found: dict[str, dict[str, Any]] = {}
     for key, entry in entries.items():
@@ -44,8 +51,8 @@ def sources(entries: Mapping[Key, Entry]) -> dict[str, dict[str, Any]]:
             about: dict[str, Any] = {"mcore": key.name.format(layer=key.layer)}
             about |= {"part": part} if part else {}
             about |= {} if key.layer is None else {"layer": key.layer}
-            if entry.place is not None:
-                about["experts"] = entry.stack
+            if entry.expert_index is not None:
+                about["experts"] = entry.num_experts
             elif key.expert is not None:
                 about["expert"] = key.expert
             found[name] = about
@@ -58,7 +65,7 @@ def accounted(extra: Iterable[str], architecture: Architecture) -> dict[str, str
     for name in extra:
         if name == "lm_head.weight" and architecture.tied:
             reasons[name] = "tied: the output layer is the embedding"
-        elif name.endswith("lm_head.weight") and architecture.head is not None:
+        elif name.endswith("lm_head.weight") and architecture.num_labels is not None:
             reasons[name] = "the model ends in a head of its own, score.weight"
         elif name.endswith(".rotary_emb.inv_freq"):
             reasons[name] = "computed from config.json"
@@ -97,7 +104,7 @@ def _checksum(stored: Stored) -> str:
 
 
 def prove_loading(
-    source: str | Path, destination: str | Path, hf_config: dict[str, Any], seconds: float, predicting: int = 0
+    source: str | Path, destination: str | Path, hf_config: HfConfig, seconds: float, mtp_depths: int = 0
 ) -> None:
     """Write the conversion.json of a checkpoint that became something else: its tensors as they were stored.
 
@@ -105,9 +112,9 @@ def prove_loading(
     `predicting` how many layers of multi-token prediction the model was built with.
     """
     family = family_of(hf_config)
-    architecture = replace(family.describe(hf_config), predicting=predicting)
+    architecture = replace(family.describe(hf_config), mtp_depths=mtp_depths)
     folder = SafetensorsFolder(source)
-    of_table = sources(table(family, hf_config, architecture, open_weights(source, hf_config).tensors))
+    of_table = sources(expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors))
     names = sorted(folder.tensors)
     mine = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -28,21 +28,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from ..families import family_of
 from ..lora.attach import Lora
 from ..lora.settings import LoraSettings
-from ..mapping.local_params import ADAPTER, architecture_of, held
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Family, table
-from ..model.score_head import begin_head
+from ..mapping.local_params import ADAPTER, collect_params
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Family, HfConfig
+from ..model.chunk_mapping import describe_chunks, map_chunks
+from ..model.score_head import init_head
 from .adapter_files import write_adapter_config
 from .conversion_report import peak_memory, prove_loading, sources, write_proof
 from .hub import LATEST, mcore_folder, read_adapter_config
-from .passthrough import Carried
+from .passthrough import PassthroughTensors
 from .pickles import UnsafePickle, read_metadata
 from .safetensors_io import names_of
 from .save import carry
@@ -57,8 +58,8 @@ OF_ANOTHER_MODEL = "Is it an adapter of another model?"
 
 @torch.no_grad()
 def save_distributed(
-    chunks: Sequence[Any],
-    hf_config: dict[str, Any],
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
     source: str | Path,
     destination: str | Path,
     *,
@@ -75,14 +76,12 @@ def save_distributed(
     Raises OSError on every rank where one cannot write, and then the folder is not whole.
     """
     source, destination, started = Path(source), Path(destination), time.perf_counter()
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
-    entries = table(family, hf_config, architecture, names_of(source))
+    family, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
     naming = name_tensors(entries)
     state = {"model": sharded_state(chunks, hf_config, naming), "args": _arguments(chunks[0].config, architecture)}
     inside = _write(state, destination, iteration, stacked=naming.stacked)
     names = sources(entries)
-    along = Carried(source, hf_config, architecture, names, dtype)
+    along = PassthroughTensors(source, hf_config, architecture, names, dtype)
 
     def finish() -> None:
         carry(source, destination, hf_config, dtype)
@@ -95,13 +94,13 @@ def save_distributed(
     _on_first_rank(finish)
     if converted:
         seconds = time.perf_counter() - started
-        prove_loading(source, destination, hf_config, seconds, architecture.predicting)
+        prove_loading(source, destination, hf_config, seconds, architecture.mtp_depths)
 
 
 @torch.no_grad()
 def save_distributed_adapter(
-    chunks: Sequence[Any],
-    hf_config: dict[str, Any],
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
     lora: Lora,
     destination: str | Path,
     *,
@@ -114,7 +113,7 @@ def save_distributed_adapter(
     `save_distributed`.
     """
     destination = Path(destination)
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     state = {"model": sharded_adapter(chunks, hf_config, lora.plan), ADAPTED: lora.plan.modules}
     _write(state, destination, iteration, stacked=False)
     _on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
@@ -161,7 +160,7 @@ def _on_first_rank(do: Callable[[], None]) -> None:
 
 
 @torch.no_grad()
-def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
+def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | Path, *, seed: int = 0) -> None:
     """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the checkpoint in `folder`.
 
     `hf_config` is the raw config.json of the model, or `with_head`'s: of a model without a head the head is random by
@@ -170,17 +169,15 @@ def load_distributed(chunks: Sequence[Any], hf_config: dict[str, Any], folder: s
     folder has no such checkpoint, or one of another model.
     """
     folder = mcore_folder(folder)
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
-    entries = table(family, hf_config, architecture)
+    family, architecture, entries = map_chunks(chunks, hf_config)
     stored = _stored(folder)
     naming = name_tensors(entries, stored)
     state, read = sharded_state(chunks, hf_config, naming), dict(naming.names)
-    if architecture.head is not None and stored.get(OUTPUT.name, (math.inf,))[0] >= architecture.vocab_size:
+    if architecture.num_labels is not None and stored.get(OUTPUT.name, (math.inf,))[0] >= architecture.vocab_size:
         del read[OUTPUT]  # the checkpoint has a matrix of the vocabulary, or none of its own
         stored.pop(OUTPUT.name, None)
         if state.pop(str(OUTPUT), None) is not None:
-            begin_head(held(chunks)[OUTPUT], hf_config, seed)
+            init_head(collect_params(chunks)[OUTPUT], hf_config, seed)
     _check_names(folder, stored.keys(), set(read.values()), family)
     _check_vocabulary(folder, stored[read[EMBEDDING]][0], architecture)
     _read(state, folder, stored, architecture, APART)
@@ -200,13 +197,13 @@ def adapter_settings(folder: str | Path) -> LoraSettings:
 
 
 @torch.no_grad()
-def load_distributed_adapter(chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, folder: str | Path) -> None:
+def load_distributed_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: str | Path) -> None:
     """Set the adapters of `chunks`, and what is trained whole beside them, from the adapter's checkpoint in `folder`.
 
     As `load_distributed`. Raises ValueError where the folder has no such checkpoint, or one of another model.
     """
     folder = mcore_folder(folder, "--mcore_adapter")
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     stored, wanted = _stored(folder), set(name_adapter(lora.plan).names.values())
     if lacking := wanted - stored.keys():
         raise ValueError(f"{folder} lacks {some(lacking)}, which adapters of this model have. {OF_ANOTHER_MODEL}")

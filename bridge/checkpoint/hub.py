@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..mapping.param_mapping import HfConfig
 from ..options import ModelOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -57,7 +58,7 @@ def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
     return replace(options, model=base_of(adapter, read_adapter_config(adapter, mcore=mcore)))
 
 
-def base_of(adapter: Path, config: dict[str, Any]) -> str:
+def base_of(adapter: Path, config: HfConfig) -> str:
     """The model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
 
     Raises ValueError or FileNotFoundError where it says none, or one that is gone or no Hugging Face checkpoint.
@@ -188,7 +189,7 @@ def _check_format(path: Path) -> None:
         raise ValueError(f"{path} tells of the format {stored!r}: save it by Megatron-LM with --ckpt-format torch_dist")
 
 
-def read_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
     """The raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
 
     Raises FileNotFoundError or ValueError with a cure.
@@ -237,12 +238,12 @@ def _count_tensors(folder: Path) -> int:
         return 0
 
 
-def vocab_size_of(config: dict[str, Any]) -> int | None:
+def vocab_size_of(config: HfConfig) -> int | None:
     """Tokens of a model, as its raw config.json states them; None where it does not."""
     return (config.get("text_config") or config).get("vocab_size")
 
 
-def positions_of(model: dict[str, Any]) -> int | None:
+def positions_of(model: HfConfig) -> int | None:
     """Return the number of positions that config.json gives a model; None if it gives none.
 
     With a rope that is stretched (YaRN and the like), what it is stretched to.
@@ -256,7 +257,7 @@ def positions_of(model: dict[str, Any]) -> int | None:
     return max(most, int(original * factor)) if isinstance(factor, int | float) else most
 
 
-def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> dict[str, Any]:
+def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
     """The raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
 
     `mcore`: of `--mcore_adapter`. Raises FileNotFoundError or ValueError with a cure.

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..families import family_of
-from ..families.sequence_classification import SCORE, head_of
-from ..mapping.local_params import architecture_of, expected, held, split_of
-from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
-from ..model.score_head import begin_head
+from ..families.sequence_classification import SCORE, count_labels
+from ..mapping.local_params import collect_params, expected_keys, shard_position
+from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, ParamTable, Span, clip_spans
+from ..model.chunk_mapping import map_chunks
+from ..model.score_head import init_head
 from .hub import read_config
 from .quantized import Weights, open_weights
 from .safetensors_io import BLOCK
@@ -22,7 +22,7 @@ READERS = 4
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str | Path, *, seed: int = 0) -> None:
+def load_weights(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | Path, *, seed: int = 0) -> None:
     """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
 
     `hf_config` is the folder's raw config.json, or `with_head`'s: of a model without a head the head is random by
@@ -30,22 +30,24 @@ def load_weights(chunks: Sequence[Any], hf_config: dict[str, Any], folder: str |
     ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
     not in the folder, or a shape differs.
     """
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
     source = open_weights(folder, hf_config)
-    entries = table(family, hf_config, architecture, source.tensors)
-    begins = architecture.head is not None and SCORE.hf not in source.tensors and head_of(read_config(folder)) is None
-    check_names(source, {OUTPUT} if begins else set(), entries, architecture, family.name)
-    tensors = held(chunks)
-    _check_model(tensors.keys(), expected(chunks, entries, architecture), family.name)
-    if begins and OUTPUT in tensors:
-        begin_head(tensors.pop(OUTPUT), hf_config, seed)
+    family, architecture, entries = map_chunks(chunks, hf_config, source.tensors)
+    is_new_head = architecture.num_labels is not None and SCORE.hf not in source.tensors
+    is_new_head = is_new_head and count_labels(read_config(folder)) is None
+    check_names(source, {OUTPUT} if is_new_head else set(), entries, architecture, family.name)
+    tensors = collect_params(chunks)
+    _check_model(tensors.keys(), expected_keys(chunks, entries, architecture), family.name)
+    if is_new_head and OUTPUT in tensors:
+        init_head(tensors.pop(OUTPUT), hf_config, seed)
     read_tensors(tensors, entries, architecture, source)
 
 
 @torch.no_grad()
 def read_tensors(
-    tensors: Mapping[Key, Tensor], entries: Mapping[Key, Entry], architecture: Architecture, source: Weights
+    tensors: Mapping[ParamKey, Tensor],
+    entries: ParamTable,
+    architecture: Architecture,
+    source: Weights,
 ) -> None:
     """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError where a shape differs."""
     # Several threads: a disk of many channels, or a network's, wants several requests at a time.
@@ -53,12 +55,12 @@ def read_tensors(
         reading = []
         for key, tensor in tensors.items():
             entry = entries[key]
-            ranks, rank = split_of(key, entry)
+            ranks, rank = shard_position(key, entry)
             spans = entry.spans(tensor.shape, ranks, architecture)
-            shapes = entry.shapes(tensor.shape, spans)
-            _check_shapes(source, {name: entry.stored(shape) for name, shape in shapes.items()})
+            shapes = entry.hf_shapes(tensor.shape, spans)
+            _check_shapes(source, {name: entry.stored_shape(shape) for name, shape in shapes.items()})
             size = tensor.shape[entry.dim]
-            for at, span in window(spans, rank * size, (rank + 1) * size):
+            for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
                 target = tensor.narrow(entry.dim, at, span.length)
                 if span.part is None:
                     target.zero_()  # padding of the vocabulary
@@ -66,7 +68,7 @@ def read_tensors(
                 name = entry.hf[span.part]
                 target = target.t() if entry.transposed else target
                 reading += [
-                    pool.submit(_fill, part, source, name, dim, start, stop, entry.place, step)
+                    pool.submit(_fill, part, source, name, dim, start, stop, entry.expert_index, step)
                     for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
                 ]
         try:
@@ -108,7 +110,7 @@ def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
             raise ValueError(shape_misfit(stored.file, name, stored.shape, shape))
 
 
-def _check_model(found: Iterable[Key], wanted: set[Key], family: str) -> None:
+def _check_model(found: Iterable[ParamKey], wanted: set[ParamKey], family: str) -> None:
     found = set(found)
     if extra := found - wanted:
         raise RuntimeError(f"the {family} rows do not name {some(map(str, extra))} of the model that was built")

@@ -7,12 +7,11 @@ own, by the names of the Hugging Face checkpoint.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, HfConfig
 from .hub import has_weights
 from .quantized import open_weights
 from .safetensors_io import Form, finish_shards, write_shard
@@ -21,13 +20,13 @@ FOLDER = "carried"  # in a folder of megatron-core's format
 WHAT = {"carried": "as it came: the model was built without it"}  # for conversion.json
 
 
-def carried_names(names: Iterable[str], architecture: Architecture) -> set[str]:
+def passthrough_names(names: Iterable[str], architecture: Architecture) -> set[str]:
     """Those of a checkpoint's names, without the table's, that go along."""
-    pattern = architecture.carried
+    pattern = architecture.passthrough
     return {name for name in names if pattern and re.match(pattern, name)}
 
 
-class Carried:
+class PassthroughTensors:
     """What goes along from `source`, a model folder in either format: `forms` by name, and `read`.
 
     Tensors that are quantised go out in `dtype`, others as they are. `rows`: the names that the table has.
@@ -36,16 +35,16 @@ class Carried:
     def __init__(
         self,
         source: str | Path,
-        hf_config: dict[str, Any],
+        hf_config: HfConfig,
         architecture: Architecture,
         rows: Iterable[str],
         dtype: torch.dtype,
     ):
         self.forms: dict[str, Form] = {}
         folder = Path(source) / FOLDER if (Path(source) / FOLDER).is_dir() else Path(source)
-        if architecture.carried and has_weights(folder):
+        if architecture.passthrough and has_weights(folder):
             self._weights = open_weights(folder, {} if folder.name == FOLDER else hf_config)
-            for name in sorted(carried_names(self._weights.tensors.keys() - set(rows), architecture)):
+            for name in sorted(passthrough_names(self._weights.tensors.keys() - set(rows), architecture)):
                 stored = self._weights.tensors[name]
                 quantised = stored.dtype.itemsize == 1
                 self.forms[name] = Form(dtype if quantised else stored.dtype, stored.shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..families import family_of
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, HfConfig
 from .hub import has_weights, no_weights, read_config
 
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
@@ -83,7 +83,7 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
     if mismatched := sorted(report["mismatched_keys"]):
         raise ValueError(f"{flag} {shape_misfit(folder, *mismatched[0])}")
     described = _describe(read_config(folder))
-    towers = re.compile(described.carried if described and described.carried else "(?!)")  # generate no text
+    towers = re.compile(described.passthrough if described and described.passthrough else "(?!)")  # generate no text
     if missing := [name for name in report["missing_keys"] if not towers.match(name)]:
         what = f"{type(model).__name__} of this config.json has"
         raise ValueError(f"{flag} {folder} lacks {some(missing)}, which a {what}. Use a checkpoint that has them")
@@ -121,7 +121,7 @@ def empty_model(config: Any, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
 
 
-def _describe(hf_config: dict[str, Any]) -> Architecture | None:
+def _describe(hf_config: HfConfig) -> Architecture | None:
     """Return the bridge's description of a model, None if it does not have the family."""
     try:
         return family_of(hf_config).describe(hf_config)

@@ -10,11 +10,12 @@ groups] an exponent of two, plus 127, for each group. Unquantised the tensor is 
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..mapping.param_mapping import HfConfig
 from .safetensors_io import SafetensorsFolder, Stored, every
 
 SCALES = "_scale_inv"
@@ -30,7 +31,7 @@ class Weights(Protocol):
     def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor: ...
 
 
-def open_weights(folder: str | Path, hf_config: dict[str, Any]) -> Weights:
+def open_weights(folder: str | Path, hf_config: HfConfig) -> Weights:
     """The tensors of a model folder, by the names and in the values that they have unquantised.
 
     Raises ValueError for a way of quantising that is not known, and as SafetensorsFolder does.

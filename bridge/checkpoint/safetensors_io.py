@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
+from ..mapping.param_mapping import HfConfig
 from .hub import INDEX, has_weights, no_weights
 
 DTYPES = {
@@ -204,7 +205,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _tensors_of(file: Path, begin: int, header: dict[str, Any]) -> dict[str, Stored]:
+def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, Stored]:
     """The tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
     header.pop("__metadata__", None)
     tensors, places = {}, []

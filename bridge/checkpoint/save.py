@@ -13,16 +13,17 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .. import runtime
-from ..families import family_of
 from ..lora.merge import merging
-from ..mapping.local_params import architecture_of, held, local_experts, split_group, split_of
-from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
+from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
+from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
+from ..model.chunk_mapping import map_chunks
 from .conversion_report import described, left_out, sources, write_proof
-from .passthrough import WHAT, Carried
+from .passthrough import WHAT, PassthroughTensors
 from .safetensors_io import Form, finish_shards, names_of, sync
 from .writer import Folder, Report, Writer
 
@@ -38,7 +39,7 @@ LARGEST_CARRIED = 100 * 2**20  # bytes
 class Piece(NamedTuple):
     """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
 
-    entry: Entry
+    entry: MappingEntry
     spans: list[Span]
     holders: Sequence[int]  # the ranks of the group that hold its shards, in order; none: each of them holds all of it
     shard: Tensor  # this rank's, where it is one of them; else one that looks like it
@@ -67,8 +68,8 @@ def save_weights(*arguments: Any, **settings: Any) -> None:
 
 @torch.no_grad()
 def stage_weights(
-    chunks: Sequence[Any],
-    hf_config: dict[str, Any],
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
     source: str | Path,
     destination: str | Path,
     *,
@@ -87,16 +88,14 @@ def stage_weights(
     tensors, where these are larger) has a rank that writes it.
     """
     destination = Path(destination)
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
-    entries = table(family, hf_config, architecture, names_of(source))
-    tensors = held(chunks)
+    family, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
+    tensors = collect_params(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     writer, started = Writer(destination, copied=copied), time.perf_counter()
     merges = merging(chunks) if merge else {}
     write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
-    along = Carried(source, hf_config, architecture, sources(entries), dtype)
+    along = PassthroughTensors(source, hf_config, architecture, sources(entries), dtype)
     for number, forms in enumerate(along.files(max_shard_bytes)):
         if number % dist.get_world_size() == dist.get_rank():
             writer.begin(f"part-carried-{number:05}.safetensors", forms)
@@ -151,12 +150,12 @@ def write_together(folder: Folder) -> None:
 
 def write_tensors(
     writer: Writer,
-    tensors: dict[Key, Tensor],
-    entries: Mapping[Key, Entry],
+    tensors: dict[ParamKey, Tensor],
+    entries: ParamTable,
     architecture: Architecture,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    merges: Mapping[Key, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+    merges: Mapping[ParamKey, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> None:
     """Give `writer` this rank's share of the Hugging Face tensors that all ranks' `tensors` make, in files of names of
     their own. Every rank calls this. `dtype` None: each tensor's. `merges`: what is written in a shard's place."""
@@ -181,11 +180,11 @@ def write_tensors(
 
 
 def jobs_of(
-    tensors: dict[Key, Tensor],
-    entries: Mapping[Key, Entry],
+    tensors: dict[ParamKey, Tensor],
+    entries: ParamTable,
     architecture: Architecture,
     dtype: torch.dtype | None,
-    merges: Mapping[Key, Callable[[Tensor], Tensor]],
+    merges: Mapping[ParamKey, Callable[[Tensor], Tensor]],
 ) -> list[tuple[list[Job], ProcessGroup, ProcessGroup]]:
     """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
 
@@ -194,33 +193,33 @@ def jobs_of(
     sorts: tuple[list[Job], list[Job], list[Job]] = ([], [], [])
     for key, tensor in tensors.items():
         entry = entries[key]
-        ranks, _ = split_of(key, entry)
+        ranks, _ = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
         forms = {
-            name: Form(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored(shape))
-            for name, shape in entry.shapes(tensor.shape, spans).items()
+            name: Form(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
+            for name, shape in entry.hf_shapes(tensor.shape, spans).items()
         }
-        if entry.place is None:
+        if entry.expert_index is None:
             holders = range(ranks) if ranks > 1 else ()
             pieces = [Piece(entry, spans, holders, tensor, merges.get(key))]
             sorts[key.expert is not None].append(Job(forms, pieces, key.layer))
-        elif entry.place == local_experts(entry.stack).start:
+        elif entry.expert_index == local_experts(entry.num_experts).start:
             pieces = []
-            for expert in range(entry.stack):
+            for expert in range(entry.num_experts):
                 other = key._replace(expert=expert)
                 pieces.append(Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
             sorts[2].append(Job(forms, pieces, key.layer))
     dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
     everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
-    groups = (split_group(expert=False), dense), (split_group(expert=True), sparse), (everywhere, sparse)
+    groups = (shard_group(expert=False), dense), (shard_group(expert=True), sparse), (everywhere, sparse)
     return [(jobs, *pair) for jobs, pair in zip(sorts, groups, strict=True)]
 
 
-def _holders(expert: int, entry: Entry) -> range:
+def _holders(expert: int, entry: MappingEntry) -> range:
     """Who of the ranks of expert and expert tensor parallelism together holds a stacked expert's shards, in order."""
-    etp = split_group(expert=True).size()
-    first = expert // len(local_experts(entry.stack)) * etp  # expert tensor parallelism is the inner one
+    etp = shard_group(expert=True).size()
+    first = expert // len(local_experts(entry.num_experts)) * etp  # expert tensor parallelism is the inner one
     return range(first, first + (1 if entry.kind.dim is None else etp))
 
 
@@ -289,13 +288,13 @@ def _runs(piece: Piece, shards: list[Tensor], part: int) -> list[Tensor]:
     entry, size = piece.entry, shards[0].shape[piece.entry.dim]
     found = []
     for rank, shard in enumerate(shards):
-        for at, span in window(piece.spans, rank * size, (rank + 1) * size):
+        for at, span in clip_spans(piece.spans, rank * size, (rank + 1) * size):
             if span.part == part:
                 values = shard.narrow(entry.dim, at, span.length)
                 found.append((span, values.t() if entry.transposed else values))
     if entry.hf_dim == 0 and all(span.step == 1 for span, _ in found):
         return [values for _, values in sorted(found, key=lambda one: one[0].start)]
-    shape = list(entry.shapes(shards[0].shape, piece.spans).values())[part]
+    shape = list(entry.hf_shapes(shards[0].shape, piece.spans).values())[part]
     whole = shards[0].new_empty(shape)
     for span, values in found:
         places = slice(span.start, span.stop, span.step)
@@ -318,13 +317,13 @@ def agree(value: Any, failure: Exception | None) -> list[Any]:
     return answers
 
 
-def carry(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+def carry(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
     """Take along what of a model folder is no weights: config.json, for weights in `dtype`, and other small files."""
     _write_config(source, destination, hf_config, dtype)
     _carry(source, destination)
 
 
-def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
+def _write_config(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
     """config.json as it came in, but for the name of the dtype, and how weights were quantised."""
     config = _renamed(hf_config, dtype)
     config.pop("quantization_config", None)
@@ -337,7 +336,7 @@ def _write_config(source: Path, destination: Path, hf_config: dict[str, Any], dt
         sync(stream)
 
 
-def _renamed(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _renamed(config: HfConfig, dtype: torch.dtype) -> HfConfig:
     names = [key for key in ("dtype", "torch_dtype") if key in config]
     return config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
 

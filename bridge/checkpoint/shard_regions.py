@@ -11,14 +11,15 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..families import family_of
 from ..lora.adapter_mapping import Plan
-from ..mapping.local_params import architecture_of, keyed, split_of
-from ..mapping.param_mapping import VOCAB, Entry, Key, table
+from ..mapping.local_params import by_key, shard_position
+from ..mapping.param_mapping import VOCAB, HfConfig, ParamKey
+from ..model.chunk_mapping import map_chunks
 from .safetensors_io import SHORTEST, Stored, read_header, read_runs
 from .sharding import pieces_of, replica_of, with_tied
 
@@ -48,15 +49,13 @@ class Trained:
     `plan`: of a model's adapters, and what is trained beside them.
     """
 
-    def __init__(self, chunks: Sequence[Any], hf_config: dict[str, Any], plan: Plan | None):
-        family = family_of(hf_config)
-        self._architecture = architecture_of(chunks, family, hf_config)
-        self._entries: Mapping[Key, Entry] = (
-            plan.entries | plan.whole if plan else table(family, hf_config, self._architecture)
-        )
+    def __init__(self, chunks: Sequence[GPTModel], hf_config: HfConfig, plan: Plan | None):
+        _, self._architecture, self._entries = map_chunks(chunks, hf_config)
+        if plan:
+            self._entries = plan.entries | plan.whole
         self._names = with_tied({key: _name(key) for key in self._entries}, self._entries)
         self._held = {
-            id(parameter): (chunk, {key: tuple(view.shape) for key, view in keyed(chunk, name, parameter)})
+            id(parameter): (chunk, {key: tuple(view.shape) for key, view in by_key(chunk, name, parameter)})
             for chunk in chunks
             for name, parameter in chunk.named_parameters()
             if parameter.requires_grad
@@ -68,10 +67,10 @@ class Trained:
         A box's name has its run's in front. `sharded`: each data-parallel rank has elements of its own.
         """
         chunk, parts = self._held[id(parameter)]
-        held = range(start, start + min(map(len, runs.values())))
+        local = range(start, start + min(map(len, runs.values())))
         at = 0  # the first element of a part, which is one expert's where these are stacked
         for key, shape in parts.items():
-            here = _common(held, range(at, at + math.prod(shape)))
+            here = _common(local, range(at, at + math.prod(shape)))
             taken = here.start - start
             pieces = self._pieces(key, shape) if here else ()
             for region in regions_of_run(shape, here.start - at, here.stop - at):
@@ -83,22 +82,22 @@ class Trained:
                         yield Box(prefix + self._names[key], whole, values, self._first(chunk, key, sharded))
             at += math.prod(shape)
 
-    def _first(self, chunk: Any, key: Key, sharded: bool) -> bool:
+    def _first(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
         copied, split, data = replica_of(chunk, self._names[key], key, self._entries[key])
         return not (copied or split or (data and not sharded))
 
-    def _pieces(self, key: Key, shape: Sequence[int]) -> list[tuple[range, int]]:
+    def _pieces(self, key: ParamKey, shape: Sequence[int]) -> list[tuple[range, int]]:
         """The runs of the whole tensor that a shard is made of, without the vocabulary's padding.
 
         Each by its places in the shard, along the split dimension, and its first place in the whole tensor.
         """
         entry = self._entries[key]
-        pieces = pieces_of(entry, shape, *split_of(key, entry), self._architecture)
+        pieces = pieces_of(entry, shape, *shard_position(key, entry), self._architecture)
         rows = self._architecture.vocab_size if entry.kind is VOCAB else math.inf
         return [(range(at, at + int(min(length, rows - to))), to) for at, to, length in pieces if to < rows]
 
 
-def _name(key: Key) -> str:
+def _name(key: ParamKey) -> str:
     name = key.name.format(layer=key.layer)
     return name if key.expert is None else f"{name}.{key.expert}"
 

@@ -16,12 +16,23 @@ from typing import Any, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..families import family_of
 from ..lora.adapter_mapping import Plan
-from ..mapping.local_params import architecture_of, held_whole, split_group, split_of
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, VOCAB, Architecture, Entry, Key, table, window
+from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_position
+from ..mapping.param_mapping import (
+    EMBEDDING,
+    OUTPUT,
+    VOCAB,
+    Architecture,
+    HfConfig,
+    MappingEntry,
+    ParamKey,
+    ParamTable,
+    clip_spans,
+)
+from ..model.chunk_mapping import describe_chunks, map_chunks
 
 LAYERS = "decoder.layers.{layer}."
 LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
@@ -39,39 +50,37 @@ FUSED = (
 
 
 def sharded_state(
-    chunks: Sequence[Any], hf_config: dict[str, Any], naming: "Naming | None" = None
+    chunks: Sequence[GPTModel], hf_config: HfConfig, naming: "Naming | None" = None
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """What `chunks`, this rank's GPTModels, hold of the model, for megatron.core.dist_checkpointing.
 
     One value for each parameter and persistent buffer, which is its `data` (megatron-core's optimizers look for their
     parameters so), by a name that is its own on this rank.
     """
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
-    entries = table(family, hf_config, architecture)
+    _, architecture, entries = map_chunks(chunks, hf_config)
     naming = naming or name_tensors(entries)
-    return _state(held_whole(chunks), entries, naming, architecture)
+    return _state(iter_params(chunks), entries, naming, architecture)
 
 
 def sharded_adapter(
-    chunks: Sequence[Any], hf_config: dict[str, Any], plan: Plan
+    chunks: Sequence[GPTModel], hf_config: HfConfig, plan: Plan
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     entries, naming = plan.entries | plan.whole, name_adapter(plan)
-    whole = (held for held in held_whole(chunks) if plan.whole.keys() & held[2].keys())
-    return _state(chain(held_whole(chunks, adapters=True), whole), entries, naming, architecture)
+    trained = (param for param in iter_params(chunks) if plan.whole.keys() & param.views.keys())
+    return _state(chain(iter_params(chunks, adapters=True), trained), entries, naming, architecture)
 
 
 def _state(
-    held: Iterable[tuple[Any, Tensor, dict[Key, Tensor]]],
-    entries: Mapping[Key, Entry],
+    params: Iterable[LocalParam],
+    entries: ParamTable,
     naming: "Naming",
     architecture: Architecture,
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     return {
         str(key := next(iter(views))): _sharded(chunk, tensor, views, entries[key], naming, architecture)
-        for chunk, tensor, views in held
+        for chunk, tensor, views in params
     }
 
 
@@ -79,11 +88,11 @@ def _state(
 class Naming:
     """What the tensors of a model are called in a checkpoint."""
 
-    names: dict[Key, str]
+    names: dict[ParamKey, str]
     stacked: bool  # layers, all alike, lie along a first dimension of one tensor; else each layer has its own
 
 
-def name_tensors(entries: Mapping[Key, Entry], stored: Mapping[str, Any] | None = None) -> Naming:
+def name_tensors(entries: ParamTable, stored: Mapping[str, Any] | None = None) -> Naming:
     """As megatron-core with Transformer Engine names them, or, where `stored` has it so, with its own layers."""
     siblings: dict[tuple[str, int | None], set[str]] = defaultdict(set)
     for key in entries:
@@ -107,7 +116,7 @@ def name_adapter(plan: Plan) -> Naming:
     return Naming(with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
 
 
-def with_tied(names: dict[Key, str], entries: Mapping[Key, Entry]) -> dict[Key, str]:
+def with_tied(names: dict[ParamKey, str], entries: ParamTable) -> dict[ParamKey, str]:
     """A copy of the embedding, for the output layer, has the embedding's name."""
     tied = OUTPUT in names and entries[OUTPUT] == entries.get(EMBEDDING)
     return names | {OUTPUT: names[EMBEDDING]} if tied else names
@@ -131,11 +140,16 @@ def _spellings(rest: str, siblings: set[str]) -> list[str]:
 
 
 def _sharded(
-    chunk: Any, tensor: Tensor, views: dict[Key, Tensor], entry: Entry, naming: Naming, architecture: Architecture
+    chunk: GPTModel,
+    tensor: Tensor,
+    views: dict[ParamKey, Tensor],
+    entry: MappingEntry,
+    naming: Naming,
+    architecture: Architecture,
 ) -> ShardedTensor | ShardedTensorFactory:
     """`tensor`, whose `views` (itself, or what each expert has of it) are windows of whole tensors."""
     key, shard = next(iter(views.items()))
-    dim, (ranks, rank) = entry.dim, split_of(key, entry)
+    dim, (ranks, rank) = entry.dim, shard_position(key, entry)
     pieces = pieces_of(entry, shard.shape, ranks, rank, architecture)
     outer: list[tuple[int, int]] = []  # place, and number of places, in the dimensions before the tensor's own
     if naming.stacked and key.layer is not None and key.name.startswith(LAYERS):
@@ -181,7 +195,7 @@ def _sharded(
 
 
 def pieces_of(
-    entry: Entry, shard: Sequence[int], ranks: int, rank: int, architecture: Architecture
+    entry: MappingEntry, shard: Sequence[int], ranks: int, rank: int, architecture: Architecture
 ) -> list[tuple[int, int, int]]:
     """What a rank's shard is in the whole tensor, as it is without tensor parallelism: (from, to, length) of each run.
 
@@ -194,7 +208,7 @@ def pieces_of(
     if spans == whole:
         return [(0, rank * size, size)]
     runs: list[tuple[int, int, int]] = []
-    for at, span in window(spans, rank * size, (rank + 1) * size):
+    for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
         target = 0
         for other in whole:
             low, high = max(span.start, other.start), min(span.stop, other.stop)
@@ -212,10 +226,10 @@ def pieces_of(
     return sorted(runs)
 
 
-def replica_of(chunk: Any, name: str, key: Key, entry: Entry) -> tuple[int, int, int]:
+def replica_of(chunk: GPTModel, name: str, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
     """Which copy of a tensor this rank has: the one that is saved has zeros only."""
     copied = name == EMBEDDING.name and not chunk.pre_process  # a later stage's, for the output layer
-    inside = split_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
+    inside = shard_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
     if key.expert is not None:
         return 0, inside, parallel_state.get_expert_data_parallel_rank()
     return int(copied), inside, parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import runtime
-from ..families import family_of
 from ..lora.attach import Lora
 from ..lora.merge import merging
-from ..mapping.local_params import architecture_of, held
-from ..mapping.param_mapping import OUTPUT, table
+from ..mapping.local_params import collect_params
+from ..mapping.param_mapping import OUTPUT, HfConfig
+from ..model.chunk_mapping import describe_chunks, map_chunks
 from .adapter_files import trained_tensors
 from .safetensors_io import Form, names_of
 from .save import Job, connect, gathered, in_runs, jobs_of
@@ -53,8 +54,8 @@ class _Sent(NamedTuple):
 
 @torch.no_grad()
 def stream_weights(
-    chunks: Sequence[Any],
-    hf_config: dict[str, Any],
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
     source: str | Path,
     *,
     dtype: torch.dtype,
@@ -69,10 +70,8 @@ def stream_weights(
     built without (passthrough.py) do not come. Two buckets of `bucket_bytes` (or one row's tensors, where these are
     larger) are held at a time, beside one whole tensor. Parameters have to be gathered (Training.parameters_gathered).
     """
-    family = family_of(hf_config)
-    architecture = architecture_of(chunks, family, hf_config)
-    entries = table(family, hf_config, architecture, names_of(source))
-    tensors = held(chunks)
+    _, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
+    tensors = collect_params(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     jobs = jobs_of(tensors, entries, architecture, dtype, merging(chunks) if merge else {})
@@ -81,13 +80,13 @@ def stream_weights(
 
 @torch.no_grad()
 def stream_adapter(
-    chunks: Sequence[Any], hf_config: dict[str, Any], lora: Lora, *, bucket_bytes: int = BUCKET
+    chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, *, bucket_bytes: int = BUCKET
 ) -> Iterator[tuple[str, Tensor]]:
     """The adapters of all ranks' `chunks`, and what is trained whole beside them: names and tensors of PEFT's format.
 
     As `stream_weights`, each in its own dtype.
     """
-    architecture = architecture_of(chunks, family_of(hf_config), hf_config)
+    architecture = describe_chunks(chunks, hf_config)
     tensors, entries = trained_tensors(chunks, lora)
     if architecture.tied:
         tensors.pop(OUTPUT, None)

@@ -2,20 +2,19 @@
 
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any
 
 from ..families import family_of
-from ..mapping.param_mapping import Architecture, Entry, Key, table
+from ..mapping.param_mapping import Architecture, HfConfig, ParamKey, ParamTable, expand_mappings
 from .conversion_report import accounted
 from .hub import INDEX
-from .passthrough import carried_names
+from .passthrough import passthrough_names
 from .quantized import Weights, open_weights
 from .safetensors_io import unlisted
 
 MISFIT = "Do weights and config.json belong together?"
 
 
-def check_folder_names(folder: Path, hf_config: dict[str, Any]) -> None:
+def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
     """Raise ValueError if the folder's tensors are not exactly those of the model in `hf_config`. Reads headers only.
 
     A family that the bridge does not have, and weights in a quantization that it does not read, are not checked.
@@ -28,12 +27,16 @@ def check_folder_names(folder: Path, hf_config: dict[str, Any]) -> None:
         return
     architecture = family.describe(hf_config)
     source = open_weights(folder, hf_config)
-    entries = table(family, hf_config, architecture, source.tensors)
+    entries = expand_mappings(family, hf_config, architecture, source.tensors)
     check_names(source, set(), entries, architecture, family.name)
 
 
 def check_names(
-    source: Weights, made: Container[Key], entries: dict[Key, Entry], architecture: Architecture, family: str
+    source: Weights,
+    made: Container[ParamKey],
+    entries: ParamTable,
+    architecture: Architecture,
+    family: str,
 ) -> None:
     """Raise ValueError if `source` lacks a tensor of `entries` or has one that the model has no place for.
 
@@ -48,7 +51,7 @@ def check_names(
             f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {fix}"
         )
     extra = source.tensors.keys() - names
-    if extra := extra - accounted(extra, architecture).keys() - carried_names(extra, architecture):
+    if extra := extra - accounted(extra, architecture).keys() - passthrough_names(extra, architecture):
         raise ValueError(
             f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. {MISFIT}"
         )

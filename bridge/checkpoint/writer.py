@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..mapping.param_mapping import HfConfig
 from .conversion_report import peak_memory
 from .safetensors_io import DTYPES, NAMES, Form, Written, write_shard
 
@@ -142,7 +143,7 @@ class Report(NamedTuple):
         return {"shards": shards, "peak_memory": self.peak_memory}
 
     @classmethod
-    def of_json(cls, report: dict[str, Any]) -> "Report":
+    def of_json(cls, report: HfConfig) -> "Report":
         """Inverse of `as_json`."""
         shards = [
             Shard(

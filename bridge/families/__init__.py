@@ -1,8 +1,6 @@
-"""The families of models: one file each, and the registry that finds the one of a config.json."""
+"""The model families, one file each, and the registry that selects one by config.json."""
 
-from typing import Any
-
-from ..mapping.param_mapping import Family
+from ..mapping.param_mapping import Family, HfConfig
 from . import (
     deepseek_v2,
     deepseek_v3,
@@ -29,51 +27,33 @@ from . import (
     qwen3_moe,
     qwen3_next,
 )
-from .sequence_classification import head_of, scored
+from .sequence_classification import count_labels, make_classifier
 from .vlm_text import text_config
 
-FAMILIES: tuple[Family, ...] = (
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
-    llama.FAMILY,
-    deepseek_v2.FAMILY,
-    deepseek_v3.FAMILY,
-    glm4_moe.FAMILY,
-    dots1.FAMILY,
-    qwen2_moe.FAMILY,
-    qwen3_next.FAMILY,
-    qwen3_5_text.FAMILY,
-    qwen3_5_moe_text.FAMILY,
-    mixtral.FAMILY,
-    olmoe.FAMILY,
-    ernie4_5_moe.FAMILY,
-    minimax_m2.FAMILY,
-    gpt_oss.FAMILY,
-    mistral.FAMILY,
-    phi3.FAMILY,
-    granite.FAMILY,
-    glm4.FAMILY,
-    ernie4_5.FAMILY,
-    gemma3_text.FAMILY,
-    llama4_text.FAMILY,
-)
+FAMILIES: tuple[Family, ...] = tuple(
+    module.FAMILY
+    for module in (
+        qwen2, qwen3, qwen3_moe, llama, deepseek_v2, deepseek_v3, glm4_moe, dots1, qwen2_moe, qwen3_next, qwen3_5_text,
+        qwen3_5_moe_text, mixtral, olmoe, ernie4_5_moe, minimax_m2, gpt_oss, mistral, phi3, granite, glm4, ernie4_5,
+        gemma3_text, llama4_text,
+    )
+)  # fmt: skip
 
 
-def family_of(hf_config: dict[str, Any]) -> Family:
-    """The family of a raw config.json, by its `architectures`, or by its `model_type` where it names none.
+def family_of(hf_config: HfConfig) -> Family:
+    """Return the family of a raw config.json, by its `architectures`, or by its `model_type` if it has none.
 
-    Where these have a head in the place of the output layer: the family's models that do, by `model_type`. Raises
-    ValueError, with the list of what is known, for an architecture that is not.
+    A model with a score head in place of its output layer is found by `model_type`. Raises ValueError, with the list
+    of supported architectures, for another one.
     """
-    named = hf_config.get("architectures") or []
-    if head_of(hf_config) is not None:
+    names = hf_config.get("architectures") or []
+    if labels := count_labels(hf_config):
         for family in FAMILIES:
             if text_config(hf_config).get("model_type") == family.name:
-                return scored(family)
+                return make_classifier(family, labels)
     for family in FAMILIES:
-        if set(named) & set(family.architectures) or (not named and hf_config.get("model_type") == family.name):
+        if set(names) & set(family.architectures) or (not names and hf_config.get("model_type") == family.name):
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    what = f"architecture {', '.join(named)}" if named else f"model_type {hf_config.get('model_type')!r}"
-    raise ValueError(f"config.json names the {what}, which this version does not know. It knows: {known}")
+    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    name = f"architecture {', '.join(names)}" if names else f"model_type {hf_config.get('model_type')!r}"
+    raise ValueError(f"config.json names the {name}, which this version does not support. It supports: {supported}")

@@ -3,113 +3,113 @@
 from pathlib import Path
 
 from ..mapping.param_mapping import Family
-from ..model.score_head import architectures
+from ..model.score_head import classifier_architectures
 from . import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 HEAD = """# Models
 
-Made from the registry by `python -m megaswift.bridge.families`; do not edit.
+Generated from the registry by `python -m megaswift.bridge.families`; do not edit.
 
-The `architectures` of a checkpoint's config.json decide which family reads it (its `model_type`, where it names none).
-Weights are read from safetensors, by the names that the hub's checkpoints have, and written back as a Hugging Face
-folder under the names that came in.
+The `architectures` of a checkpoint's config.json select its family (its `model_type`, if there are none). Weights are
+read from safetensors, by the names in the hub's checkpoints, and saved as a Hugging Face folder with the same names.
 
 | `model_type` | `architectures` | Checkpoints | Layers | Split by |
 |---|---|---|---|---|
 """
 
 SUPPORT = """
-Layers are those of the family's default config; some of its checkpoints have more, or fewer. `tests/bridge/families`
-compares each family with transformers: log-probabilities and gradients, in one process and in these layouts.
+The column of layers describes the family's default config; some checkpoints have more, or fewer.
+`tests/bridge/families` compares each family with transformers: log-probabilities and gradients, in one process and in
+these layouts.
 
 ## Layouts
 
 TP (`--tensor_model_parallel_size`, with sequence parallelism), PP (`--pipeline_model_parallel_size`, virtual stages
-too) and CP (`--context_parallel_size`) split every family, EP and ETP those with experts. Some sizes have a bound:
+too) and CP (`--context_parallel_size`) split every family, EP and ETP those with experts. Some sizes are limited:
 
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
 - the key heads of gated delta nets divide by TP x CP;
 - experts under TP train with sequence parallelism only (megatron-core's rule).
 
-## Heads that score documents
+## Sequence classification
 
-A model whose `architectures` end in ForSequenceClassification has `score.weight` in the place of an output layer. It is
-read, trained, split, saved and adapted as the others are, with the head whole on every rank; a head that begins beside
-a language model is random. transformers has such classes, and so have we, for {able}.
+A model whose `architectures` end in ForSequenceClassification has `score.weight` in place of an output layer. All
+features work as for language models, with the head replicated on every rank; a new head on a language model is random.
+It is supported where transformers has such a class: {classifiers}.
 Embeddings, and choices between tokens, need no head: every family has them.
 
-## What goes along
+## Passthrough tensors
 
-Some checkpoints hold parts that no family builds, or that were not asked for: layers of multi-token prediction
-(DeepSeek-V3, GLM-4.5, ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a text model that is
-trained. Their tensors are copied from the source into what is saved. Families with MTP in the table above can train
-these layers: `--mtp_num_layers`.
+Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5,
+ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside the text model. Their tensors are copied from the
+source into the saved checkpoint. Families with MTP in the table above can train these layers: `--mtp_num_layers`.
 
-## Weights that come in quantised
+## Quantized weights
 
 | config.json's `quantization_config` | |
 |---|---|
 | `quant_method: fp8` with `weight_block_size` | FP8 in blocks with scales (DeepSeek-V3, MiniMax-M2): any family |
 | `quant_method: mxfp4` | MXFP4 (GPT-OSS): the experts |
 
-They are unquantised slice by slice while they are read, and go out in `--torch_dtype`, without `quantization_config`.
+They are dequantized slice by slice while they are read, and saved in `--torch_dtype`, without `quantization_config`.
 
-## What is not taken
+## Unsupported settings
 
-A setting that cannot be expressed is refused by name, since a model that differs in one is another model.
+A setting that cannot be expressed is an error that names it, since ignoring it would build another model.
 
 """
 
-EVERYWHERE = """
-And of every family:
+GENERAL = """
+For every family:
 
 - rope rules other than default, linear, llama3, yarn and longrope: dynamic scaling makes the rotation of a token depend
   on how long the sequence became around it, which has no meaning for packed documents;
-- weights quantised in other ways (bitsandbytes, GPTQ, AWQ): they were made for inference, and are not what was trained;
+- other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
-- architectures with code of their own (`trust_remote_code`): what they compute is not known here;
-- vision and audio towers: no checkpoint's is trained, and only those of the architectures above go along.
+- architectures with code of their own (`trust_remote_code`);
+- vision and audio towers: none is trained, and only those of the architectures above pass through.
 """
 
 
-# What transformers' config classes of some families have no default for.
+# Keys for which some of transformers' config classes have no default.
 WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
 def page() -> str:
-    """The page's text."""
-    able = ", ".join(family.name for family in FAMILIES if family.name in architectures())
-    refused = [f"- **{family.name}**: {'; '.join(family.limits)}\n" for family in FAMILIES if family.limits]
-    return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT.format(able=able) + "".join(refused) + EVERYWHERE
+    """Return the page's text."""
+    classifiers = ", ".join(family.name for family in FAMILIES if family.name in classifier_architectures())
+    limits = [f"- **{family.name}**: {'; '.join(family.limits)}\n" for family in FAMILIES if family.limits]
+    return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT.format(classifiers=classifiers) + "".join(limits) + GENERAL
 
 
 def _line(family: Family) -> str:
-    config = {"architectures": list(family.architectures)} | WITHOUT_DEFAULTS
-    about = family.describe(config)
-    settings, attention = about.transformer, [layer for layer in about.layers if layer.mixer == "attention"]
-    latent, experts = settings.get("multi_latent_attention"), "num_moe_experts" in settings
-    facts = {
-        "gated delta nets": len(attention) < len(about.layers),
-        "latent attention (MLA)": latent,
-        "attention": not latent,
+    architecture = family.describe({"architectures": list(family.architectures)} | WITHOUT_DEFAULTS)
+    arguments, layers = architecture.transformer, architecture.layers
+    attention = [layer for layer in layers if layer.mixer == "attention"]
+    is_latent, has_experts = arguments.get("multi_latent_attention"), "num_moe_experts" in arguments
+    scales = {architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale}
+    features = {
+        "gated delta nets": len(attention) < len(layers),
+        "latent attention (MLA)": is_latent,
+        "attention": not is_latent,
         "windows": any(layer.window for layer in attention),
         "chunks": any(layer.chunk for layer in attention),
         "layers without positions": any(layer.rope is None for layer in attention),
-        "sinks": about.sinks,
-        "norms after each part": about.post_norms,
-        "multipliers": {about.embedding_scale, about.residual_scale, about.logits_scale} != {1.0},
-        "experts": experts,
-        "a shared expert": settings.get("moe_shared_expert_intermediate_size"),
-        "MTP": family.predicting_rows,
+        "sinks": architecture.sinks,
+        "norms after each part": architecture.post_norms,
+        "multipliers": scales != {1.0},
+        "experts": has_experts,
+        "a shared expert": arguments.get("moe_shared_expert_intermediate_size"),
+        "MTP": family.mtp_mappings,
     }
     columns = (
         family.name,
         ", ".join(family.architectures),
         family.models,
-        ", ".join(fact for fact, holds in facts.items() if holds),
-        "TP PP CP EP ETP" if experts else "TP PP CP",
+        ", ".join(feature for feature, is_present in features.items() if is_present),
+        "TP PP CP EP ETP" if has_experts else "TP PP CP",
     )
     return f"| {' | '.join(columns)} |\n"
 

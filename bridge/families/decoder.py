@@ -1,54 +1,85 @@
-"""What decoders of Llama's shape have in common: pre-norms, grouped queries with rotary embeddings, a gated MLP.
+"""The decoder of Llama's shape: pre-norms, grouped queries with rotary embeddings, a gated MLP.
 
-A family starts from these and adds its own. All of them read the raw config.json, in which a missing key means the
-default of the family's config class in transformers.
+Families start from these building blocks. A `config` is that of `Family.read`: a config.json with the defaults of the
+family's config class in transformers filled in.
 """
 
 import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Architecture, Layer, Rope, Row
+from ..mapping.param_mapping import (
+    FUSED_GATE_UP,
+    GATE_UP,
+    QKV,
+    REPLICATED,
+    ROW,
+    VOCAB,
+    Architecture,
+    HfConfig,
+    Layer,
+    ParamMapping,
+    Rope,
+    ShardingKind,
+    TransformerArgs,
+)
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
+# Defaults that most config classes of transformers share.
+DEFAULTS: HfConfig = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
-def with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `defaults`, with the values of `config` where it has them (null counts as missing)."""
-    return {key: default if config.get(key) is None else config[key] for key, default in defaults.items()}
+
+def layer_mapping(
+    hf: str, mcore: str, kind: ShardingKind, layers: tuple[int, ...] | None = None, **settings: bool
+) -> ParamMapping:
+    """Map a tensor of each layer, by its names within the layer. `settings`: further fields of `ParamMapping`."""
+    return ParamMapping(HF_LAYER + hf, LAYER + mcore, kind, layers, **settings)
 
 
-def check_known(config: dict[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError where `config` has a key of `known` with another value than these (or null)."""
-    for key, values in known.items():
+def check_supported(config: HfConfig, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError if `config` has a key of `supported` with a value that is neither listed nor null."""
+    for key, values in supported.items():
         if config.get(key) not in (None, *values):
             which = " or ".join(map(repr, values))
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is known with {which} only")
+            raise ValueError(f"config.json has {key} {config[key]!r}; this family is supported with {which} only")
 
 
-def dense_layers(settings: dict[str, Any], moe: Container[int]) -> tuple[int, ...]:
-    """The layers that are not among `moe`."""
-    return tuple(layer for layer in range(settings["num_hidden_layers"]) if layer not in moe)
+def check_layer_types(config: HfConfig, types: list[str], supported: set[str]) -> None:
+    """Raise ValueError unless `types` has one of the `supported` types for each layer."""
+    layers = config["num_hidden_layers"]
+    if len(types) != layers or set(types) - supported:
+        raise ValueError(
+            f"config.json has layer_types {types}; each of the {layers} layers needs one, "
+            f"{' or '.join(sorted(supported))}"
+        )
 
 
-def rope(
-    config: dict[str, Any],
-    head_dim: int,
-    max_positions: int,
-    *,
-    base: float = 10000.0,
-    partial: float | None = None,
-    interleaved: bool = False,
+def dense_layers(config: HfConfig, moe: Container[int]) -> tuple[int, ...]:
+    """List the layers that are not among `moe`."""
+    return tuple(layer for layer in range(config["num_hidden_layers"]) if layer not in moe)
+
+
+def read_rope(
+    config: HfConfig, head_dim: int, *, base: float = 10000.0, partial: bool = False, interleaved: bool = False
 ) -> Rope:
-    """The rule of rotary embeddings, from `rope_theta` with `rope_scaling` or from `rope_parameters`.
+    """Read the rule of rotary embeddings from `rope_theta` with `rope_scaling`, or from `rope_parameters`.
 
-    `base` is what holds where config.json gives none, and `partial` the same of partial_rotary_factor (None: the family
-    turns whole heads). Raises ValueError for a rule that the layers do not know, and where there are two.
+    base: where config.json has no rope_theta. partial: the family may rotate a part of each head only.
+    Raises ValueError for a rule that the layers do not implement, and for two different rules.
     """
     if config.get("rope_parameters") and config.get("rope_scaling"):
         alone = [
-            rope(config | {other: None}, head_dim, max_positions, base=base, partial=partial, interleaved=interleaved)
+            read_rope(config | {other: None}, head_dim, base=base, partial=partial, interleaved=interleaved)
             for other in ("rope_scaling", "rope_parameters")
         ]
         if alone[0] != alone[1]:  # transformers takes rope_scaling alone, and without its rope_theta the default
@@ -58,20 +89,18 @@ def rope(
             )
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in settings.values()):
-        raise ValueError(
-            "config.json has rope_parameters for each type of layer: this family is known with one for all"
-        )
+        raise ValueError("config.json has rope_parameters for each type of layer: this family is supported with one")
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base
-    given = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    if partial is None and given not in (None, 1.0):
-        raise ValueError(f"config.json has partial_rotary_factor {given}: this family is known with whole heads only")
-    dim = int(head_dim * (given or partial or 1.0))
+    fraction = settings.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if not partial and fraction != 1.0:
+        raise ValueError(f"config.json has partial_rotary_factor {fraction}: this family is supported with 1.0 only")
+    dim, positions = int(head_dim * fraction), config["max_position_embeddings"]
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
-    return Rope(float(base), dim, _scaling(settings, dim, original, max_positions), interleaved)
+    return Rope(float(base), dim, _read_scaling(settings, dim, original, positions), interleaved)
 
 
-def _scaling(settings: dict[str, Any], dim: int, original: int | None, max_positions: int) -> dict[str, Any] | None:
-    """In one spelling, with nothing left out, as transformers' modeling_rope_utils fills in what is missing."""
+def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positions: int) -> HfConfig | None:
+    """Return rope scaling in one spelling, with missing keys filled in as by transformers' modeling_rope_utils."""
     kind = settings.get("rope_type") or settings.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
@@ -79,9 +108,9 @@ def _scaling(settings: dict[str, Any], dim: int, original: int | None, max_posit
     if kind not in ("linear", "llama3", "yarn", "longrope"):
         reason = ", whose frequencies change with the longest text seen so far" if kind == "dynamic" else ""
         raise ValueError(
-            f"config.json asks for rope scaling of type {kind!r}{reason}; known are default, linear, llama3, yarn and "
-            "longrope. To train within the original length, remove rope_scaling (or rope_parameters' rope_type) from "
-            "config.json"
+            f"config.json asks for rope scaling of type {kind!r}{reason}; supported are default, linear, llama3, yarn "
+            "and longrope. To train within the original length, remove rope_scaling (or rope_parameters' rope_type) "
+            "from config.json"
         )
     scaling = {key: value for key, value in settings.items() if key != "type"} | {"rope_type": kind}
     if kind == "linear":
@@ -110,153 +139,149 @@ def _scaling(settings: dict[str, Any], dim: int, original: int | None, max_posit
     return scaling
 
 
-def windowed(config: dict[str, Any], layers: int, *, default: list[str]) -> tuple[Layer, ...]:
-    """Layers of which some attend to a sliding window, as `layer_types` says; `default`: where it is not there.
+def sliding_layers(config: HfConfig, is_sliding: list[bool]) -> tuple[Layer, ...]:
+    """Describe layers of which some attend to a sliding window, as `layer_types` says.
 
-    Raises ValueError for other types, and for windows without a length.
+    is_sliding: which layers do so where config.json has no layer_types. Raises ValueError for other types of layers,
+    and for windows without a length.
     """
-    kinds, window = config.get("layer_types") or default, config.get("sliding_window", 4096)
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"config.json has layer_types {kinds}: there must be one for each of the {layers} layers, full_attention "
-            "or sliding_attention"
-        )
-    if "sliding_attention" in kinds and not window:
+    types = ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]
+    types, window = config.get("layer_types") or types, config.get("sliding_window", 4096)
+    check_layer_types(config, types, {"full_attention", "sliding_attention"})
+    if "sliding_attention" in types and not window:
         raise ValueError("config.json has layer_types with sliding_attention, and no sliding_window for their length")
-    return tuple(Layer(window=window if kind == "sliding_attention" else None) for kind in kinds)
+    return tuple(Layer(window=window if kind == "sliding_attention" else None) for kind in types)
 
 
-def qwen_windows(config: dict[str, Any], layers: int) -> tuple[Layer, ...]:
-    """Qwen's: switched on by use_sliding_window, from layer max_window_layers on."""
+def qwen_layers(config: HfConfig) -> tuple[Layer, ...]:
+    """Describe Qwen's layers: with use_sliding_window they have windows from layer max_window_layers on."""
     if not config.get("use_sliding_window"):
         config = config | {"sliding_window": None}
     window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
-    sliding = [window is not None and layer >= first for layer in range(layers)]
-    return windowed(config, layers, default=["sliding_attention" if on else "full_attention" for on in sliding])
+    return sliding_layers(config, [window is not None and i >= first for i in range(config["num_hidden_layers"])])
 
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 
-def activation(name: str) -> str:
-    """Its name in build.py. Raises ValueError for one that the layers do not know."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"config.json has hidden_act {name!r}; known are {', '.join(ACTIVATIONS)}")
-    return "silu" if name == "swish" else name
+def describe_decoder(
+    config: HfConfig,
+    transformer: TransformerArgs | None = None,
+    *,
+    partial_rotary: bool = False,
+    interleaved: bool = False,
+    **fields: Any,
+) -> Architecture:
+    """Describe a decoder of Llama's shape.
 
-
-def describe_decoder(config: dict[str, Any], settings: dict[str, Any], **transformer: Any) -> Architecture:
-    """The architecture of a decoder of Llama's shape.
-
-    `settings` are its keys with the family's defaults filled in; `transformer` is what the family adds. Keys of
-    `settings` that not all families have: rope_theta and partial_rotary_factor (defaults), rope_interleaved.
+    transformer, fields: what the family adds to the arguments of TransformerConfig, and to those of Architecture.
+    partial_rotary, interleaved: see `read_rope`.
     """
-    heads = settings["num_attention_heads"]
-    head_dim = settings["head_dim"] or settings["hidden_size"] // heads
-    turning = rope(
-        config,
-        head_dim,
-        settings["max_position_embeddings"],
-        base=settings.get("rope_theta", 10000.0),
-        partial=settings.get("partial_rotary_factor"),
-        interleaved=settings.get("rope_interleaved", False),
-    )
-    return Architecture(
-        transformer={
-            "num_layers": settings["num_hidden_layers"],
-            "hidden_size": settings["hidden_size"],
-            "ffn_hidden_size": settings["intermediate_size"],
-            "num_attention_heads": heads,
-            "num_query_groups": settings["num_key_value_heads"] or heads,
-            "kv_channels": head_dim,
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": settings["rms_norm_eps"],
-            "gated_linear_unit": True,
-            "activation_func": activation(settings["hidden_act"]),
-            "add_bias_linear": False,
-            "add_qkv_bias": False,
-            "qk_layernorm": False,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            **transformer,
-        },
-        vocab_size=settings["vocab_size"],
-        tied=settings["tie_word_embeddings"],
-        max_positions=settings["max_position_embeddings"],
-        ropes=(turning,),
-        layers=(Layer(),) * settings["num_hidden_layers"],
-    )
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    head_dim = config["head_dim"] or config["hidden_size"] // heads
+    activation, base = config["hidden_act"], config.get("rope_theta", 10000.0)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"config.json has hidden_act {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    defaults = {
+        "vocab_size": config["vocab_size"],
+        "tied": config["tie_word_embeddings"],
+        "max_positions": config["max_position_embeddings"],
+        "ropes": (read_rope(config, head_dim, base=base, partial=partial_rotary, interleaved=interleaved),),
+        "layers": (Layer(),) * layers,
+    }
+    arguments = {
+        "num_layers": layers,
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config["num_key_value_heads"] or heads,
+        "kv_channels": head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": "silu" if activation == "swish" else activation,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return Architecture(**{"transformer": arguments | (transformer or {}), **defaults, **fields})
 
 
 ENDS = [
-    Row("model.embed_tokens.weight", "embedding.word_embeddings.weight", VOCAB),
-    Row("model.norm.weight", "decoder.final_layernorm.weight", REPLICATED),
-    Row("lm_head.weight", "output_layer.weight", VOCAB),
+    ParamMapping("model.embed_tokens.weight", "embedding.word_embeddings.weight", VOCAB),
+    ParamMapping("model.norm.weight", "decoder.final_layernorm.weight", REPLICATED),
+    ParamMapping("lm_head.weight", "output_layer.weight", VOCAB),
 ]
 
 PROJECTIONS = [
-    Row(HF_LAYER + "self_attn.{part}_proj.weight", LAYER + "self_attention.linear_qkv.weight", QKV),
-    Row(HF_LAYER + "self_attn.o_proj.weight", LAYER + "self_attention.linear_proj.weight", ROW),
+    layer_mapping("self_attn.{part}_proj.weight", "self_attention.linear_qkv.weight", QKV),
+    layer_mapping("self_attn.o_proj.weight", "self_attention.linear_proj.weight", ROW),
 ]
 
 NORMS = [
-    Row(HF_LAYER + "input_layernorm.weight", LAYER + "input_layernorm.weight", REPLICATED),
-    Row(HF_LAYER + "post_attention_layernorm.weight", LAYER + "pre_mlp_layernorm.weight", REPLICATED),
+    layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+    layer_mapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
 ]
 
 ATTENTION = NORMS + PROJECTIONS
 
-QKV_BIAS = [Row(HF_LAYER + "self_attn.{part}_proj.bias", LAYER + "self_attention.linear_qkv.bias", QKV)]
+QKV_BIAS = [layer_mapping("self_attn.{part}_proj.bias", "self_attention.linear_qkv.bias", QKV)]
 
-OUTPUT_BIAS = [Row(HF_LAYER + "self_attn.o_proj.bias", LAYER + "self_attention.linear_proj.bias", REPLICATED)]
+OUTPUT_BIAS = [layer_mapping("self_attn.o_proj.bias", "self_attention.linear_proj.bias", REPLICATED)]
 
 FUSED_MLP = [
-    Row(HF_LAYER + "mlp.gate_up_proj.weight", LAYER + "mlp.linear_fc1.weight", FUSED_GATE_UP),
-    Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW),
+    layer_mapping("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", FUSED_GATE_UP),
+    layer_mapping("mlp.down_proj.weight", "mlp.linear_fc2.weight", ROW),
 ]
 
 MLP_BIASES = [
-    Row(HF_LAYER + "mlp.{part}_proj.bias", LAYER + "mlp.linear_fc1.bias", GATE_UP),
-    Row(HF_LAYER + "mlp.down_proj.bias", LAYER + "mlp.linear_fc2.bias", REPLICATED),
+    layer_mapping("mlp.{part}_proj.bias", "mlp.linear_fc1.bias", GATE_UP),
+    layer_mapping("mlp.down_proj.bias", "mlp.linear_fc2.bias", REPLICATED),
 ]
 
 QK_NORMS = [
-    Row(HF_LAYER + "self_attn.q_norm.weight", LAYER + "self_attention.q_layernorm.weight", REPLICATED),
-    Row(HF_LAYER + "self_attn.k_norm.weight", LAYER + "self_attention.k_layernorm.weight", REPLICATED),
+    layer_mapping("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", REPLICATED),
+    layer_mapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", REPLICATED),
 ]
 
 
-def attention_biases(config: dict[str, Any]) -> list[Row]:
-    """Of all four projections, or of none."""
-    return QKV_BIAS + OUTPUT_BIAS if config.get("attention_bias") else []
+def attention_biases(config: HfConfig) -> list[ParamMapping]:
+    """Map the biases of all four projections, if attention_bias is set."""
+    return QKV_BIAS + OUTPUT_BIAS if config["attention_bias"] else []
 
 
-def mlp(layers: tuple[int, ...] | None = None) -> list[Row]:
-    """A dense gated MLP, in all layers or in `layers`."""
+def mlp_biases(config: HfConfig) -> list[ParamMapping]:
+    """Map the biases of dense MLPs, if mlp_bias is set."""
+    return MLP_BIASES if config["mlp_bias"] else []
+
+
+def mlp(layers: tuple[int, ...] | None = None, name: str = "mlp") -> list[ParamMapping]:
+    """Map a dense gated MLP, in all layers or in `layers`, by its name in the checkpoint."""
     return [
-        Row(HF_LAYER + "mlp.{part}_proj.weight", LAYER + "mlp.linear_fc1.weight", GATE_UP, layers),
-        Row(HF_LAYER + "mlp.down_proj.weight", LAYER + "mlp.linear_fc2.weight", ROW, layers),
+        layer_mapping(name + ".{part}_proj.weight", "mlp.linear_fc1.weight", GATE_UP, layers),
+        layer_mapping(name + ".down_proj.weight", "mlp.linear_fc2.weight", ROW, layers),
     ]
 
 
-def experts(layers: tuple[int, ...] | None = None) -> list[Row]:
-    """A router and gated experts, in all layers or in `layers`."""
-    hf, mcore = HF_LAYER + "mlp.experts.{expert}.", LAYER + "mlp.experts."
+def experts(layers: tuple[int, ...] | None = None) -> list[ParamMapping]:
+    """Map a router and gated experts, in all layers or in `layers`."""
     return [
-        Row(HF_LAYER + "mlp.gate.weight", LAYER + "mlp.router.weight", REPLICATED, layers),
-        Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, layers),
-        Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, layers),
+        layer_mapping("mlp.gate.weight", "mlp.router.weight", REPLICATED, layers),
+        layer_mapping("mlp.experts.{expert}.{part}_proj.weight", "mlp.experts.linear_fc1.weight", GATE_UP, layers),
+        layer_mapping("mlp.experts.{expert}.down_proj.weight", "mlp.experts.linear_fc2.weight", ROW, layers),
     ]
 
 
-def shared_experts(name: str, layers: tuple[int, ...], *, gate: bool = False) -> list[Row]:
-    """The experts that every token has, as one gated MLP that is called `name` in the checkpoint.
+def shared_experts(name: str, layers: tuple[int, ...], *, gate: bool = False) -> list[ParamMapping]:
+    """Map the experts of every token: one gated MLP of that name in the checkpoint.
 
-    `gate`: each token's share of it is a sigmoid.
+    gate: a token's share of it is a sigmoid.
     """
-    hf, mcore = HF_LAYER + f"mlp.{name}", LAYER + "mlp.shared_experts."
-    rows = [
-        Row(hf + ".{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, layers),
-        Row(hf + ".down_proj.weight", mcore + "linear_fc2.weight", ROW, layers),
+    shared = "mlp.shared_experts."
+    mappings = [
+        layer_mapping(name + ".{part}_proj.weight", shared + "linear_fc1.weight", GATE_UP, layers),
+        layer_mapping(name + ".down_proj.weight", shared + "linear_fc2.weight", ROW, layers),
     ]
-    return [*rows, Row(hf + "_gate.weight", mcore + "gate_weight", REPLICATED, layers)] if gate else rows
+    return mappings + [layer_mapping(name + "_gate.weight", shared + "gate_weight", REPLICATED, layers)] * gate

@@ -1,115 +1,117 @@
-"""Experts as DeepSeek has them: the first layers dense, a few experts for every token, the others chosen by groups.
+"""DeepSeek's experts: the first layers dense, a few experts for every token, the others chosen by groups.
 
-DeepSeek-V3's way of choosing (https://arxiv.org/abs/2412.19437, section 2.1.2) is that of several families: sigmoid
-scores, and a bias on them that has a part in the choice alone.
+Several families route as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2): sigmoid scores, and a
+bias on them that takes part in the choice alone.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from ..mapping.param_mapping import REPLICATED, Routing, Row
-from .decoder import HF_LAYER, LAYER, check_known, dense_layers, experts, mlp, shared_experts
+from ..mapping.param_mapping import REPLICATED, HfConfig, ParamMapping, Routing, TransformerArgs
+from .decoder import HF_LAYER, LAYER, check_supported, dense_layers, experts, layer_mapping, mlp, shared_experts
 
 
-def moe_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What megatron-core's TransformerConfig has to know of the experts' sizes and places."""
-    shared = settings["n_shared_experts"]
+def moe_arguments(config: HfConfig) -> TransformerArgs:
+    """Return megatron-core's settings of the experts' sizes and layers."""
+    shared, moe = config["n_shared_experts"], moe_layers(config)
     return {
-        "num_moe_experts": settings["n_routed_experts"],
-        "moe_router_topk": settings["num_experts_per_tok"],
-        "moe_ffn_hidden_size": settings["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": settings["moe_intermediate_size"] * shared if shared else None,
-        "moe_layer_freq": [int(layer in moe_layers(settings)) for layer in range(settings["num_hidden_layers"])],
-        "moe_router_topk_scaling_factor": float(settings["routed_scaling_factor"]),
+        "num_moe_experts": config["n_routed_experts"],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"] * shared if shared else None,
+        "moe_layer_freq": [int(layer in moe) for layer in range(config["num_hidden_layers"])],
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
     }
 
 
-def predicting_layers(config: dict[str, Any], settings: dict[str, Any]) -> str:
-    """A pattern of the names of what predicts further tokens: layers after those of the model."""
-    first = settings["num_hidden_layers"]
-    numbers = "|".join(str(first + depth) for depth in range(_depths(config)))
+def moe_layers(config: HfConfig) -> range:
+    return range(min(config["first_k_dense_replace"], config["num_hidden_layers"]), config["num_hidden_layers"])
+
+
+def mtp_pattern(config: HfConfig, depths: int | None = None) -> str:
+    """Return a pattern of the names in the layers of multi-token prediction, which follow those of the model."""
+    first = config["num_hidden_layers"]
+    numbers = "|".join(str(first + depth) for depth in range(_count_depths(config) if depths is None else depths))
     return rf"model\.layers\.(?:{numbers})\." if numbers else ""
 
 
-def _depths(config: dict[str, Any]) -> int:
+def _count_depths(config: HfConfig) -> int:
     return next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config), 1) or 0
 
 
-def predicting_rows(
-    rows: Callable[[dict[str, Any]], list[Row]], layers: int, config: dict[str, Any], depths: int
-) -> list[Row]:
-    """The first `depths` of these layers: what a family's `rows` have in the model's last layer, and their own.
+def mtp_mappings(
+    mappings: Callable[[HfConfig], list[ParamMapping]], config: HfConfig, depths: int
+) -> list[ParamMapping]:
+    """Map the first `depths` layers of multi-token prediction: the model's last layer by `mappings`, and their own.
 
-    `layers`: how many the model has where config.json does not say it.
-
-    Their copies of the embedding and of the output matrix are not read, and go along as they are.
+    Their copies of the embedding and of the output matrix are not read; they pass through unchanged.
     """
-    if depths > (there := _depths(config)):
-        raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {there}")
-    last, found = (config.get("num_hidden_layers") or layers) - 1, []
+    if depths > (stored := _count_depths(config)):
+        raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {stored}")
+    last, mtp = config["num_hidden_layers"] - 1, []
     for depth in range(depths):
         hf, mcore = f"model.layers.{last + 1 + depth}.", "mtp.layers.{layer}."
-        for row in rows(config):
-            if LAYER in row.mcore and (row.layers is None or last in row.layers):
-                inside = row.mcore.replace(LAYER, mcore + "mtp_model_layer.")
-                found.append(replace(row, hf=row.hf.replace(HF_LAYER, hf), mcore=inside, layers=(depth,)))
-        own = (("eh_proj",) * 2, ("enorm",) * 2, ("hnorm",) * 2, ("shared_head.norm", "final_layernorm"))
-        found += [Row(f"{hf}{a}.weight", f"{mcore}{b}.weight", REPLICATED, (depth,)) for a, b in own]
-    return found
+        for mapping in mappings(config):
+            if LAYER in mapping.mcore and (mapping.layers is None or last in mapping.layers):
+                inner = mapping.mcore.replace(LAYER, mcore + "mtp_model_layer.")
+                mtp.append(replace(mapping, hf=mapping.hf.replace(HF_LAYER, hf), mcore=inner, layers=(depth,)))
+        names = (("eh_proj",) * 2, ("enorm",) * 2, ("hnorm",) * 2, ("shared_head.norm", "final_layernorm"))
+        mtp += [ParamMapping(f"{hf}{a}.weight", f"{mcore}{b}.weight", REPLICATED, (depth,)) for a, b in names]
+    return mtp
 
 
-def moe_layers(settings: dict[str, Any]) -> range:
-    return range(min(settings["first_k_dense_replace"], settings["num_hidden_layers"]), settings["num_hidden_layers"])
+def group_arguments(config: HfConfig) -> TransformerArgs:
+    """Return megatron-core's settings of a choice by groups; none if all groups may be chosen.
 
-
-def groups(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a choice by groups; none where one group holds all experts, or all groups may be chosen.
-
-    Raises ValueError where the groups cannot be made, or hold too few experts for the choice.
+    Raises ValueError if the groups are unequal, or hold too few experts for the choice.
     """
-    number, chosen, experts_ = settings["n_group"], settings["topk_group"], settings["n_routed_experts"]
+    number, chosen, total = config["n_group"], config["topk_group"], config["n_routed_experts"]
     if not number or number == 1 or number == chosen:
         return {}
-    if not chosen or experts_ % number or chosen * (experts_ // number) < settings["num_experts_per_tok"]:
+    if not chosen or total % number or chosen * (total // number) < config["num_experts_per_tok"]:
         raise ValueError(
-            f"config.json has n_group {number}, topk_group {chosen}, n_routed_experts {experts_} and "
-            f"num_experts_per_tok {settings['num_experts_per_tok']}: groups must be equal, and the chosen ones hold "
+            f"config.json has n_group {number}, topk_group {chosen}, n_routed_experts {total} and "
+            f"num_experts_per_tok {config['num_experts_per_tok']}: groups must be equal, and the chosen ones hold "
             "enough experts"
         )
     return {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
 
 
-KNOWN = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+SUPPORTED = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+LIMITS = ("scoring_func other than sigmoid", "topk_method other than noaux_tc")
 
 
-def sigmoid_routing(config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], Routing | None]:
-    """DeepSeek-V3's routing: megatron-core's settings, and the rule where these do not say it.
+def sigmoid_routing(config: HfConfig) -> tuple[TransformerArgs, Routing | None]:
+    """Return DeepSeek-V3's routing as megatron-core's settings, and a rule where these cannot express it.
 
     Raises ValueError for another way of scoring or choosing.
     """
-    check_known(config, KNOWN)
-    given = {
-        **moe_settings(settings),
-        **groups(settings),
+    check_supported(config, SUPPORTED)
+    arguments = {
+        **moe_arguments(config),
+        **group_arguments(config),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
-    topk = settings["num_experts_per_tok"]
+    topk, normalize = config["num_experts_per_tok"], bool(config["norm_topk_prob"])
     # megatron-core takes the best topk / topk_group of a group, and leaves a single expert's weight as it is.
-    as_megatron = topk // given.get("moe_router_group_topk", topk) == 2 if "moe_router_group_topk" in given else True
-    if as_megatron and topk > 1 and settings["norm_topk_prob"]:
-        return given, None
-    return given, Routing(group_members=2, normalize=bool(settings["norm_topk_prob"]))
+    groups = arguments.get("moe_router_group_topk")
+    if (groups is None or topk // groups == 2) and topk > 1 and normalize:
+        return arguments, None
+    return arguments, Routing(group_members=2, normalize=normalize)
 
 
-def feed_forward(settings: dict[str, Any], *, bias: bool) -> list[Row]:
-    """The dense layers' MLP and the others' experts; `bias`: with a bias on the experts' scores."""
-    moe = tuple(moe_layers(settings))
-    rows = mlp(dense_layers(settings, moe)) + experts(moe)
-    if settings["n_shared_experts"]:
-        rows += shared_experts("shared_experts", moe)
+def feed_forward(config: HfConfig, *, bias: bool) -> list[ParamMapping]:
+    """Map the MLP of dense layers and the experts of the others; `bias`: with a bias on the experts' scores."""
+    moe = tuple(moe_layers(config))
+    mappings = mlp(dense_layers(config, moe)) + experts(moe)
+    if config["n_shared_experts"]:
+        mappings += shared_experts("mlp.shared_experts", moe)
     if bias:
-        scores = LAYER + "mlp.router.expert_bias"
-        rows.append(Row(HF_LAYER + "mlp.gate.e_score_correction_bias", scores, REPLICATED, moe, fp32=True))
-    return rows
+        mappings.append(score_bias("mlp.gate.e_score_correction_bias", moe))
+    return mappings
+
+
+def score_bias(hf: str, layers: tuple[int, ...] | None = None) -> ParamMapping:
+    """Map the bias on the experts' scores."""
+    return layer_mapping(hf, "mlp.router.expert_bias", REPLICATED, layers, fp32=True)

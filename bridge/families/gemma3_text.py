@@ -1,116 +1,105 @@
-"""Gemma 3 text: five layers of six attend to a window and turn by a rule of their own; four norms in each layer.
+"""Gemma 3 text: five layers of six have a window and a rope of their own; four norms in each layer.
 
-Norms are stored as what is added to 1, the embedding is multiplied by the root of its width, and queries and keys have
-norms on each head. The checkpoints from 4B on are of Gemma3ForConditionalGeneration: their text model is what is
-trained.
+Norms store their difference from 1, the embedding is multiplied by the root of its width, and queries and keys have
+norms on each head. The checkpoints from 4B on are of Gemma3ForConditionalGeneration: only their text model is trained.
 """
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from ..mapping.param_mapping import REPLICATED, Architecture, Family, Row
+from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
 from .decoder import (
+    DEFAULTS,
     ENDS,
-    HF_LAYER,
-    LAYER,
     PROJECTIONS,
     QK_NORMS,
     attention_biases,
     describe_decoder,
+    layer_mapping,
     mlp,
-    rope,
-    windowed,
-    with_defaults,
+    read_rope,
+    sliding_layers,
 )
-from .vlm_text import inner, outer, spelled, text_config
+from .vlm_text import inside_language_model, inside_model, text_config
 
-# transformers' Gemma3TextConfig
-DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window_pattern": 6,
-}
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
+NORMS = [
+    layer_mapping("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+    layer_mapping("post_attention_layernorm.weight", "self_attn_bda.norm.weight", REPLICATED),
+    layer_mapping("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", REPLICATED),
+    layer_mapping("post_feedforward_layernorm.weight", "mlp_bda.norm.weight", REPLICATED),
+]
 
 
-def describe(config: dict[str, Any]) -> Architecture:
-    config = text_config(config)
-    settings = with_defaults(config, DEFAULTS)
-    settings |= {"hidden_act": settings["hidden_activation"]}
+def architecture(config: HfConfig) -> Architecture:
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(key):
             raise ValueError(f"config.json has {key} {config[key]!r}: no released Gemma 3 text model has it")
-    bias = bool(config.get("attention_bias"))
-    everywhere, nearby = _rope_settings(config)
+    bias, pattern = config["attention_bias"], config["sliding_window_pattern"]
+    global_rope, local_rope = _rope_settings(config)
+    layers = sliding_layers(config, [(layer + 1) % pattern != 0 for layer in range(config["num_hidden_layers"])])
     architecture = describe_decoder(
-        config | everywhere,
-        settings,
-        qk_layernorm=True,
-        layernorm_zero_centered_gamma=True,
-        softmax_scale=settings["query_pre_attn_scalar"] ** -0.5,
-        add_qkv_bias=bias,
-    )
-    number, pattern = settings["num_hidden_layers"], settings["sliding_window_pattern"]
-    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(number)]
-    layers = windowed(config, number, default=kinds)
-    local = rope(config | nearby, settings["head_dim"], settings["max_position_embeddings"])
-    return replace(
-        architecture,
-        ropes=(*architecture.ropes, local),
+        config | global_rope | {"hidden_act": config["hidden_activation"]},
+        {
+            "qk_layernorm": True,
+            "layernorm_zero_centered_gamma": True,
+            "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
+            "add_qkv_bias": bias,
+        },
         layers=tuple(replace(layer, rope=0 if layer.window is None else 1) for layer in layers),
-        embedding_scale=math.sqrt(settings["hidden_size"]),
+        embedding_scale=math.sqrt(config["hidden_size"]),
         post_norms=True,
         output_bias=bias,
-        carried=r"(model\.)?(vision_tower|multi_modal_projector)\.",
+        passthrough=r"(model\.)?(vision_tower|multi_modal_projector)\.",
     )
+    return replace(architecture, ropes=(*architecture.ropes, read_rope(config | local_rope, config["head_dim"])))
 
 
-def _rope_settings(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says of the two rules, each as a model with one rule would have it: of layers that attend to
-    everything (rope_theta and rope_scaling, where the older names are there) and of those with a window. As in
-    transformers, rope_scaling goes over what rope_parameters says."""
+def _rope_settings(config: HfConfig) -> tuple[HfConfig, HfConfig]:
+    """Return the ropes of layers without and with a window, each as config.json of a model with one rope has it.
+
+    As in transformers, rope_scaling takes precedence over rope_parameters in layers without a window.
+    """
     named = config.get("rope_parameters") or {}
     full = dict(named.get("full_attention") or {}) | dict(config.get("rope_scaling") or {})
     local = dict(named.get("sliding_attention") or {})
-    one = {"rope_scaling": None}
+    full_base, local_base = config.get("rope_theta") or GLOBAL_BASE, config.get("rope_local_base_freq") or LOCAL_BASE
     return (
-        one | {"rope_parameters": {"rope_theta": config.get("rope_theta") or GLOBAL_BASE} | full},
-        one | {"rope_parameters": {"rope_theta": config.get("rope_local_base_freq") or LOCAL_BASE} | local},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": full_base} | full},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": local_base} | local},
     )
 
 
-def rows(config: dict[str, Any]) -> list[Row]:
-    norms = {
-        "input_layernorm": "input_layernorm",
-        "post_attention_layernorm": "self_attn_bda.norm",
-        "pre_feedforward_layernorm": "pre_mlp_layernorm",
-        "post_feedforward_layernorm": "mlp_bda.norm",
-    }
-    four = [Row(HF_LAYER + hf + ".weight", LAYER + mcore + ".weight", REPLICATED) for hf, mcore in norms.items()]
-    alone = ENDS + four + PROJECTIONS + attention_biases(text_config(config)) + QK_NORMS + mlp()
-    return spelled(config, alone, outer, inner)
+def mappings(config: HfConfig) -> list[ParamMapping]:
+    return ENDS + NORMS + PROJECTIONS + attention_biases(config) + QK_NORMS + mlp()
 
 
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     models="Gemma 3, text",
-    describe=describe,
-    rows=rows,
+    architecture=architecture,
+    mappings=mappings,
+    text_config=text_config,
+    vlm_names=(inside_language_model, inside_model),
     limits=(
         "soft caps on scores and logits",
         "use_bidirectional_attention",
-        "images: the vision tower is carried along unchanged",
+        "images: the vision tower passes through unchanged",
     ),
+    defaults=DEFAULTS
+    | {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+    },
 )

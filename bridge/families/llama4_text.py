@@ -1,126 +1,97 @@
-"""Llama 4 text: three layers of four attend by chunks and turn, the fourth attends to everything and has no positions.
+"""Llama 4 text: three layers of four attend by chunks and have a rope; the fourth has neither.
 
-Queries and keys that turn are divided by their root mean square afterwards, queries of the other layers grow with their
-position. A token has one expert, whose input is weighted by a sigmoid, and a shared one. The checkpoints on the hub are
-of Llama4ForConditionalGeneration: their text model is what is trained.
+In layers with a rope queries and keys are divided by their root mean square after it; in the others queries grow with
+their position. A token has one expert, whose input is weighted by a sigmoid, and a shared one. The checkpoints on the
+hub are of Llama4ForConditionalGeneration: only their text model is trained.
 """
 
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from ..mapping.param_mapping import FUSED_GATE_UP, GATE_UP, REPLICATED, ROW, Architecture, Family, Layer, Routing, Row
-from .decoder import ATTENTION, ENDS, HF_LAYER, LAYER, attention_biases, dense_layers, describe_decoder, with_defaults
-from .vlm_text import outer, spelled, text_config
-
-# transformers' Llama4TextConfig
-DEFAULTS = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-    "num_experts_per_tok": 1,
-    "num_local_experts": 16,
-    "moe_layers": None,
-    "interleave_moe_layer_step": 1,
-    "use_qk_norm": True,
-    "no_rope_layers": None,
-    "no_rope_layer_interval": 4,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
+from ..mapping.param_mapping import (
+    FUSED_GATE_UP,
+    GATE_UP,
+    REPLICATED,
+    ROW,
+    Architecture,
+    Family,
+    HfConfig,
+    Layer,
+    ParamMapping,
+    Routing,
+)
+from .decoder import (
+    ATTENTION,
+    DEFAULTS,
+    ENDS,
+    attention_biases,
+    check_layer_types,
+    dense_layers,
+    describe_decoder,
+    layer_mapping,
+    mlp,
+)
+from .vlm_text import inside_language_model, text_config
 
 
-def describe(config: dict[str, Any]) -> Architecture:
-    config = text_config(config, tied_inside=True)
-    settings = with_defaults(config, DEFAULTS) | {"rope_interleaved": True}
-    bias = bool(config.get("attention_bias"))
-    moe, layers = moe_layers(settings), range(settings["num_hidden_layers"])
-    architecture = describe_decoder(
-        config,
-        settings | {"intermediate_size": settings["intermediate_size_mlp"]},
-        add_qkv_bias=bias,
-        num_moe_experts=settings["num_local_experts"],
-        moe_router_topk=settings["num_experts_per_tok"],
-        moe_router_score_function="sigmoid",
-        moe_ffn_hidden_size=settings["intermediate_size"],
-        moe_shared_expert_intermediate_size=settings["intermediate_size"],
-        moe_layer_freq=[int(layer in moe) for layer in layers],
-        moe_apply_probs_on_input=True,
-    )
-    return replace(
-        architecture,
-        layers=_layers(config, settings),
+def architecture(config: HfConfig) -> Architecture:
+    bias, moe = config["attention_bias"], moe_layers(config)
+    return describe_decoder(
+        config | {"intermediate_size": config["intermediate_size_mlp"]},
+        {
+            "add_qkv_bias": bias,
+            "num_moe_experts": config["num_local_experts"],
+            "moe_router_topk": config["num_experts_per_tok"],
+            "moe_router_score_function": "sigmoid",
+            "moe_ffn_hidden_size": config["intermediate_size"],
+            "moe_shared_expert_intermediate_size": config["intermediate_size"],
+            "moe_layer_freq": [int(layer in moe) for layer in range(config["num_hidden_layers"])],
+            "moe_apply_probs_on_input": True,
+        },
+        interleaved=True,
+        layers=_layers(config),
         output_bias=bias,
-        qk_norm="l2" if settings["use_qk_norm"] else "head",
-        query_growth=(settings["attn_scale"], settings["floor_scale"]) if settings["attn_temperature_tuning"] else None,
+        qk_norm="l2" if config["use_qk_norm"] else "head",
+        query_growth=(config["attn_scale"], config["floor_scale"]) if config["attn_temperature_tuning"] else None,
         routing=Routing(normalize=False),
-        carried=r"(vision_model|multi_modal_projector)\.",
+        passthrough=r"(vision_model|multi_modal_projector)\.",
     )
 
 
-def _layers(config: dict[str, Any], settings: dict[str, Any]) -> tuple[Layer, ...]:
-    number, interval = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
-    turning = settings["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in range(number)]
-    kinds = config.get("layer_types") or [
-        "chunked_attention" if turns else "full_attention" for turns in turning[:number]
-    ]
-    if len(kinds) != number or set(kinds) - {"chunked_attention", "full_attention"}:
-        raise ValueError(
-            f"config.json has layer_types {kinds}: there must be one for each of the {number} layers, "
-            "chunked_attention or full_attention"
-        )
+def _layers(config: HfConfig) -> tuple[Layer, ...]:
+    number, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
+    has_rope = config["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in range(number)]
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:number]]
+    types = config.get("layer_types") or types
+    check_layer_types(config, types, {"chunked_attention", "full_attention"})
     chunk = config.get("attention_chunk_size", 8192)
-    if chunk is None and "chunked_attention" in kinds:
+    if chunk is None and "chunked_attention" in types:
         raise ValueError("config.json has attention_chunk_size null, and layers of type chunked_attention")
     return tuple(
-        Layer(rope=0 if turns else None, chunk=chunk if kind == "chunked_attention" else None)
-        for kind, turns in zip(kinds, turning, strict=False)
+        Layer(rope=0 if rope else None, chunk=chunk if kind == "chunked_attention" else None)
+        for kind, rope in zip(types, has_rope, strict=False)
     )
 
 
-def moe_layers(settings: dict[str, Any]) -> tuple[int, ...]:
-    step = settings["interleave_moe_layer_step"]
-    every = range(step - 1, settings["num_hidden_layers"], step)
-    return tuple(every if settings["moe_layers"] is None else settings["moe_layers"])
+def moe_layers(config: HfConfig) -> tuple[int, ...]:
+    step, layers = config["interleave_moe_layer_step"], config["moe_layers"]
+    return tuple(range(step - 1, config["num_hidden_layers"], step) if layers is None else layers)
 
 
-def rows(config: dict[str, Any]) -> list[Row]:
-    return spelled(config, _alone(text_config(config)), outer)
-
-
-def _alone(config: dict[str, Any]) -> list[Row]:
-    settings = with_defaults(config, DEFAULTS)
-    moe = moe_layers(settings)
-    dense = dense_layers(settings, moe)
-    hf, mcore = HF_LAYER + "feed_forward.", LAYER + "mlp."
+def mappings(config: HfConfig) -> list[ParamMapping]:
+    moe = moe_layers(config)
+    hf, fc1, fc2 = "feed_forward.", "linear_fc1.weight", "linear_fc2.weight"
+    shared, experts = "mlp.shared_experts.", "mlp.experts."
+    stacked = {"stacked": True, "transposed": True}
     return [
         *ENDS,
         *ATTENTION,
         *attention_biases(config),
-        Row(hf + "{part}_proj.weight", mcore + "linear_fc1.weight", GATE_UP, dense),
-        Row(hf + "down_proj.weight", mcore + "linear_fc2.weight", ROW, dense),
-        Row(hf + "router.weight", mcore + "router.weight", REPLICATED, moe),
-        Row(hf + "shared_expert.{part}_proj.weight", mcore + "shared_experts.linear_fc1.weight", GATE_UP, moe),
-        Row(hf + "shared_expert.down_proj.weight", mcore + "shared_experts.linear_fc2.weight", ROW, moe),
-        Row(
-            hf + "experts.gate_up_proj",
-            mcore + "experts.linear_fc1.weight",
-            FUSED_GATE_UP,
-            moe,
-            stacked=True,
-            transposed=True,
-        ),
-        Row(hf + "experts.down_proj", mcore + "experts.linear_fc2.weight", ROW, moe, stacked=True, transposed=True),
+        *mlp(dense_layers(config, moe), "feed_forward"),
+        layer_mapping(hf + "router.weight", "mlp.router.weight", REPLICATED, moe),
+        layer_mapping(hf + "shared_expert.{part}_proj.weight", shared + fc1, GATE_UP, moe),
+        layer_mapping(hf + "shared_expert.down_proj.weight", shared + fc2, ROW, moe),
+        layer_mapping(hf + "experts.gate_up_proj", experts + fc1, FUSED_GATE_UP, moe, **stacked),
+        layer_mapping(hf + "experts.down_proj", experts + fc2, ROW, moe, **stacked),
     ]
 
 
@@ -128,7 +99,33 @@ FAMILY = Family(
     name="llama4_text",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     models="Llama 4 Scout and Maverick, text",
-    describe=describe,
-    rows=rows,
-    limits=("images: the vision tower is carried along unchanged",),
+    architecture=architecture,
+    mappings=mappings,
+    text_config=partial(text_config, tied_inside=True),
+    vlm_names=(inside_language_model,),
+    limits=("images: the vision tower passes through unchanged",),
+    defaults=DEFAULTS
+    | {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
 )

@@ -1,29 +1,38 @@
-"""Any family's model with a head in the place of its output layer: transformers' ...ForSequenceClassification."""
+"""Any family's model with a score head in place of its output layer: transformers' ...ForSequenceClassification."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from ..mapping.param_mapping import OUTPUT, REPLICATED, Architecture, Family, Row
+from ..mapping.param_mapping import OUTPUT, REPLICATED, Architecture, Family, HfConfig, ParamMapping
 
-SCORED = "ForSequenceClassification"
-SCORE = Row("score.weight", OUTPUT.name, REPLICATED)
+SUFFIX = "ForSequenceClassification"
+SCORE = ParamMapping("score.weight", OUTPUT.name, REPLICATED)
 
 
-def head_of(config: dict[str, Any]) -> int | None:
-    """How many labels the head of a raw config.json's model has; None: it has an output layer."""
-    named = config.get("architectures") or [""]
-    if not named[0].endswith(SCORED):
+def count_labels(hf_config: HfConfig) -> int | None:
+    """Return the number of labels of the score head that a raw config.json has; None: it has an output layer."""
+    names = hf_config.get("architectures") or [""]
+    if not names[0].endswith(SUFFIX):
         return None
-    return len(config.get("id2label") or ()) or config.get("num_labels") or 2
+    return len(hf_config.get("id2label") or ()) or hf_config.get("num_labels") or 2
 
 
-def scored(family: Family) -> Family:
-    """`family`, of models with a head."""
+def make_classifier(family: Family, labels: int) -> Family:
+    """Return `family` with a score head in place of the output layer."""
 
-    def describe(config: dict[str, Any]) -> Architecture:
-        return replace(family.describe(config), head=head_of(config), tied=False)
+    def architecture(config: HfConfig) -> Architecture:
+        return replace(family.architecture(config), num_labels=labels, tied=False)
 
-    def rows(config: dict[str, Any]) -> list[Row]:
-        return [SCORE if row.mcore == OUTPUT.name else row for row in family.rows(config)]
+    def mappings(config: HfConfig) -> list[ParamMapping]:
+        return [SCORE if mapping.mcore == OUTPUT.name else mapping for mapping in family.mappings(config)]
 
-    return replace(family, describe=describe, rows=rows, predicting_rows=None)
+    def keep_score(spell: Callable[[str], str]) -> Callable[[str], str]:
+        return lambda name: name if name == SCORE.hf else spell(name)
+
+    return replace(
+        family,
+        architecture=architecture,
+        mappings=mappings,
+        mtp_mappings=None,
+        vlm_names=tuple(map(keep_score, family.vlm_names)),
+    )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from .packed_seqs import to_device
@@ -89,14 +90,14 @@ class CoreReplay:
         return scores.gather(1, experts), experts
 
 
-def routers(chunk: Any) -> dict[int, Any]:
+def routers(chunk: GPTModel) -> dict[int, Any]:
     """The routers of a chunk (bare or wrapped) by the number of their layer in the model, from 0."""
     chunk = getattr(chunk, "module", chunk)
     found = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in chunk.decoder.layers}
     return {number: router for number, router in found.items() if router is not None}
 
 
-def give(chunk: Any, experts: Tensor) -> None:
+def give(chunk: GPTModel, experts: Tensor) -> None:
     """For the next forward pass through the chunk: experts [local length, layers, topk] of all the model's layers.
 
     Under sequence parallelism a router has a part of the tokens.
@@ -114,7 +115,7 @@ def give(chunk: Any, experts: Tensor) -> None:
 
 
 @contextmanager
-def recording(chunks: Sequence[Any]) -> Iterator[Callable[[], dict[int, list[Tensor]]]]:
+def recording(chunks: Sequence[GPTModel]) -> Iterator[Callable[[], dict[int, list[Tensor]]]]:
     """Within, routers write down what they choose. Gives what tells of it: for each layer of this pipeline stage, by
     its number in the model, the experts of one micro batch after the other, int16 [local length, topk] on the CPU."""
     own = {number: router for chunk in chunks for number, router in routers(chunk).items()}

@@ -12,12 +12,23 @@ round. Experts have them one by one. An embedding has lora_A [vocabulary, rank] 
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..mapping.param_mapping import EMBEDDING, EXPERTS, OUTPUT, REPLICATED, Architecture, Entry, Key, Kind, Span
+from ..mapping.param_mapping import (
+    EMBEDDING,
+    EXPERTS,
+    OUTPUT,
+    REPLICATED,
+    Architecture,
+    MappingEntry,
+    ParamKey,
+    ParamTable,
+    ShardingKind,
+    Span,
+)
 from .settings import LoraSettings
 
 # The modules of megatron-core's names that all-linear means; in each layer of the decoder.
@@ -40,9 +51,9 @@ GROUPS = {"all-linear": LINEAR, "all-router": {ROUTER}, "all-embedding": {WORDS}
 class Plan:
     """The adapters of a whole model."""
 
-    adapted: dict[Key, tuple[int, ...]] = field(default_factory=dict)  # matrix -> which of its parts have adapters
-    entries: dict[Key, Entry] = field(default_factory=dict)  # the table of the adapters' tensors
-    whole: dict[Key, Entry] = field(default_factory=dict)  # what of the model is trained and saved beside them
+    adapted: dict[ParamKey, tuple[int, ...]] = field(default_factory=dict)  # matrix -> which of its parts have adapters
+    entries: ParamTable = field(default_factory=dict)  # the table of the adapters' tensors
+    whole: ParamTable = field(default_factory=dict)  # what of the model is trained and saved beside them
     modules: list[str] = field(default_factory=list)  # Hugging Face's names of what has adapters
     dropout: float = 0.0
     # PEFT holds experts and routers, and what else has the same names in a model with experts, as parameters.
@@ -60,8 +71,8 @@ class Plan:
 class _Matrix(NamedTuple):
     """A matrix of the model that may have an adapter."""
 
-    key: Key
-    entry: Entry
+    key: ParamKey
+    entry: MappingEntry
     module: str  # megatron-core's, with the layer's number
     names: tuple[str, ...]  # Hugging Face's modules, one for each part
 
@@ -70,7 +81,7 @@ class _Matrix(NamedTuple):
         return self.module.rpartition(".")[2]
 
 
-def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architecture: Architecture) -> Plan:
+def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> Plan:
     """What `settings` mean for the model of `entries`. Raises ValueError for what cannot be."""
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
@@ -86,11 +97,11 @@ def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architec
                 chosen.append(part)
         if not chosen:
             continue
-        if matrix.entry.place is not None or matrix.entry.transposed:
+        if matrix.entry.expert_index is not None or matrix.entry.transposed:
             _refuse_stacked(matrix, settings)
             plan.left_out += [name for name in matrix.names if name not in plan.left_out]
             continue
-        if matrix.key == OUTPUT and architecture.head is not None:
+        if matrix.key == OUTPUT and architecture.num_labels is not None:
             raise ValueError("the head (score) is trained whole beside adapters: leave it out of --target_modules")
         if matrix.key == OUTPUT:
             raise ValueError(
@@ -111,7 +122,7 @@ def plan_adapters(entries: Mapping[Key, Entry], settings: LoraSettings, architec
     )
     _check_parameters(plan, settings)
     _check_experts(plan, entries)
-    plan.whole = _trained_whole(entries, plan, settings, scored=architecture.head is not None)
+    plan.whole = _trained_whole(entries, plan, settings, scored=architecture.num_labels is not None)
     if architecture.tied and EMBEDDING in plan.whole:
         plan.copies[PREFIX + "lm_head.weight"] = plan.whole[EMBEDDING].hf[0]
     plan.dropout = _dropout(plan, settings)
@@ -138,7 +149,7 @@ def modules_of(folder: Path, names: Iterable[str]) -> list[str]:
     ]
 
 
-def _matrices(entries: Mapping[Key, Entry]) -> Iterator[_Matrix]:
+def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
     for key, entry in entries.items():
         module, _, leaf = key.name.format(layer=key.layer).rpartition(".")
         if leaf != "weight" or key.name.startswith("mtp.") or (key == OUTPUT and entry == entries.get(EMBEDDING)):
@@ -163,7 +174,7 @@ def _refuse_stacked(matrix: _Matrix, settings: LoraSettings) -> None:
         )
 
 
-def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> dict[Key, Entry]:
+def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
     """The rows of one adapter."""
     (name, layer, expert), kind = matrix.key, matrix.entry.kind
     base = name.removesuffix("weight") + "adapter."
@@ -173,33 +184,33 @@ def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> dict
         return tuple(f"{module}.{leaf}" for module in modules)
 
     if matrix.leaf == WORDS:
-        a = Entry(kind, named("lora_embedding_A"), transposed=True)
-        b, magnitude = Entry(REPLICATED, named("lora_embedding_B")), None
+        a = MappingEntry(kind, named("lora_embedding_A"), transposed=True)
+        b, magnitude = MappingEntry(REPLICATED, named("lora_embedding_B")), None
     elif kind.dim == 1:
-        a, b = Entry(kind, named("lora_A.weight")), Entry(REPLICATED, named("lora_B.weight"))
-        magnitude = Entry(REPLICATED, named("lora_magnitude_vector"))
+        a, b = MappingEntry(kind, named("lora_A.weight")), MappingEntry(REPLICATED, named("lora_B.weight"))
+        magnitude = MappingEntry(REPLICATED, named("lora_magnitude_vector"))
     else:
-        a = Entry(_one_after_the_other(len(chosen)), named("lora_A.weight"))
+        a = MappingEntry(_one_after_the_other(len(chosen)), named("lora_A.weight"))
         rows = _rows_of(kind, chosen)
-        b, magnitude = Entry(rows, named("lora_B.weight")), Entry(rows, named("lora_magnitude_vector"))
-    tensors = {Key(base + "lora_A", layer, expert): a, Key(base + "lora_B", layer, expert): b}
+        b, magnitude = MappingEntry(rows, named("lora_B.weight")), MappingEntry(rows, named("lora_magnitude_vector"))
+    tensors = {ParamKey(base + "lora_A", layer, expert): a, ParamKey(base + "lora_B", layer, expert): b}
     if settings.dora:
         if magnitude is None:
             raise ValueError("--use_dora is not for embeddings: leave all-embedding out of --target_modules")
-        tensors[Key(base + "magnitude", layer, expert)] = magnitude
+        tensors[ParamKey(base + "magnitude", layer, expert)] = magnitude
     return tensors
 
 
-def _one_after_the_other(parts: int) -> Kind:
+def _one_after_the_other(parts: int) -> ShardingKind:
     """Every rank holds all of them."""
 
     def spans(length: int, ranks: int, architecture: Architecture) -> list[Span]:
         return [Span(part, 0, length // parts) for part in range(parts)]
 
-    return Kind(None, spans)
+    return ShardingKind(None, spans)
 
 
-def _rows_of(kind: Kind, chosen: list[int]) -> Kind:
+def _rows_of(kind: ShardingKind, chosen: list[int]) -> ShardingKind:
     """`kind`, in which parts that are not among `chosen` are padding."""
     numbers = {part: number for number, part in enumerate(chosen)}
 
@@ -207,10 +218,10 @@ def _rows_of(kind: Kind, chosen: list[int]) -> Kind:
         found = kind.spans(length, ranks, architecture)
         return [span if span.part is None else span._replace(part=numbers.get(span.part)) for span in found]
 
-    return Kind(kind.dim, spans)
+    return ShardingKind(kind.dim, spans)
 
 
-def _check_targets(plan: Plan, hits: dict[str, int], settings: LoraSettings, entries: Mapping[Key, Entry]) -> None:
+def _check_targets(plan: Plan, hits: dict[str, int], settings: LoraSettings, entries: ParamTable) -> None:
     if not plan.adapted or not all(hits.values()):
         missed = [f"--target_modules {target}" for target, number in hits.items() if not number][:3]
         missed = missed or [f"--target_regex {settings.regex}"]
@@ -234,7 +245,7 @@ def _check_parameters(plan: Plan, settings: LoraSettings) -> None:
         )
 
 
-def _check_experts(plan: Plan, entries: Mapping[Key, Entry]) -> None:
+def _check_experts(plan: Plan, entries: ParamTable) -> None:
     """PEFT and vLLM hold a layer's experts together: all of them have adapters on all three matrices, or none has."""
     if not plan.has_experts:
         return
@@ -252,10 +263,8 @@ def _check_experts(plan: Plan, entries: Mapping[Key, Entry]) -> None:
             )
 
 
-def _trained_whole(
-    entries: Mapping[Key, Entry], plan: Plan, settings: LoraSettings, *, scored: bool
-) -> dict[Key, Entry]:
-    whole: dict[Key, Entry] = {}
+def _trained_whole(entries: ParamTable, plan: Plan, settings: LoraSettings, *, scored: bool) -> ParamTable:
+    whole: ParamTable = {}
     named = settings.modules_to_save
     if scored:  # PEFT trains and names heads by itself, by all the names that transformers' models have for one
         named = [*(name for name in named if name not in HEADS), HEADS[0]]
@@ -275,7 +284,7 @@ def _trained_whole(
     adapted = {key.name.removesuffix("weight") + "bias" for key in plan.adapted}
     for key, entry in entries.items():
         if key.name.endswith(".bias") and (settings.bias == "all" or key.name in adapted):
-            if entry.place is not None or EXPERTS in key.name:
+            if entry.expert_index is not None or EXPERTS in key.name:
                 raise ValueError(f"--lora_bias {settings.bias} is not for biases of experts ({entry.hf[0]})")
             matrix = key._replace(name=key.name.removesuffix("bias") + "weight")
             inside = plan.adapted.get(matrix, ())
@@ -289,7 +298,7 @@ def _trained_whole(
     return whole
 
 
-def _saved_by(name: str, key: Key, entry: Entry) -> bool:
+def _saved_by(name: str, key: ParamKey, entry: MappingEntry) -> bool:
     modules = (*(hf.removesuffix(".weight") for hf in entry.hf), key.name.removesuffix(".weight"))
     return any(f".{module}".endswith(f".{name}") for module in modules)
 

@@ -9,11 +9,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..families import family_of
-from ..mapping.local_params import architecture_of, held, keyed, split_group, split_of
-from ..mapping.param_mapping import OUTPUT, Architecture, Entry, Key, Span, table, window
-from ..model.build import DTYPES, Model, heed_frozen
-from ..model.score_head import random_of
+from ..mapping.local_params import by_key, collect_params, shard_group, shard_position
+from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
+from ..model.build import DTYPES, Model, enable_grads_through_frozen
+from ..model.chunk_mapping import map_chunks
+from ..model.score_head import seeded_generator
 from .adapter_mapping import ROUTER, WORDS, Plan, plan_adapters
 from .disable_adapter import Switch
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, Place
@@ -29,24 +29,20 @@ class Lora:
     switch: Switch | None = None  # where they are to be turned off at times
 
 
-def attach(
-    model: Model, hf_config: dict[str, Any], settings: LoraSettings, *, seed: int, names: Container[str] = ()
-) -> None:
+def attach(model: Model, hf_config: HfConfig, settings: LoraSettings, *, seed: int, names: Container[str] = ()) -> None:
     """Give the model's chunks, whose weights are read, adapters at their beginning, and freeze the rest.
 
     `names`: of the tensors of the checkpoint, where a family has several spellings. Every layout begins alike.
     Raises ValueError for settings that are not for this model.
     """
-    family = family_of(hf_config)
-    architecture = architecture_of(model.chunks, family, hf_config)
-    entries = table(family, hf_config, architecture, names)
+    _, architecture, entries = map_chunks(model.chunks, hf_config, names)
     plan = plan_adapters(entries, settings, architecture)
     dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
     if dtype not in (model.config.params_dtype, torch.float32):  # the optimizer has masters for one half precision
         raise ValueError(f"--lora_dtype {settings.dtype} beside a model in another type: give float32, or leave it out")
     for chunk in model.chunks:
         for name, parameter in list(chunk.named_parameters()):
-            key, view = next(keyed(chunk, name, parameter))
+            key, view = next(by_key(chunk, name, parameter))
             parameter.requires_grad_(key in plan.whole or (key == OUTPUT and bool(plan.copies)))
             if key in plan.adapted:
                 _check_rank(settings, key, entries[key], view, architecture)
@@ -56,7 +52,7 @@ def attach(
                 module.activation_dtype = model.config.params_dtype
                 if not key.name.endswith(f"{ROUTER}.weight"):  # which calls it by itself
                     adapter.hook = module.register_forward_hook(_add)
-        heed_frozen(chunk)
+        enable_grads_through_frozen(chunk)
     model.lora = Lora(settings, plan)
     _initialise(model, plan.entries, seed)
     for chunk in model.chunks:
@@ -70,12 +66,12 @@ def _add(module: Any, inputs: tuple, output: Any) -> Any:
 
 
 def _adapter(
-    model: Model, module: Any, weight: Tensor, key: Key, entry: Entry, plan: Plan, settings: LoraSettings,
+    model: Model, module: Any, weight: Tensor, key: ParamKey, entry: MappingEntry, plan: Plan, settings: LoraSettings,
     dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     config: TransformerConfig = model.config
     experts = key.expert is not None
-    group = split_group(expert=experts)
+    group = shard_group(expert=experts)
     split = entry.kind.dim if group.size() > 1 else None
     # Shared experts under --moe_shared_expert_overlap: what their linears send otherwise goes by itself.
     apart = getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None
@@ -99,53 +95,55 @@ def _adapter(
     return adapter
 
 
-def _parts(key: Key, entry: Entry, shape: Any, chosen: tuple[int, ...], model: Model) -> Tensor:
+def _parts(key: ParamKey, entry: MappingEntry, shape: Any, chosen: tuple[int, ...], model: Model) -> Tensor:
     """Whether each of this rank's outputs belongs to each of the parts `chosen`: bool [outputs, parts]."""
     parts = torch.zeros(shape[0], len(chosen), dtype=torch.bool)
     if entry.kind.dim == 1:
         return ~parts
-    ranks, rank = split_of(key, entry)
-    for at, span in window(entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]):
+    ranks, rank = shard_position(key, entry)
+    for at, span in clip_spans(entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]):
         if span.part in chosen:
             parts[at : at + span.length, chosen.index(span.part)] = True
     return parts
 
 
-def _check_rank(settings: LoraSettings, key: Key, entry: Entry, shard: Tensor, architecture: Architecture) -> None:
-    spans = entry.spans(shard.shape, split_of(key, entry)[0], architecture)
-    for name, shape in entry.shapes(shard.shape, spans).items():
+def _check_rank(
+    settings: LoraSettings, key: ParamKey, entry: MappingEntry, shard: Tensor, architecture: Architecture
+) -> None:
+    spans = entry.spans(shard.shape, shard_position(key, entry)[0], architecture)
+    for name, shape in entry.hf_shapes(shard.shape, spans).items():
         if settings.rank > min(shape):
             raise ValueError(f"--lora_rank {settings.rank} is larger than {name} {list(shape)}: give a lower one")
 
 
 @torch.no_grad()
-def _initialise(model: Model, entries: dict[Key, Entry], seed: int) -> None:
+def _initialise(model: Model, entries: ParamTable, seed: int) -> None:
     """As PEFT does: one of the two matrices is 0, the other random, by the tensor's name and `seed` alone."""
-    for key, tensor in held(model.chunks, adapters=True).items():
+    for key, tensor in collect_params(model.chunks, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
         tensor.zero_()
         entry = entries[key]
-        ranks, rank = split_of(key, entry)
+        ranks, rank = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, model.architecture)
         whole = {
             name: _beginning(name, shape, seed)
-            for name, shape in entry.shapes(tensor.shape, spans).items()
+            for name, shape in entry.hf_shapes(tensor.shape, spans).items()
             if name.endswith(("lora_A.weight", "lora_embedding_B"))
         }
         size = tensor.shape[entry.dim]
-        for at, span in window(spans, rank * size, (rank + 1) * size):
+        for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
             if span.part is not None and entry.hf[span.part] in whole:
                 tensor.narrow(entry.dim, at, span.length).copy_(_cut(whole[entry.hf[span.part]], entry, span))
 
 
-def _cut(whole: Tensor, entry: Entry, span: Span) -> Tensor:
+def _cut(whole: Tensor, entry: MappingEntry, span: Span) -> Tensor:
     return whole.narrow(entry.dim, span.start, span.stop - span.start)
 
 
 def _beginning(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """PEFT's: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
-    generator, whole = random_of(name, seed), torch.empty(shape)
+    generator, whole = seeded_generator(name, seed), torch.empty(shape)
     if name.endswith("lora_embedding_B"):
         return whole.normal_(generator=generator)
     bound = 1 / math.sqrt(shape[1])

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..mapping.local_params import ADAPTER
@@ -14,7 +15,7 @@ from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter
 class Switch:
     """Of the adapters of `chunks`. To be made when what is trained whole beside them still has its first values."""
 
-    def __init__(self, chunks: Sequence[Any]):
+    def __init__(self, chunks: Sequence[GPTModel]):
         kinds = LinearAdapter, ExpertsAdapter, EmbeddingAdapter
         self._adapters: list[Any] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)

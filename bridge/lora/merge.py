@@ -5,38 +5,39 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..mapping.local_params import ADAPTER, held, keyed
-from ..mapping.param_mapping import Key
+from ..mapping.local_params import ADAPTER, by_key, collect_params
+from ..mapping.param_mapping import ParamKey
 from .layers import ExpertsAdapter
 
 
-def merging(chunks: Sequence[Any]) -> dict[Key, Callable[[Tensor], Tensor]]:
+def merging(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Tensor]]:
     """For each weight of `chunks` that has an adapter: this rank's shard -> the same with it, a copy in fp32.
 
     Where DoRA's matrices are split by their inputs, the ranks of a tensor-parallel group call it together.
     """
-    found: dict[Key, Callable[[Tensor], Tensor]] = {}
+    found: dict[ParamKey, Callable[[Tensor], Tensor]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             module, _, leaf = name.rpartition(".")
             adapter: Any = getattr(chunk.get_submodule(module), "adapter", None)
             if leaf != "weight" or ADAPTER in name or adapter is None:
                 continue
-            for number, (key, _) in enumerate(keyed(chunk, name, parameter)):
+            for number, (key, _) in enumerate(by_key(chunk, name, parameter)):
                 inside = isinstance(adapter, ExpertsAdapter)
                 found[key] = partial(adapter.merged, expert=number) if inside else adapter.merged
     return found
 
 
 @torch.no_grad()
-def settle(chunks: Sequence[Any]) -> None:
+def settle(chunks: Sequence[GPTModel]) -> None:
     """Put the adapters of `chunks` into their weights, and take them away: of a model that is written, never trained.
 
     Each sum is made in fp32 and rounded once. Every rank calls this.
     """
-    tensors = held(chunks)
+    tensors = collect_params(chunks)
     for key, merged in merging(chunks).items():
         tensors[key].copy_(merged(tensors[key]))
     for chunk in chunks:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..mapping.param_mapping import HfConfig
 from ..options import LoraOptions
 
 # Keys of an adapter_config.json with which an adapter computes something else, and the values with which it does not.
@@ -59,7 +60,7 @@ class LoraSettings:
         )
 
     @classmethod
-    def of_adapter(cls, config: dict[str, Any], modules: Iterable[str] | None = None) -> "LoraSettings":
+    def of_adapter(cls, config: HfConfig, modules: Iterable[str] | None = None) -> "LoraSettings":
         """As a raw adapter_config.json says it; `modules`: the names of those that have adapters in the file beside it.
 
         Raises ValueError for one that is no LoRA adapter, or has what is not known here.

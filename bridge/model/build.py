@@ -24,7 +24,7 @@ from ..layers.pooling import Head, last_tokens, mean_tokens, unused
 from ..layers.rope import Rotation, rotation
 from ..layers.spec import block_spec, predicting_spec
 from ..mapping import fp8
-from ..mapping.param_mapping import Architecture, Family, Layer
+from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer
 from ..options import BuildOptions
 from .config import transformer_config
 from .kernel_selection import Kernels, choose_kernels
@@ -74,7 +74,7 @@ class Model:
         layers): [2, rows, local length], beside them those of the distributions, which have no gradients.
         """
         documents = self.documents(position_ids, cu_seqlens, max_seqlen)
-        if scored is not None and not self.architecture.predicting:  # whose depths score the labels of further tokens
+        if scored is not None and not self.architecture.mtp_depths:  # whose depths score the labels of further tokens
             documents.scored = to_device(scored, position_ids.device)
         return chunk(
             tokens,
@@ -189,7 +189,7 @@ class Model:
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=cp_size,
         )
-        if self.architecture.predicting:
+        if self.architecture.mtp_depths:
             bounds = [0, position_ids.shape[1] * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
             cp_rank = parallel_state.get_context_parallel_rank()
             documents.following = following(bounds, cp_rank, cp_size, position_ids.device)
@@ -247,7 +247,7 @@ class Model:
         self, *, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, input_ids: Tensor, **output: Any
     ) -> Tensor:
         found = [self._label_log_probs(hidden_states=hidden_states, labels=labels, **output)]
-        if self.architecture.predicting and loss_mask is not None:
+        if self.architecture.mtp_depths and loss_mask is not None:
             model, documents = self.chunks[-1], output["packed_seq_params"]
             for hidden in model.mtp(hidden_states, model.embedding, input_ids, documents):
                 labels, loss_mask = next_ones(labels, documents), next_ones(loss_mask, documents)
@@ -296,15 +296,13 @@ def _matrix(output_layer: torch.nn.Module, output_weight: Tensor | None) -> Tens
     return weight
 
 
-def build_model(
-    hf_config: dict[str, Any], options: BuildOptions, dtype: torch.dtype, *, adapters: bool = False
-) -> Model:
+def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, *, adapters: bool = False) -> Model:
     """Build this rank's chunks, weights not yet set, on its device. The process groups must be there: parallel.py.
 
     `adapters`: there will be some, which want to see what goes into each matrix.
     """
     runtime.enable()
-    patches.mend()
+    patches.apply_patches()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
@@ -323,7 +321,7 @@ def build_model(
 
 
 def _with_prediction(
-    architecture: Architecture, family: Family, hf_config: dict[str, Any], options: BuildOptions
+    architecture: Architecture, family: Family, hf_config: HfConfig, options: BuildOptions
 ) -> Architecture:
     depths = options.mtp_num_layers or 0
     if options.pipeline_model_parallel_size > 1:
@@ -331,10 +329,10 @@ def _with_prediction(
             f"--mtp_num_layers {depths} needs --pipeline_model_parallel_size 1 in this version: its layers share the "
             "embedding with the first stage, and the output layer with the last"
         )
-    if family.predicting_rows is None:
+    if family.mtp_mappings is None:
         raise ValueError(f"--mtp_num_layers {depths}: layers of multi-token prediction are not known of {family.name}")
-    family.predicting_rows(hf_config, depths)
-    return replace(architecture, predicting=depths)
+    family.mtp_mappings(hf_config, depths)
+    return replace(architecture, mtp_depths=depths)
 
 
 def _build_chunk(
@@ -353,16 +351,16 @@ def _build_chunk(
         position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
         vp_stage=vp_stage,
     )
-    if architecture.head is not None and model.post_process:
-        head = Head(architecture.head, config.hidden_size, config.params_dtype)
+    if architecture.num_labels is not None and model.post_process:
+        head = Head(architecture.num_labels, config.hidden_size, config.params_dtype)
         model.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]
-    fp8.place(model, runtime.device())
+    fp8.move_to_device(model, runtime.device())
     if config.fp8:
         fp8.check_sizes(model.decoder)
-    if architecture.predicting:
+    if architecture.mtp_depths:
         layer, norm = predicting_spec(config, transformer_engine=kernels.transformer_engine)
         model.mtp = Prediction(  # pyright: ignore[reportAttributeAccessIssue]
-            config, architecture.predicting, layer, norm
+            config, architecture.mtp_depths, layer, norm
         ).to(runtime.device())
     if model.pre_process and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
         # A GPTModel makes its embedding by itself, of no spec.
@@ -373,7 +371,7 @@ def _build_chunk(
     return model
 
 
-def heed_frozen(chunk: GPTModel) -> None:
+def enable_grads_through_frozen(chunk: GPTModel) -> None:
     """Let all parameters that are trained have gradients beside frozen ones: called once it is known which are.
 
     Raises ValueError for biases beside frozen matrices in FP8.

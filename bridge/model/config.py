@@ -68,7 +68,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,
-        **fp8.settings(options),
+        **fp8.transformer_args(options),
         **_recompute(options, kernels, options.attention_backend),
     }
     if "num_moe_experts" in settings:

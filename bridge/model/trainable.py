@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..families import family_of
-from ..mapping.local_params import keyed, split_of
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Entry, Key, table
+from ..mapping.local_params import by_key, shard_position
+from ..mapping.param_mapping import (
+    EMBEDDING,
+    OUTPUT,
+    Architecture,
+    HfConfig,
+    ParamKey,
+    ParamTable,
+    expand_mappings,
+)
 from ..options import TrainableOptions
-from .build import Model, heed_frozen
+from .build import Model, enable_grads_through_frozen
 
 
 class _Names(NamedTuple):
@@ -28,7 +37,7 @@ class _Names(NamedTuple):
     parts: set[str]
 
 
-def freeze(model: Model, hf_config: dict[str, Any], options: TrainableOptions, *, names: Container[str] = ()) -> None:
+def freeze(model: Model, hf_config: HfConfig, options: TrainableOptions, *, names: Container[str] = ()) -> None:
     """Freeze what `options` say of a model without adapters. Every rank calls this.
 
     `names`: of the tensors of the checkpoint, where a family has several spellings.
@@ -40,7 +49,7 @@ def freeze(model: Model, hf_config: dict[str, Any], options: TrainableOptions, *
         return
     if model.config.fp8_param:
         raise ValueError("--fp8_param_gather true is for weights that are all trained: leave it out with frozen ones")
-    entries = table(family_of(hf_config), hf_config, model.architecture, names)
+    entries = expand_mappings(family_of(hf_config), hf_config, model.architecture, names)
     sizes = {weight: size for weight, (size, _) in _weights(model, entries).items()}
     named = _names(entries, sizes, model.architecture)
     frozen = _first_ones(sizes, list(named), options.freeze_parameters_ratio)
@@ -54,7 +63,7 @@ def freeze(model: Model, hf_config: dict[str, Any], options: TrainableOptions, *
     for chunk in model.chunks:
         for weight, parameter, *_ in _held(chunk, model.architecture):
             parameter.requires_grad_(weight not in frozen)
-        heed_frozen(chunk)
+        enable_grads_through_frozen(chunk)
 
 
 def freeze_output(model: Model) -> None:
@@ -67,27 +76,27 @@ def freeze_output(model: Model) -> None:
             chunk.output_layer.requires_grad_(False)
 
 
-def count_parameters(model: Model, hf_config: dict[str, Any]) -> tuple[int, int]:
+def count_parameters(model: Model, hf_config: HfConfig) -> tuple[int, int]:
     """How many parameters of the whole model are trained, and how many there are, adapters among them.
 
     Each counts once, however many ranks hold it; padding does not count. Every rank calls this.
     """
-    entries = table(family_of(hf_config), hf_config, model.architecture)
+    entries = expand_mappings(family_of(hf_config), hf_config, model.architecture)
     if model.lora:
         entries |= model.lora.plan.entries
     weights = _weights(model, entries).values()
     return sum(size for size, trained in weights if trained), sum(size for size, _ in weights)
 
 
-def _weights(model: Model, entries: Mapping[Key, Entry]) -> dict[Key, tuple[int, bool]]:
+def _weights(model: Model, entries: ParamTable) -> dict[ParamKey, tuple[int, bool]]:
     """Every weight of the model: its size without padding, and whether it is trained."""
     experts = model.architecture.transformer.get("num_moe_experts") or 1
     here = {}
     for chunk in model.chunks:
         for weight, parameter, key, shard in _held(chunk, model.architecture):
-            ranks, _ = split_of(key, entries[key])
+            ranks, _ = shard_position(key, entries[key])
             spans = entries[key].spans(shard.shape, ranks, model.architecture)
-            size = sum(map(prod, entries[key].shapes(shard.shape, spans).values()))
+            size = sum(map(prod, entries[key].hf_shapes(shard.shape, spans).values()))
             here[weight] = (size * (1 if key.expert is None else experts), parameter.requires_grad)
     group = parallel_state.get_pipeline_model_parallel_group()  # the other ranks of a stage have parts of the same
     everywhere: list[Any] = [None] * dist.get_world_size(group)  # pyright: ignore[reportArgumentType]
@@ -95,20 +104,20 @@ def _weights(model: Model, entries: Mapping[Key, Entry]) -> dict[Key, tuple[int,
     return {weight: about for stage in everywhere for weight, about in stage.items()}
 
 
-def _held(chunk: Any, architecture: Architecture) -> Iterator[tuple[Key, Tensor, Key, Tensor]]:
+def _held(chunk: GPTModel, architecture: Architecture) -> Iterator[tuple[ParamKey, Tensor, ParamKey, Tensor]]:
     """The parameters of a chunk: each with its weight, and with a key of the table and what of it the key is for."""
     for name, parameter in chunk.named_parameters():
-        key, shard = next(keyed(chunk, name, parameter))
+        key, shard = next(by_key(chunk, name, parameter))
         yield _weight_of(key, architecture), parameter, key, shard
 
 
-def _weight_of(key: Key, architecture: Architecture) -> Key:
+def _weight_of(key: ParamKey, architecture: Architecture) -> ParamKey:
     return EMBEDDING if key == OUTPUT and architecture.tied else key._replace(expert=None)
 
 
-def _names(entries: Mapping[Key, Entry], weights: Container[Key], architecture: Architecture) -> dict[Key, _Names]:
+def _names(entries: ParamTable, weights: Container[ParamKey], architecture: Architecture) -> dict[ParamKey, _Names]:
     """Of all `weights`, which are ordered from the embedding to the output layer."""
-    found: dict[Key, _Names] = {}
+    found: dict[ParamKey, _Names] = {}
     for key, entry in entries.items():
         if (weight := _weight_of(key, architecture)) in weights:
             own, parts = found.setdefault(weight, _Names(set(), set()))
@@ -117,20 +126,20 @@ def _names(entries: Mapping[Key, Entry], weights: Container[Key], architecture: 
     return dict(sorted(found.items(), key=lambda item: _depth(item[0])))
 
 
-def _depth(weight: Key) -> tuple[int, int]:
+def _depth(weight: ParamKey) -> tuple[int, int]:
     if weight.layer is None:
         return (0 if weight == EMBEDDING else 2), 0
     return (3 if weight.name.startswith("mtp.") else 1), weight.layer
 
 
-def _first_ones(sizes: Mapping[Key, int], ordered: Sequence[Key], ratio: float) -> set[Key]:
+def _first_ones(sizes: Mapping[ParamKey, int], ordered: Sequence[ParamKey], ratio: float) -> set[ParamKey]:
     """As many weights as are whole among the first `ratio` of all parameters."""
     most = ratio * sum(sizes.values())
     ends = accumulate(sizes[weight] for weight in ordered)
     return {weight for weight, end in zip(ordered, ends, strict=True) if end <= most}
 
 
-def _meant(named: Mapping[Key, _Names], prefixes: Sequence[str], regex: str | None, *, flag: str) -> set[Key]:
+def _meant(named: Mapping[ParamKey, _Names], prefixes: Sequence[str], regex: str | None, *, flag: str) -> set[ParamKey]:
     """The weights whose own name, or all of whose parts', begin with a prefix or have the expression in them."""
     tests: dict[str, Callable[[str], Any]] = {f"{flag} {each}": _begins(each) for each in prefixes}
     if regex:

@@ -12,7 +12,7 @@ from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, base_of, mcore_folder, rea
 from ...bridge.families import family_of
 from ...bridge.lora.adapter_mapping import Plan, modules_of, plan_adapters
 from ...bridge.lora.settings import LoraSettings
-from ...bridge.mapping.param_mapping import table
+from ...bridge.mapping.param_mapping import expand_mappings
 from ...bridge.options import AdapterOptions, LoraOptions, McoreAdapterOptions, ModelOptions
 from ...tasks.options import SftOptions
 from ..flags import UsageError, show
@@ -289,7 +289,7 @@ def check_fits(settings: LoraSettings, model: dict[str, Any], options: ModelOpti
                 f"--lora_rank {settings.rank} is larger than the model's hidden_size {hidden}, so that an adapter "
                 "would have more parameters than its matrix: give a lower one"
             )
-        entries = table(family, model, architecture, _stored(Path(options.model).expanduser()))
+        entries = expand_mappings(family, model, architecture, _stored(Path(options.model).expanduser()))
         return plan_adapters(entries, settings, architecture)
     except ValueError as error:
         raise UsageError(f"{source}: {error}." if source else f"{error}.") from None

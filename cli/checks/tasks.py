@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ...bridge.families.sequence_classification import SCORED, head_of
+from ...bridge.families.sequence_classification import SUFFIX, count_labels
 from ...tasks.options import (
     CompletionOptions,
     DpoOptions,
@@ -89,7 +89,7 @@ def kind_of(options: SftOptions) -> str:
 def labels_of(options: SftOptions, model: dict[str, Any]) -> int | None:
     """How many outputs the head has that the task trains; None: it trains none."""
     if isinstance(options, SeqClsOptions):
-        return options.num_labels or head_of(model)
+        return options.num_labels or count_labels(model)
     if isinstance(options, RmOptions) or (
         isinstance(options, RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
     ):
@@ -100,13 +100,13 @@ def labels_of(options: SftOptions, model: dict[str, Any]) -> int | None:
 def with_its_head(options: SftOptions, model: dict[str, Any] | None) -> dict[str, Any] | None:
     """The model's raw config.json, as it is with the head that the task trains."""
     labels = None if model is None else labels_of(options, model)
-    if model is None or labels is None or head_of(model) is not None:
+    if model is None or labels is None or count_labels(model) is not None:
         return model
-    return model | {"architectures": [SCORED], "num_labels": labels, "id2label": None}
+    return model | {"architectures": [SUFFIX], "num_labels": labels, "id2label": None}
 
 
 def _head(options: SftOptions, model: dict[str, Any] | None) -> None:
-    has = None if model is None else head_of(model)
+    has = None if model is None else count_labels(model)
     if model is None or has is None:
         return
     given = f"--mcore_model {options.mcore_model}" if options.mcore_model else f"--model {options.model}"
@@ -125,7 +125,7 @@ def _head(options: SftOptions, model: dict[str, Any] | None) -> None:
 
 def check_speaks(options: InferOptions | RolloutOptions, model: dict[str, Any] | None) -> None:
     """Raise UsageError for a model, or an adapter, that scores texts and writes none."""
-    scores = f"--model {options.model}" if model is not None and head_of(model) is not None else ""
+    scores = f"--model {options.model}" if model is not None and count_labels(model) is not None else ""
     if isinstance(options, InferOptions) and (adapter_config(options) or {}).get("task_type") == "SEQ_CLS":
         scores = source_of(options)
     if scores:
@@ -310,7 +310,7 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 def _classes(options: SeqClsOptions, model: dict[str, Any] | None) -> None:
     labels, problem = options.num_labels, options.problem_type
-    if labels is None and model is not None and head_of(model) is None:
+    if labels is None and model is not None and count_labels(model) is None:
         raise UsageError(
             "--num_labels is needed: the model has no head yet. Give the number of classes (or of numbers)."
         )

@@ -34,7 +34,7 @@ from ...bridge.lora.attach import attach
 from ...bridge.lora.merge import settle
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.build import Model, build_model
-from ...bridge.model.score_head import with_head
+from ...bridge.model.score_head import add_score_head
 from ...bridge.options import BuildOptions
 from ...bridge.parallel import barrier, initialize
 from ..distributed.collectives import first_of_each_node, on_every_rank, on_first_rank
@@ -70,7 +70,7 @@ class Source:
         peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
         labels = labels_of(adapter) if adapter and peft else None
         if labels is not None:  # the adapter is of a model with a head
-            hf_config = with_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
+            hf_config = add_score_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
 
     @property
@@ -177,8 +177,8 @@ def _write(
         converted = source.adapter is None
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=converted)
         if converted:
-            seconds, predicting = time.perf_counter() - started, model.architecture.predicting
-            on_every_rank(lambda: prove_loading(source.folder, folder, hf_config, seconds, predicting))
+            seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
+            on_every_rank(lambda: prove_loading(source.folder, folder, hf_config, seconds, mtp_depths))
     else:
         most = shard_bytes(options.max_shard_size)
         save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=most)

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from ...bridge import runtime
 from ...bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ...bridge.families import family_of
-from ...bridge.mapping.local_params import held
-from ...bridge.mapping.param_mapping import table
+from ...bridge.mapping.local_params import collect_params
+from ...bridge.mapping.param_mapping import expand_mappings
 from ...bridge.model.build import Model
 from ...templates.batching.collator import BatchLayout
 from ..distributed.collectives import on_first_rank
@@ -197,8 +197,8 @@ class _LogitsModel(Model):
 @torch.no_grad()
 def round_weights(model: Model, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
     """Give every tensor the values that it has in a checkpoint of `dtype`."""
-    entries = table(family_of(hf_config), hf_config, model.architecture)
-    for key, tensor in held(model.chunks).items():
+    entries = expand_mappings(family_of(hf_config), hf_config, model.architecture)
+    for key, tensor in collect_params(model.chunks).items():
         if not entries[key].fp32:
             tensor.copy_(tensor.to(dtype))
 

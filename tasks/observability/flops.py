@@ -86,7 +86,7 @@ class Flops:
         parameters = attending * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
         if deltas:
             parameters += deltas * _delta_net(sizes)
-        depths = sizes.architecture.predicting  # type: ignore[attr-defined]
+        depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
         parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
         layers = sizes.architecture.layers  # type: ignore[attr-defined]
         reaches = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)

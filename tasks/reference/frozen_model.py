@@ -15,7 +15,7 @@ from ...bridge.checkpoint.adapter_files import load_adapter, settings_of
 from ...bridge.checkpoint.safetensors_io import names_of
 from ...bridge.lora.attach import attach
 from ...bridge.lora.merge import settle
-from ...bridge.mapping.fp8 import reading_in_bf16
+from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import Model, build_model
 from ...templates.batching.collator import Batch
 from ..distributed.collectives import first_of_each_node, on_every_rank, on_first_rank
@@ -38,7 +38,7 @@ def build_frozen(run: Run, source: dict[str, Any], given: str | None, adapters: 
         on_first_rank(lambda: check_vocabulary(run.tokenizer, folder, given))
     built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
     model = on_every_rank(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
-    with reading_in_bf16(model.chunks):
+    with load_as_bf16(model.chunks):
         on_every_rank(lambda: read_weights(model, hf_config, folder, seed=run.options.seed))
     if adapters:
         adapter = first_of_each_node(lambda: hub.adapter_folder(run.options, adapters))

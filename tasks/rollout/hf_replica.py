@@ -58,9 +58,9 @@ class Replica:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        described = read_config(folder)
-        carried = family_of(described).describe(described).carried  # what generates no text: towers for images, MTP
-        unused = [*(self.model._keys_to_ignore_on_load_unexpected or ()), *([f"^(?:{carried})"] if carried else [])]
+        config = read_config(folder)
+        pattern = family_of(config).describe(config).passthrough  # vision towers, MTP
+        unused = [*(self.model._keys_to_ignore_on_load_unexpected or ()), *([f"^(?:{pattern})"] if pattern else [])]
         self._unused = re.compile("|".join(unused) or "(?!)")
         self._places: dict[str, _Place] = {}
         self._parts = self._count_parts()

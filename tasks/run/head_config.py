@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ...bridge.model.score_head import head_of, with_head
+from ...bridge.model.score_head import add_score_head, count_labels
 from ...templates.dataset.store import TokenStore
 from ...templates.prepare import Prepared
 from ..options import (
@@ -25,15 +25,15 @@ def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_t
     """
     stores = [store for store in (data.train, data.val) if isinstance(store, TokenStore)]
     if isinstance(options, SeqClsOptions):
-        labels = options.num_labels or head_of(hf_config)
+        labels = options.num_labels or count_labels(hf_config)
         if labels is None:
             raise ValueError("--num_labels is missing: how many classes there are, or numbers of a regression")
         problem = options.problem_type or hf_config.get("problem_type") or _problem(labels, stores)
         for store in stores:
             _check(store.labels, labels, problem)
-        return with_head(hf_config, labels, problem, pad_token_id=pad_token_id)
+        return add_score_head(hf_config, labels, problem, pad_token_id=pad_token_id)
     scores = isinstance(options, RmOptions | RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
-    labels = head_of(hf_config)
+    labels = count_labels(hf_config)
     if isinstance(options, KtoOptions):
         _check_kinds(stores[0].labels)
     if isinstance(options, RerankerOptions) and options.loss_type == "listwise_reranker":
@@ -45,7 +45,7 @@ def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_t
                 f"--model has a head with {labels} labels, and this task trains one with 1: give the model that it was "
                 "made of"
             )
-        return with_head(hf_config, 1, pad_token_id=pad_token_id)
+        return add_score_head(hf_config, 1, pad_token_id=pad_token_id)
     if isinstance(options, EmbeddingOptions):
         for store in stores:
             _check_pairs(store.labels, options.loss_type)

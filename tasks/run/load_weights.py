@@ -10,7 +10,7 @@ from ...bridge.checkpoint.distributed import load_distributed
 from ...bridge.checkpoint.hub import has_weights, in_mcore_format, no_weights, read_config
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.model.build import Model
-from ...bridge.model.score_head import head_of, with_head
+from ...bridge.model.score_head import add_score_head, count_labels
 from ..system.atomic_dir import loading
 
 
@@ -31,5 +31,5 @@ def _read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed
             raise ValueError(f"{folder} {no_weights(folder)}")
         load_distributed(model.chunks, hf_config, folder, seed=seed)
         return
-    config, labels = read_config(folder), head_of(hf_config)  # which says how these are quantised
-    load_weights(model.chunks, config if labels is None else with_head(config, labels), folder, seed=seed)
+    config, labels = read_config(folder), count_labels(hf_config)  # which says how these are quantised
+    load_weights(model.chunks, config if labels is None else add_score_head(config, labels), folder, seed=seed)

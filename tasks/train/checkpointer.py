@@ -26,7 +26,7 @@ from ...bridge.checkpoint.safetensors_io import Form
 from ...bridge.checkpoint.save import stage_weights
 from ...bridge.checkpoint.sentence_transformers import sentence_transformers_files
 from ...bridge.checkpoint.writer import Folder, Report, Writer
-from ...bridge.mapping.fp8 import masters_in_bf16
+from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.model.build import Model
 from ..distributed.collectives import on_first_rank
 from ..distributed.watchdog import Watchdog
@@ -95,7 +95,7 @@ class Checkpoints:
         with self._watchdog.phase(f"saving {path.name}"):
             more = [f"{STATE}/{REFERENCE}"] if self._following else []
             temporary = on_first_rank(lambda: _begin(path, paths, [STATE, *more]))
-            masters = masters_in_bf16(self._training.optimizer, self._training.chunks)
+            masters = masters_as_bf16(self._training.optimizer, self._training.chunks)
             with self._training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
                 folders = {
                     path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]

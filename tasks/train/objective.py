@@ -84,7 +84,7 @@ class Objective:
 
 def sft(model: Model) -> Objective:
     """The next token, and those that layers of multi-token prediction see further ahead."""
-    return Objective(sft_loss, ["loss", "mtp_loss"] if model.architecture.predicting else ["loss"])
+    return Objective(sft_loss, ["loss", "mtp_loss"] if model.architecture.mtp_depths else ["loss"])
 
 
 def grouping_of(batch: Batch) -> Grouping:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...bridge.lora.merge import merging
-from ...bridge.mapping.fp8 import masters_in_bf16
-from ...bridge.mapping.local_params import held, held_whole
-from ...bridge.mapping.param_mapping import Key
+from ...bridge.mapping.fp8 import masters_as_bf16
+from ...bridge.mapping.local_params import collect_params, iter_params
+from ...bridge.mapping.param_mapping import ParamKey
 from ...bridge.model.build import Model
 from ..distributed.collectives import on_every_rank
 from ..options.groups import ReferenceOptions
@@ -37,24 +37,24 @@ class Follower:
         """After a step: reference = (1 - share) reference + share policy, of parameters, in their dtype."""
         if step % self._every:
             return
-        masters = masters_in_bf16(training.optimizer, training.chunks)
+        masters = masters_as_bf16(training.optimizer, training.chunks)
         with training.parameters_gathered(), masters:
             chunks = training.model.chunks
-            ours, with_adapters = held(chunks), merging(chunks)
+            ours, with_adapters = collect_params(chunks), merging(chunks)
             for key, theirs in _parameters(self.reference):
                 own = with_adapters[key](ours[key]) if key in with_adapters else ours[key]
                 theirs.mul_(1.0 - self._share).add_(own.to(theirs.device), alpha=self._share)
 
 
-def _parameters(model: Model) -> Iterator[tuple[Key, Tensor]]:
-    for _, tensor, views in held_whole(model.chunks):
+def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
+    for _, tensor, views in iter_params(model.chunks):
         if isinstance(tensor, nn.Parameter):  # no buffer: rules that balance experts change those
             yield from views.items()
 
 
 def _check_alike(model: Model, reference: Model) -> None:
-    ours = {key: tensor.shape for key, tensor in held(model.chunks).items()}
-    theirs = {key: tensor.shape for key, tensor in held(reference.chunks).items()}
+    ours = {key: tensor.shape for key, tensor in collect_params(model.chunks).items()}
+    theirs = {key: tensor.shape for key, tensor in collect_params(reference.chunks).items()}
     for key in (key for key in [*theirs, *ours] if ours.get(key) != theirs.get(key)):
         raise ValueError(
             f"--sync_ref_model true: the reference follows the model tensor by tensor, and {key} is "

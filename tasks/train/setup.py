@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ...bridge.mapping.fp8 import reading_in_bf16
+from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import Model, build_model
 from ...templates.plural import plural
 from ..distributed.collectives import on_every_rank, on_first_rank
@@ -48,7 +48,7 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
         print(*_about_data(opened, train, steps), sep="\n", flush=True)
     adapters = options.tuner_type == "lora"
     model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
-    with reading_in_bf16(model.chunks):
+    with load_as_bf16(model.chunks):
         on_every_rank(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
     trained = choose_trained(model, opened)
     objective, about = make(opened, model, train, val)

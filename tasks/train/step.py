@@ -320,7 +320,7 @@ def through_pipeline(
         return forward(model, chunk, batch, scored), partial(scaled_loss, batch)
 
     def scaled_loss(batch: Batch, output: Tensor):
-        if not model.architecture.predicting:
+        if not model.architecture.mtp_depths:
             value, metrics = loss(batch, output)
             return value * scale, metrics
         value, metrics = loss(batch, output[0])

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...bridge.checkpoint.shard_regions import Box, Trained, fill
-from ...bridge.mapping.fp8 import scales_of, set_scales
+from ...bridge.mapping.fp8 import read_scales, set_scales
 from ..distributed.collectives import on_every_rank
 from .optimizer import parts, put_masters, shards
 from .step import Training
@@ -44,7 +44,7 @@ def rank_tensors(training: Training, hf_config: dict[str, Any], *, optimizer: bo
     if optimizer:
         tensors |= {box.label: box.values for box in _boxes(training, hf_config) if box.first}
         for name, module in _in_fp8(training):
-            tensors |= {f"{name}/{kind}": scale for kind, scale in scales_of(module).items()}
+            tensors |= {f"{name}/{kind}": scale for kind, scale in read_scales(module).items()}
     return tensors | (_rng() if rng else {})
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
-from megaswift.bridge.mapping.fp8 import reading_in_bf16
+from megaswift.bridge.mapping.fp8 import load_as_bf16
 from megaswift.bridge.model.build import DTYPES, Model, build_model
 from megaswift.bridge.model.trainable import count_parameters, freeze
 from megaswift.bridge.parallel import barrier, initialize
@@ -50,7 +50,7 @@ def open_model(job: dict, options: SftOptions) -> Model:
     folder = Path(job["model"])
     dtype = DTYPES[options.torch_dtype or "float32"]
     model = build_model(read_config(folder), options, dtype)
-    with reading_in_bf16(model.chunks):
+    with load_as_bf16(model.chunks):
         load_weights(model.chunks, read_config(folder), folder)
     freeze(model, read_config(folder), options)
     return model

@@ -31,8 +31,8 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.sharding import sharded_state
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.local_params import held, local_experts, split_of
-from megaswift.bridge.mapping.param_mapping import window
+from megaswift.bridge.mapping.local_params import collect_params, local_experts, shard_position
+from megaswift.bridge.mapping.param_mapping import clip_spans
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.options import BuildOptions
 from megatron.core import dist_checkpointing, parallel_state
@@ -79,7 +79,7 @@ def fresh(config: dict[str, Any], options: BuildOptions):
     """A model with nothing in it: what loading leaves out stays NaN."""
     model = build_model(config, options, torch.float32)
     with torch.no_grad():
-        for tensor in held(model.chunks).values():
+        for tensor in collect_params(model.chunks).values():
             tensor.fill_(torch.nan)
     return model
 
@@ -95,7 +95,7 @@ def round_trips(folder: Path, name: str, options: BuildOptions, layout: str) -> 
     config = read_config(source)
     model = fresh(config, options)
     load_weights(model.chunks, config, source)
-    wanted = held(model.chunks)
+    wanted = collect_params(model.chunks)
     destination = folder / "mcore" / f"{name}@{dist.get_world_size()} {layout}"
     if dist.get_rank() == 0:
         destination.mkdir(parents=True)
@@ -105,7 +105,7 @@ def round_trips(folder: Path, name: str, options: BuildOptions, layout: str) -> 
     for written in sorted((folder / "mcore").glob(f"{name}@*")):
         read = fresh(config, options)
         load_distributed(read.chunks, config, written)
-        problems[f"{written.name} -> {layout}"] = differing(wanted, held(read.chunks))
+        problems[f"{written.name} -> {layout}"] = differing(wanted, collect_params(read.chunks))
     # What an optimizer asks: each of its parameters is some value's data.
     values = sharded_state(model.chunks, config).values()
     lost = {id(p) for chunk in model.chunks for p in chunk.parameters()} - {id(value.data) for value in values}
@@ -125,7 +125,7 @@ def adapted(config: dict[str, Any], options: BuildOptions, kind: str):
 
 def trained(model: Any) -> dict[Any, torch.Tensor]:
     plan = model.lora.plan
-    tensors = held(model.chunks) | held(model.chunks, adapters=True)
+    tensors = collect_params(model.chunks) | collect_params(model.chunks, adapters=True)
     return {key: tensor for key, tensor in tensors.items() if key in plan.entries | plan.whole}
 
 
@@ -135,11 +135,11 @@ def fill(model: Any) -> None:
     entries = model.lora.plan.entries | model.lora.plan.whole
     for key, tensor in trained(model).items():
         entry, size = entries[key], tensor.shape[entries[key].dim]
-        ranks, rank = split_of(key, entry)
+        ranks, rank = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, model.architecture)
-        shapes = entry.shapes(tensor.shape, spans)
+        shapes = entry.hf_shapes(tensor.shape, spans)
         tensor.zero_()
-        for at, span in window(spans, rank * size, (rank + 1) * size):
+        for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
             if span.part is not None:
                 name = entry.hf[span.part]
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -221,7 +221,7 @@ def with_plain(folder: Path, name: str, options: BuildOptions, layout: str) -> d
     config = read_config(folder / name / "fp32")
     ours = fresh(config, options)
     load_weights(ours.chunks, config, folder / name / "fp32")
-    held_by_us = held(ours.chunks)
+    held_by_us = collect_params(ours.chunks)
     experts = ours.config.num_moe_experts or 0
     wanted = {str(key): tensor for key, tensor in held_by_us.items()}
     problems = {}
@@ -250,7 +250,7 @@ def with_plain(folder: Path, name: str, options: BuildOptions, layout: str) -> d
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(theirs))
     read = fresh(config, options)
     load_distributed(read.chunks, config, theirs)
-    problems[f"{theirs.name} -> ours"] = differing(held_by_us, held(read.chunks))
+    problems[f"{theirs.name} -> ours"] = differing(held_by_us, collect_params(read.chunks))
     return problems
 
 

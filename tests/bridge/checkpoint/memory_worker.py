@@ -19,7 +19,7 @@ from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.options import BuildOptions
 
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     arguments = (model.chunks, config, folder / "source", folder / "saved")
     save_weights(*arguments, dtype=torch.bfloat16, max_shard_bytes=10**9)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    mine = sum(tensor.nbytes for tensor in held(model.chunks).values())
+    mine = sum(tensor.nbytes for tensor in collect_params(model.chunks).values())
     (folder / f"memory-{dist.get_rank()}.json").write_text(json.dumps({"peak": peak, "read": read, "held": mine}))
     dist.destroy_process_group()
 

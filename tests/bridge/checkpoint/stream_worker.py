@@ -23,7 +23,7 @@ from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.checkpoint.stream import stream_adapter, stream_weights
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import DTYPES, build_model
 from megaswift.bridge.parallel import barrier, initialize
 from safetensors.torch import load_file
@@ -43,9 +43,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if lora:
         attach(model, config, LoraSettings.of_options(options), seed=5)
         with torch.no_grad():
-            for tensor in held(model.chunks, adapters=True).values():  # B begins as zeros
+            for tensor in collect_params(model.chunks, adapters=True).values():  # B begins as zeros
                 tensor += 0.1
-    before = {key: tensor.clone() for key, tensor in held(model.chunks).items()}
+    before = {key: tensor.clone() for key, tensor in collect_params(model.chunks).items()}
     expected, wrong = tensors_of(source), []
     if lora:
         expected = saved(model, config, source, Path(job["folder"]))
@@ -58,7 +58,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     layers = [name.split(".")[2] for name, _ in found if ".experts." in name]
     arrivals = [layer for layer, _ in groupby(layers)]
     wrong += [f"the experts of layer {layer} come in pieces" for layer in arrivals if arrivals.count(layer) > 1]
-    after = held(model.chunks)
+    after = collect_params(model.chunks)
     wrong += [f"{key} has changed" for key, tensor in before.items() if not torch.equal(tensor, after[key])]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (wrong, [name for name, _ in found]))

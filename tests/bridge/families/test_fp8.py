@@ -32,7 +32,7 @@ def test_a_model_in_fp8_blocks(tmp_path, folder_of, one_process):  # noqa: F811
     import torch
     from megaswift.bridge.checkpoint.hub import read_config
     from megaswift.bridge.checkpoint.save import save_weights
-    from megaswift.bridge.mapping.local_params import held
+    from megaswift.bridge.mapping.local_params import collect_params
     from safetensors.torch import load_file, save_file
 
     from tests.bridge.families import worker
@@ -54,8 +54,8 @@ def test_a_model_in_fp8_blocks(tmp_path, folder_of, one_process):  # noqa: F811
     (folders["fp8"] / "config.json").write_text(json.dumps(settings))
 
     ours, expected = (worker.open_model(folders[form], one_process, torch.float32) for form in ("fp8", "plain"))
-    theirs = held(expected.chunks)
-    assert all(torch.equal(tensor, theirs[key]) for key, tensor in held(ours.chunks).items())
+    theirs = collect_params(expected.chunks)
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in collect_params(ours.chunks).items())
 
     (tmp_path / "out").mkdir()
     settings = read_config(folders["fp8"])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from megaswift.bridge.checkpoint.conversion_report import accounted
-from megaswift.bridge.checkpoint.passthrough import carried_names
+from megaswift.bridge.checkpoint.passthrough import passthrough_names
 from megaswift.bridge.families import family_of
 from megaswift.bridge.layers.rope import rotation
-from megaswift.bridge.mapping.param_mapping import Architecture, Entry, Key, table
+from megaswift.bridge.mapping.param_mapping import Architecture, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -71,24 +71,24 @@ def sizes(name: str, about: Architecture) -> tuple[int, ...]:
     return shape if kind == "weight" else shape[:1]
 
 
-def tensors(entries: dict[Key, Entry], about: Architecture) -> dict[str, tuple[int, ...]]:
+def tensors(entries: dict[ParamKey, MappingEntry], about: Architecture) -> dict[str, tuple[int, ...]]:
     """The shapes of all Hugging Face tensors of the table, by name."""
     found, shapes = {}, {}
     for key, entry in entries.items():
         if key.name not in shapes:
             whole = sizes(key.name, about)
-            shapes[key.name] = list(entry.shapes(whole, entry.spans(whole, 1, about)).values())
+            shapes[key.name] = list(entry.hf_shapes(whole, entry.spans(whole, 1, about)).values())
         found |= {name: entry.stored(shape) for name, shape in zip(entry.hf, shapes[key.name], strict=True)}
     return found
 
 
 @cache
-def text_model(name: str, predicting: int = 0) -> tuple[Architecture, dict[str, tuple[int, ...]]]:
+def text_model(name: str, mtp_depths: int = 0) -> tuple[Architecture, dict[str, tuple[int, ...]]]:
     """With so many layers of multi-token prediction, and the shapes of all its tensors."""
     config = MODELS[name].config
     family = family_of(config)
-    about = replace(family.describe(config), predicting=predicting)
-    return about, tensors(table(family, config, about), about)
+    about = replace(family.describe(config), mtp_depths=mtp_depths)
+    return about, tensors(expand_mappings(family, config, about), about)
 
 
 def count(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -102,7 +102,7 @@ def test_every_parameter_is_in_the_table(name):
     assert family_of(model.config).name == model.family
     total, digits = count(found.values()), len(model.size.partition(".")[2])
     assert model.size in (str(total), f"{total / 1e9:.{digits}f}")
-    assert accounted(model.extra, about).keys() | carried_names(model.extra, about) == set(model.extra)
+    assert accounted(model.extra, about).keys() | passthrough_names(model.extra, about) == set(model.extra)
     assert not set(model.extra) & set(found)
 
 
@@ -112,14 +112,14 @@ def test_every_parameter_is_in_the_table(name):
 )
 def test_layers_that_predict_further_tokens(name, tables, published):
     """What the hub counts in the files; some have copies of the embedding and of the output matrix there."""
-    about, found = text_model(name, predicting=1)
+    about, found = text_model(name, mtp_depths=1)
     copies = tables * about.vocab_size * about.transformer["hidden_size"]
     assert count(found.values()) + copies == published
 
 
 def test_scales_of_quantised_matrices():
     """DeepSeek-V3's 684.5 billion on the hub are its tensors, two more tables, and a scale for each block."""
-    about, found = text_model("DeepSeek-V3", predicting=1)
+    about, found = text_model("DeepSeek-V3", mtp_depths=1)
     blocks = count((-(-shape[0] // 128), -(-shape[1] // 128)) for shape in _quantised(found).values())
     assert count(found.values()) + 2 * about.vocab_size * about.transformer["hidden_size"] + blocks == 684531386000
     # Kimi-K2's 139,644 tensors: with a buffer of rotary embeddings in each of 61 layers.
@@ -185,7 +185,7 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     if about.tied:
         del state["lm_head.weight"]
     saved = {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
-    found = tensors(table(family, config, about, saved), about)
+    found = tensors(expand_mappings(family, config, about, saved), about)
     alone = {re.sub(r"^(model\.)?language_model\.", r"\1", key): tuple(shape) for key, shape in found.items()}
     assert alone == saved
     turning = type(model.model.rotary_emb)(theirs)

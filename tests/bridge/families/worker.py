@@ -27,7 +27,7 @@ from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model import build as builder
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.tasks.options import SftOptions
@@ -118,7 +118,7 @@ def open_model(source: Path, options: SftOptions, dtype: torch.dtype, change: Ca
     with mock.patch.object(builder, "family_of", return_value=family):
         model = build_model(config, options, dtype)
     with torch.no_grad():
-        for tensor in held(model.chunks).values():
+        for tensor in collect_params(model.chunks).values():
             tensor.fill_(torch.nan)
     load_weights(model.chunks, config, source)
     return model

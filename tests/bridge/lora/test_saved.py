@@ -12,7 +12,7 @@ from megaswift.bridge.families import family_of
 from megaswift.bridge.lora.adapter_mapping import modules_of, plan_adapters
 from megaswift.bridge.lora.attach import Lora
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.param_mapping import table
+from megaswift.bridge.mapping.param_mapping import expand_mappings
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Gemma3Config
@@ -160,7 +160,7 @@ def _check_settings(case, base, folder):
     settings = LoraSettings.of_adapter(config, modules_of(folder, tensors))
     family = family_of(raw := read_config(base))
     architecture = family.describe(raw)
-    plan = plan_adapters(table(family, raw, architecture), settings, architecture)
+    plan = plan_adapters(expand_mappings(family, raw, architecture), settings, architecture)
     wanted = {name for entry in (plan.entries | plan.whole).values() for name in entry.hf} | plan.copies.keys()
     assert wanted == tensors
     assert settings.scaling == pytest.approx(ALPHA / (math.sqrt(RANK) if "use_rslora" in CASES[case].peft else RANK))
@@ -176,7 +176,7 @@ def test_what_sees_has_no_adapters():
         {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
     )
     names = {f"language_model.model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}
-    plan = plan_adapters(table(family, raw, architecture, names), settings, architecture)
+    plan = plan_adapters(expand_mappings(family, raw, architecture, names), settings, architecture)
     written = adapter_config(Lora(settings, plan), architecture, "base")
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
     with torch.device("meta"):

@@ -10,7 +10,7 @@ import torch
 from megaswift.bridge.families import family_of
 from megaswift.bridge.lora.adapter_mapping import Plan, plan_adapters
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.param_mapping import table
+from megaswift.bridge.mapping.param_mapping import expand_mappings
 
 from tests.bridge.families import tinies
 
@@ -34,7 +34,7 @@ def plan(tiny: str, **changes: Any) -> Plan:
     raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
     family = family_of(raw)
     architecture = family.describe(raw)
-    return plan_adapters(table(family, raw, architecture), replace(PLAIN, **changes), architecture)
+    return plan_adapters(expand_mappings(family, raw, architecture), replace(PLAIN, **changes), architecture)
 
 
 def leaves(found: Plan) -> set[str]:

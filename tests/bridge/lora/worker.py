@@ -23,7 +23,7 @@ from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.layers import ExpertsAdapter
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import DTYPES, Model, build_model
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
@@ -110,12 +110,12 @@ def _plant_in_attention(fault: str | None, chunk: Any) -> None:
 def copies(model: Model) -> dict[Any, Tensor]:
     """Of the weights that are not trained."""
     trained = model.lora.plan.whole
-    return {key: tensor.detach().clone() for key, tensor in held(model.chunks).items() if key not in trained}
+    return {key: tensor.detach().clone() for key, tensor in collect_params(model.chunks).items() if key not in trained}
 
 
 def alike(model: Model) -> bool:
     """Whether the ranks of this one's tensor-parallel group have the same where they ought to."""
-    for key, tensor in held(model.chunks, adapters=True).items():
+    for key, tensor in collect_params(model.chunks, adapters=True).items():
         if model.lora.plan.entries[key].kind.dim is None and key.expert is None:
             group = parallel_state.get_tensor_model_parallel_group()
             others = [torch.empty_like(tensor) for _ in range(group.size())]

@@ -17,7 +17,7 @@ from megaswift.bridge.checkpoint.distributed import load_distributed, save_distr
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
-from megaswift.bridge.mapping.fp8 import held_in_fp8, masters_in_bf16, reading_in_bf16
+from megaswift.bridge.mapping.fp8 import fp8_params, load_as_bf16, masters_as_bf16
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.train.step import sft_loss, train_step
@@ -96,7 +96,7 @@ def open_model(folder: Path, options, read=load_weights) -> Model:
             if f"{name.rpartition('.')[2]}.weight" in MATRICES:
                 module.weight = InFp8.of(module.weight)
     model.config.fp8_param, model.config.fp8_recipe = True, "tensorwise"
-    with reading_in_bf16(model.chunks):
+    with load_as_bf16(model.chunks):
         read(model.chunks, config, folder)
     return model
 
@@ -117,7 +117,7 @@ def trained(source: Path, destination: Path, lr: float, read=load_weights, **fla
         destination.mkdir()
         other.mkdir()
     dist.barrier()
-    with training.parameters_gathered(), masters_in_bf16(training.optimizer, training.chunks):
+    with training.parameters_gathered(), masters_as_bf16(training.optimizer, training.chunks):
         save_weights(model.chunks, config, source, destination, dtype=torch.bfloat16, max_shard_bytes=200_000)
         save_distributed(model.chunks, config, source, other, dtype=torch.bfloat16)
     return model
@@ -125,7 +125,7 @@ def trained(source: Path, destination: Path, lr: float, read=load_weights, **fla
 
 def few_values(model: Model) -> bool:
     """Whether what is multiplied has no more values than e4m3 has."""
-    return all(p.detach().unique().numel() < 256 for p in held_in_fp8(model.chunks[0]))
+    return all(p.detach().unique().numel() < 256 for p in fp8_params(model.chunks))
 
 
 def main() -> None:
@@ -134,10 +134,8 @@ def main() -> None:
     stand_in()
     source, found = tensors_of(folder), {}
     model = trained(folder, folder / "still", 0.0)
-    found["held"] = len(list(held_in_fp8(model.chunks[0])))
-    found["filled"] = all(
-        float(p._quantizer.amax) < 1e9 and bool(p.isfinite().all()) for p in held_in_fp8(model.chunks[0])
-    )
+    found["held"] = len(list(fp8_params(model.chunks)))
+    found["filled"] = all(float(p._quantizer.amax) < 1e9 and bool(p.isfinite().all()) for p in fp8_params(model.chunks))
     found["few values"] = few_values(model)
     found["still"] = all(torch.equal(tensor, source[name]) for name, tensor in tensors_of(folder / "still").items())
     trained(folder, folder / "moved", RATE, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from megaswift.bridge.mapping import fp8
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.kernel_selection import Kernels
 from megaswift.bridge.options import BuildOptions
 from megatron.core import fp8_utils
@@ -78,7 +78,7 @@ def test_a_weight_in_fp8_is_not_read_or_written_by_itself(monkeypatch):
 
     monkeypatch.setattr(fp8_utils, "is_float8tensor", lambda tensor: True)
     with pytest.raises(RuntimeError, match="without its values in bf16"):
-        held([InFp8(2, 2)])
+        collect_params([InFp8(2, 2)])
 
 
 def test_weights_in_fp8_are_read_and_written_in_bf16(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megaswift.bridge.mapping import local_params
-from megaswift.bridge.mapping.param_mapping import Key
+from megaswift.bridge.mapping.param_mapping import ParamKey
 from torch import nn
 
 LAYER = "decoder.layers.{layer}."
@@ -39,25 +39,28 @@ def _second_of_two_expert_ranks(monkeypatch):
 
 def test_layers_are_counted_over_the_whole_model():
     names = ["embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.weight"]
-    assert list(local_params.held([chunk(*names)])) == [
-        Key("embedding.word_embeddings.weight"),
-        Key(LAYER + "mlp.linear_fc1.weight", 3),
+    assert list(local_params.collect_params([chunk(*names)])) == [
+        ParamKey("embedding.word_embeddings.weight"),
+        ParamKey(LAYER + "mlp.linear_fc1.weight", 3),
     ]
 
 
 def test_norms_inside_matrices():
     names = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
-    held = local_params.held([chunk(*(f"decoder.layers.0.{name}" for name in names))])
-    assert list(held) == [Key(LAYER + "input_layernorm.weight", 2), Key(LAYER + "pre_mlp_layernorm.weight", 2)]
+    held = local_params.collect_params([chunk(*(f"decoder.layers.0.{name}" for name in names))])
+    assert list(held) == [
+        ParamKey(LAYER + "input_layernorm.weight", 2),
+        ParamKey(LAYER + "pre_mlp_layernorm.weight", 2),
+    ]
 
 
 def test_experts_one_by_one_and_stacked():
     matrix = "mlp.experts.linear_fc1.weight"
-    keys = [Key(LAYER + matrix, 2, 2), Key(LAYER + matrix, 2, 3)]
-    each = local_params.held([chunk(f"decoder.layers.0.{matrix}0", f"decoder.layers.0.{matrix}1")])
+    keys = [ParamKey(LAYER + matrix, 2, 2), ParamKey(LAYER + matrix, 2, 3)]
+    each = local_params.collect_params([chunk(f"decoder.layers.0.{matrix}0", f"decoder.layers.0.{matrix}1")])
     assert list(each) == keys
     model = chunk(f"decoder.layers.0.{matrix}")
-    stacked = local_params.held([model])
+    stacked = local_params.collect_params([model])
     assert list(stacked) == keys
     for tensor in stacked.values():  # views: what is copied into them is in the model
         tensor.copy_(torch.ones(3, 5))
@@ -69,7 +72,7 @@ def test_buffers_that_a_checkpoint_holds():
     router = model.get_submodule("decoder.layers.0.mlp.router")
     router.register_buffer("expert_bias", torch.zeros(4))
     router.register_buffer("tokens_per_expert", torch.zeros(4), persistent=False)
-    assert list(local_params.held([model])) == [
-        Key(LAYER + "mlp.router.weight", 2),
-        Key(LAYER + "mlp.router.expert_bias", 2),
+    assert list(local_params.collect_params([model])) == [
+        ParamKey(LAYER + "mlp.router.weight", 2),
+        ParamKey(LAYER + "mlp.router.expert_bias", 2),
     ]

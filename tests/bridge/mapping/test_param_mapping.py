@@ -10,10 +10,10 @@ from megaswift.bridge.mapping.param_mapping import (
     ROW,
     VOCAB,
     Architecture,
-    Entry,
-    Kind,
+    MappingEntry,
+    ShardingKind,
     Span,
-    window,
+    clip_spans,
 )
 
 HEADS, GROUPS, HEAD_DIM, VOCABULARY = 8, 2, 4, 261
@@ -24,7 +24,7 @@ def architecture(groups: int = GROUPS) -> Architecture:
 
 
 def shards_of(
-    kind: Kind, parts: list[torch.Tensor], length: int, ranks: int, about: Architecture
+    kind: ShardingKind, parts: list[torch.Tensor], length: int, ranks: int, about: Architecture
 ) -> list[torch.Tensor]:
     """Each rank's shard, built as loading does it."""
     dim, spans = kind.dim or 0, kind.spans(length, ranks, about)
@@ -33,7 +33,7 @@ def shards_of(
     shards = []
     for rank in range(ranks):
         shard = torch.full(shape, torch.nan)
-        for at, span in window(spans, rank * size, (rank + 1) * size):
+        for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
             places = range(span.start, span.stop, span.step)
             piece = 0 if span.part is None else parts[span.part].index_select(dim, torch.tensor(places))
             shard.narrow(dim, at, span.length).copy_(torch.as_tensor(piece))
@@ -80,12 +80,12 @@ def _alternating(length: int, ranks: int, about: Architecture) -> list[Span]:
 def test_every_other_position(ranks):
     """Gate and up in alternating rows of one tensor, as GPT-OSS stores them."""
     fused = torch.randn(24, 5)
-    shards = shards_of(Kind(0, _alternating), [fused], 24, ranks, architecture())
+    shards = shards_of(ShardingKind(0, _alternating), [fused], 24, ranks, architecture())
     for shard, gate, up in zip(shards, fused[::2].chunk(ranks), fused[1::2].chunk(ranks), strict=True):
         assert torch.equal(shard, torch.cat((gate, up)))
-    entry = Entry(Kind(0, _alternating), ("w",), transposed=True, stack=7, place=3)
+    entry = MappingEntry(ShardingKind(0, _alternating), ("w",), transposed=True, stack=7, place=3)
     shard = (24 // ranks, 5)
-    shape = entry.shapes(shard, entry.spans(shard, ranks, architecture()))["w"]
+    shape = entry.hf_shapes(shard, entry.spans(shard, ranks, architecture()))["w"]
     assert (shape, entry.stored(shape)) == ((5, 24), (7, 5, 24))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.tasks.convert.logit_parity import PrecisionError, as_json, check_precision
 from megaswift.tasks.options import SftOptions
@@ -35,7 +35,7 @@ def attempt(folder: Path, options: SftOptions, fault: str | None = None) -> Any:
     def build(dtype: torch.dtype) -> Model:
         model = build_model(config, options, dtype)
         load_weights(model.chunks, config, folder)
-        for key, tensor in held(model.chunks).items():
+        for key, tensor in collect_params(model.chunks).items():
             if str(key) == fault:
                 tensor.mul_(1.2)
         return model

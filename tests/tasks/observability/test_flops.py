@@ -21,7 +21,7 @@ SIZES = {
     "moe_shared_expert_intermediate_size": None,
     "attention_output_gate": False,
     "multi_latent_attention": False,
-    "architecture": SimpleNamespace(layers=(Layer(),) * 3, predicting=0),
+    "architecture": SimpleNamespace(layers=(Layer(),) * 3, mtp_depths=0),
 }
 MOE = SIZES | {"num_moe_experts": 5, "moe_ffn_hidden_size": 14, "moe_layer_freq": [0, 1, 1]}
 
@@ -164,7 +164,7 @@ def test_gated_delta_nets_have_states_and_no_pairs():
     }
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     layers = tuple(Layer("gated_delta_net" if kind == "linear_attention" else "attention") for kind in kinds)
-    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, predicting=0)}
+    mixed = {"attention_output_gate": True, "architecture": SimpleNamespace(layers=layers, mtp_depths=0)}
     found = Flops.of(SimpleNamespace(**SIZES | delta | mixed), 53)
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(

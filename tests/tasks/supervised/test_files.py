@@ -13,9 +13,9 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.sentence_transformers import sentence_transformers_files
 from megaswift.bridge.families import FAMILIES, family_of
-from megaswift.bridge.families.sequence_classification import head_of
+from megaswift.bridge.families.sequence_classification import count_labels
 from megaswift.bridge.model.build import build_model
-from megaswift.bridge.model.score_head import with_head
+from megaswift.bridge.model.score_head import add_score_head
 from megaswift.tasks.options import SftOptions
 from safetensors.torch import load_file, save_file
 
@@ -44,16 +44,16 @@ def test_configs_with_heads_are_transformers_own(family):
     known = type(settings.config()) in AutoModelForSequenceClassification._model_mapping
     if not known:
         with pytest.raises(ValueError, match=f"no sequence classification for {family.name} models"):
-            with_head(config, 5)
+            add_score_head(config, 5)
         return
-    made = with_head(config, 5, "multi_label_classification")
+    made = add_score_head(config, 5, "multi_label_classification")
     theirs = AutoConfig.for_model(**made)
-    assert theirs.num_labels == head_of(made) == 5
+    assert theirs.num_labels == count_labels(made) == 5
     assert theirs.problem_type == "multi_label_classification"
     wanted = AutoModelForSequenceClassification._model_mapping[type(settings.config())]
     assert made["architectures"] == [wanted.__name__]
     about = family_of(made).describe(made)
-    assert (about.head, about.tied) == (5, False)
+    assert (about.num_labels, about.tied) == (5, False)
     assert family_of(made).name == family.name
     changed = {"architectures", "id2label", "label2id", "problem_type", "num_labels"}
     assert {key: made[key] for key in config.keys() - changed} == {key: config[key] for key in config.keys() - changed}
@@ -61,22 +61,22 @@ def test_configs_with_heads_are_transformers_own(family):
 
 def test_paddings_of_new_heads():
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": [5, 6]}
-    assert with_head(config, 2)["pad_token_id"] == 5
-    assert with_head(config, 2, pad_token_id=9)["pad_token_id"] == 9
-    assert with_head(config | {"pad_token_id": 0}, 2, pad_token_id=9)["pad_token_id"] == 0
+    assert add_score_head(config, 2)["pad_token_id"] == 5
+    assert add_score_head(config, 2, pad_token_id=9)["pad_token_id"] == 9
+    assert add_score_head(config | {"pad_token_id": 0}, 2, pad_token_id=9)["pad_token_id"] == 0
 
 
 def test_another_number_of_labels_is_refused():
-    config = with_head({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, 3)
-    assert with_head(config, 3) == config
+    config = add_score_head({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, 3)
+    assert add_score_head(config, 3) == config
     with pytest.raises(ValueError, match="--num_labels 4: the model has a head with 3 labels"):
-        with_head(config, 4)
+        add_score_head(config, 4)
 
 
 def test_a_head_that_is_lost_is_missed(alone, causal, tmp_path):
     folder = tmp_path / "scored"
     shutil.copytree(causal, folder)
-    config = with_head(read_config(causal), 3)
+    config = add_score_head(read_config(causal), 3)
     (folder / "config.json").write_text(json.dumps(config))
     model = build_model(config, SftOptions(), torch.float32)
     with pytest.raises(ValueError, match=r"lacks 1 tensor \(score.weight\)"):
@@ -96,7 +96,7 @@ def test_heads_within_vision_language_checkpoints(name, alone, tmp_path):
     from tests.tasks.supervised.test_heads import distance, scores_of
 
     make(tmp_path, families.tinies()[name])
-    config = with_head(read_config(tmp_path / "fp32"), 3)
+    config = add_score_head(read_config(tmp_path / "fp32"), 3)
     model = worker.open_model(tmp_path / "fp32", config, SftOptions(micro_batch_size=1))
     scores = worker.step(model, model.chunks, "scores", backward=False)
     worker.saved(model, config, tmp_path / "fp32", tmp_path / "out")
@@ -152,7 +152,7 @@ def test_what_adapters_of_heads_refuse(alone, causal):
 
     from tests.tasks.supervised.worker import LORA, open_model
 
-    config = with_head(read_config(causal), 3)
+    config = add_score_head(read_config(causal), 3)
     model = open_model(causal, config, SftOptions(), adapters=True)
     with pytest.raises(ValueError, match=r"the head \(score\) is trained whole"):
         attach(model, config, replace(LORA, targets=("all-linear", "score")), seed=1)

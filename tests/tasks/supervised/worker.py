@@ -28,9 +28,9 @@ from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.layers import pooling
 from megaswift.bridge.lora.attach import attach
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.mapping.local_params import held
+from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import Model, build_model
-from megaswift.bridge.model.score_head import with_head
+from megaswift.bridge.model.score_head import add_score_head
 from megaswift.bridge.model.trainable import freeze_output
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
@@ -97,7 +97,7 @@ def open_model(source: Path, config: dict[str, Any], options: SftOptions, *, ada
 
 @torch.no_grad()
 def blank(model: Model) -> None:
-    for tensor in held(model.chunks).values():
+    for tensor in collect_params(model.chunks).values():
         tensor.fill_(torch.nan)
 
 
@@ -230,7 +230,7 @@ def save_all(folder: Path, destination: Path, options: SftOptions, *, lora: bool
     """Into `destination`: scored, made of a model with a head; begun, of one without; both by way of megatron-core's
     format too, in mcore-...; with `lora`, an adapter beside a new head, and merged. Returns what our scores are."""
     config = read_config(folder / "causal")
-    headed = with_head(config, ref.LABELS, "single_label_classification")
+    headed = add_score_head(config, ref.LABELS, "single_label_classification")
     if lora:
         return save_adapted(folder, destination, options, headed)
     made = {"scored": (folder / "scored", read_config(folder / "scored")), "begun": (folder / "causal", headed)}
