@@ -17,7 +17,9 @@ from torch.distributed.rendezvous import rendezvous
 from . import runtime
 from .options import STORE, ParallelOptions
 
-LATER = 300  # seconds: a run that hangs is ended by its watchdog, which tells more than a collective's timeout
+WATCHDOG_MARGIN = (
+    300  # seconds: the watchdog ends a hanging run first, with more information than a collective's timeout
+)
 
 
 def initialize(options: ParallelOptions, *, seed: int) -> None:
@@ -34,13 +36,13 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # Of megatron-core's own barriers: the device is the one set above.
         warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
-        timeout = timedelta(seconds=options.ddp_timeout + LATER)
+        timeout = timedelta(seconds=options.ddp_timeout + WATCHDOG_MARGIN)
         store, rank, world = _open_store(timeout)
         # Where torchrun has started the processes again, its store still has the addresses of the former ones.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         backend = options.ddp_backend or ("nccl" if on_gpu else "gloo")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    _lay_out(options)
+    _initialize_groups(options)
     seed_ranks(options, seed)
 
 
@@ -59,7 +61,7 @@ def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
     return next(iter(rendezvous("env://", timeout=timeout)))
 
 
-def _lay_out(options: ParallelOptions) -> None:
+def _initialize_groups(options: ParallelOptions) -> None:
     """Make megatron-core's groups. Raises ValueError where the number of processes does not fit."""
     tp, pp, cp = (
         options.tensor_model_parallel_size,
@@ -78,12 +80,12 @@ def _lay_out(options: ParallelOptions) -> None:
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=(options.ddp_timeout + LATER) // 60,
+        distributed_timeout_minutes=(options.ddp_timeout + WATCHDOG_MARGIN) // 60,
         create_gloo_process_groups=False,
     )
 
 
-class Groups:
+class ProcessGroups:
     """The process groups of another layout of the same processes, beside the run's own.
 
     megatron-core's are variables of one module, which within `entered` are these: what is built there, or goes through
@@ -95,7 +97,7 @@ class Groups:
         outside = _variables()
         _set({name: {} if isinstance(value, dict) else None for name, value in outside.items()})
         try:
-            _lay_out(options)
+            _initialize_groups(options)
             self._own = _variables()
         finally:
             _set(outside)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from .kernels.weight_gradient import add_product
+from .kernels.weight_gradient import accumulate_product
 
 _APPLIED = False
 
@@ -40,7 +40,7 @@ def _weight_gradients_without_apex() -> None:
         return
 
     def add(inputs: Tensor, grad_output: Tensor, total: Tensor) -> None:
-        add_product(total, grad_output, inputs)
+        accumulate_product(total, grad_output, inputs)
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add

@@ -11,17 +11,17 @@ from functools import lru_cache
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, Plan
-from .safetensors_io import SafetensorsFolder, Stored, every
+from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, AdapterPlan
+from .safetensors_io import SafetensorsFolder, StoredTensor, take_every
 
 
-class Unfused:
+class SeparatedExperts:
     """The tensors of `source` under the names that they have in `plan`: `tensors`, and `read` for slices of them."""
 
-    def __init__(self, source: SafetensorsFolder, plan: Plan, rank: int):
+    def __init__(self, source: SafetensorsFolder, plan: AdapterPlan, rank: int):
         self.folder, self._source, self._rank = source.folder, source, rank
         self._experts = 1 + max(key.expert or 0 for key in plan.adapted)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._of: dict[str, tuple[str, int, int]] = {}  # our name -> the fused tensor's, the expert, the part
         fused = {}
         for name, stored in source.tensors.items():
@@ -55,7 +55,7 @@ class Unfused:
         missing = [
             size for had, wanted in zip(values.shape[::-1], shape[::-1], strict=True) for size in (0, wanted - had)
         ]
-        return every(F.pad(values, missing).narrow(dim, start, stop - start), dim, step)
+        return take_every(F.pad(values, missing).narrow(dim, start, stop - start), dim, step)
 
     def _expert(self, name: str) -> Tensor:
         fused, expert, part = self._of[name]

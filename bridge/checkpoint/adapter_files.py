@@ -25,13 +25,13 @@ from ..mapping.local_params import collect_params
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
-from .adapter_experts import Unfused
+from .adapter_experts import SeparatedExperts
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .load import read_tensors
-from .safetensors_io import Form, SafetensorsFolder, sync, write_shard
+from .safetensors_io import SafetensorsFolder, TensorSpec, sync, write_shard
 from .save import write_tensors, write_together
 from .tensor_names import some
-from .writer import Folder, Report, Writer
+from .writer import RankReport, ShardWriter, StagedFolder
 
 # Names that transformers 5 gives to parameters in models with experts, or that PEFT takes for such ones there.
 PARAMETERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -42,12 +42,12 @@ EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 UNREAD = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's own weight beside its adapter
 
 
-def settings_of(folder: Path, config: HfConfig) -> LoraSettings:
+def read_settings(folder: Path, config: HfConfig) -> LoraSettings:
     """What the adapter in `folder` is like; `config`: its raw adapter_config.json. Raises ValueError."""
     return LoraSettings.of_adapter(config, modules_of(folder, SafetensorsFolder(folder).tensors))
 
 
-def labels_of(folder: Path) -> int | None:
+def read_num_labels(folder: Path) -> int | None:
     """How many labels the head in an adapter's folder has, for `with_head`; None: there is no head."""
     tensors = SafetensorsFolder(folder).tensors
     return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
@@ -60,7 +60,7 @@ def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, fo
     """
     source = SafetensorsFolder(folder)
     if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
-        source = Unfused(source, lora.plan, lora.settings.rank)
+        source = SeparatedExperts(source, lora.plan, lora.settings.rank)
     tensors, entries = trained_tensors(chunks, lora)
     wanted = {name for entry in entries.values() for name in entry.hf}
     found = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()
@@ -93,7 +93,7 @@ def stage_adapter(
     *,
     base: str,
     copied: bool = False,
-) -> Folder:
+) -> StagedFolder:
     """Begin to write the adapters of `chunks`, and what is trained beside them, into the folder `destination`.
 
     `base`: the model that they are of, a folder or a hub's id. `copied`: training may go on at once (Writer). Every
@@ -107,16 +107,16 @@ def stage_adapter(
     if dist.get_rank() == 0:
         parts.mkdir()
     barrier()
-    writer = Writer(parts, copied=copied)
+    writer = ShardWriter(parts, copied=copied)
     write_tensors(writer, tensors, entries, architecture, None, 5 * 10**9)
 
-    def complete(_: list[Report]) -> dict[str, str]:
+    def complete(_: list[RankReport]) -> dict[str, str]:
         _join(parts, destination / ADAPTER_WEIGHTS, lora)
         shutil.rmtree(parts)
         write_adapter_config(destination, lora, architecture, base)
         return {}
 
-    return Folder(writer, complete)
+    return StagedFolder(writer, complete)
 
 
 def write_adapter_config(destination: Path, lora: Lora, architecture: Architecture, base: str) -> None:
@@ -177,7 +177,7 @@ def _join(parts: Path, file: Path, lora: Lora) -> None:
     if set(names.values()) != source.tensors.keys():
         raise RuntimeError(f"{len(source.tensors)} tensors were written, which are not those of the adapter")
     stored = {name: source.tensors[of] for name, of in names.items()}
-    forms = {name: Form(of.dtype, of.shape) for name, of in stored.items()}
+    forms = {name: TensorSpec(of.dtype, of.shape) for name, of in stored.items()}
     write_shard(file, forms, ((name, source.read(of, 0, 0, forms[name].shape[0])) for name, of in names.items()))
 
 

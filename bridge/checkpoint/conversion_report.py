@@ -27,7 +27,7 @@ from ..mapping.param_mapping import (
 )
 from .passthrough import WHAT
 from .quantized import open_weights
-from .safetensors_io import BLOCK, CHECKSUM, NAMES, Form, SafetensorsFolder, Stored, names_of, sync
+from .safetensors_io import BLOCK, CHECKSUM, NAMES, SafetensorsFolder, StoredTensor, TensorSpec, sync, tensor_names
 
 FILE = "conversion.json"
 SCALES = ("_scale_inv", "_scales", "_blocks")  # of quantised tensors: what follows the name that the table has
@@ -41,7 +41,7 @@ def peak_memory() -> dict[str, int]:
     return peak
 
 
-def sources(entries: ParamTable) -> dict[str, dict[str, Any]]:
+def describe_sources(entries: ParamTable) -> dict[str, dict[str, Any]]:
     """For each Hugging Face tensor of the table the megatron-core tensor that it is (a part of)."""
     found: dict[str, dict[str, Any]] = {}
     for key, entry in entries.items():
@@ -59,7 +59,7 @@ def sources(entries: ParamTable) -> dict[str, dict[str, Any]]:
     return found
 
 
-def accounted(extra: Iterable[str], architecture: Architecture) -> dict[str, str]:
+def unmapped_reasons(extra: Iterable[str], architecture: Architecture) -> dict[str, str]:
     """Those of a checkpoint's tensors without a row that need none, each with the reason."""
     reasons = {}
     for name in extra:
@@ -72,14 +72,14 @@ def accounted(extra: Iterable[str], architecture: Architecture) -> dict[str, str
     return reasons
 
 
-def left_out(source: str | Path, written: Collection[str], architecture: Architecture) -> dict[str, str]:
+def unused_reasons(source: str | Path, written: Collection[str], architecture: Architecture) -> dict[str, str]:
     """The reasons for those tensors of the checkpoint `source` (if it has any) that are not among what was written.
 
     Raises RuntimeError where there is none.
     """
-    extra = set(names_of(source)) - set(written)
+    extra = set(tensor_names(source)) - set(written)
     reasons = {name: "quantised: its values were written unquantised" for name in extra if bare(name, written) != name}
-    reasons |= accounted(extra, architecture)
+    reasons |= unmapped_reasons(extra, architecture)
     if unused := sorted(extra - reasons.keys()):
         raise RuntimeError(f"{source} has {len(unused)} tensors that were not used: {', '.join(unused[:5])}")
     return reasons
@@ -90,7 +90,7 @@ def bare(name: str, unquantised: Collection[str]) -> str:
     return next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in unquantised), name)
 
 
-def _checksum(stored: Stored) -> str:
+def _checksum(stored: StoredTensor) -> str:
     found, left = xxh3_128(), stored.bytes
     with stored.file.open("rb", buffering=0) as stream:
         stream.seek(stored.offset)
@@ -103,7 +103,7 @@ def _checksum(stored: Stored) -> str:
     return found.hexdigest()
 
 
-def prove_loading(
+def report_conversion(
     source: str | Path, destination: str | Path, hf_config: HfConfig, seconds: float, mtp_depths: int = 0
 ) -> None:
     """Write the conversion.json of a checkpoint that became something else: its tensors as they were stored.
@@ -114,7 +114,9 @@ def prove_loading(
     family = family_of(hf_config)
     architecture = replace(family.describe(hf_config), mtp_depths=mtp_depths)
     folder = SafetensorsFolder(source)
-    of_table = sources(expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors))
+    of_table = describe_sources(
+        expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors)
+    )
     names = sorted(folder.tensors)
     mine = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -122,13 +124,15 @@ def prove_loading(
     if dist.get_rank():
         return
     checksums = {name: checksum for of_rank, _ in everyone for name, checksum in of_rank.items()}
-    reasons = accounted(folder.tensors.keys() - of_table.keys(), architecture)
+    reasons = unmapped_reasons(folder.tensors.keys() - of_table.keys(), architecture)
     tensors = {}
     for name, stored in folder.tensors.items():
         if name not in reasons:
             about = of_table.get(bare(name, of_table), WHAT)
-            tensors[name] = about | described(Form(stored.dtype, stored.shape), stored.file.name, checksums[name])
-    write_proof(
+            tensors[name] = about | describe_tensor(
+                TensorSpec(stored.dtype, stored.shape), stored.file.name, checksums[name]
+            )
+    write_report(
         Path(destination),
         "Hugging Face to megatron-core",
         family.name,
@@ -140,11 +144,11 @@ def prove_loading(
     )
 
 
-def described(form: Form, file: str, checksum: str) -> dict[str, Any]:
+def describe_tensor(form: TensorSpec, file: str, checksum: str) -> dict[str, Any]:
     return {"file": file, "dtype": NAMES[form.dtype], "shape": list(form.shape), CHECKSUM: checksum}
 
 
-def write_proof(
+def write_report(
     folder: Path, direction: str, family: str, tensors: Mapping[str, Any], reasons: Mapping[str, str], **cost: Any
 ) -> None:
     """Write conversion.json.

@@ -41,12 +41,12 @@ from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Family, HfC
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from ..model.score_head import init_head
 from .adapter_files import write_adapter_config
-from .conversion_report import peak_memory, prove_loading, sources, write_proof
+from .conversion_report import describe_sources, peak_memory, report_conversion, write_report
 from .hub import LATEST, mcore_folder, read_adapter_config
 from .passthrough import PassthroughTensors
 from .pickles import UnsafePickle, read_metadata
-from .safetensors_io import names_of
-from .save import carry
+from .safetensors_io import tensor_names
+from .save import copy_small_files
 from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
 from .tensor_names import some
 
@@ -76,25 +76,25 @@ def save_distributed(
     Raises OSError on every rank where one cannot write, and then the folder is not whole.
     """
     source, destination, started = Path(source), Path(destination), time.perf_counter()
-    family, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
+    family, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
     naming = name_tensors(entries)
     state = {"model": sharded_state(chunks, hf_config, naming), "args": _arguments(chunks[0].config, architecture)}
     inside = _write(state, destination, iteration, stacked=naming.stacked)
-    names = sources(entries)
+    names = describe_sources(entries)
     along = PassthroughTensors(source, hf_config, architecture, names, dtype)
 
     def finish() -> None:
-        carry(source, destination, hf_config, dtype)
+        copy_small_files(source, destination, hf_config, dtype)
         along.save_beside(destination, MAX_CARRIED)
         if not converted:
             size, seconds = sum(file.stat().st_size for file in inside.iterdir()), time.perf_counter() - started
             cost = {"bytes": size, "seconds": seconds, "peak_memory": [peak_memory()]}
-            write_proof(destination, "training", family.name, names, {}, **cost)
+            write_report(destination, "training", family.name, names, {}, **cost)
 
     _on_first_rank(finish)
     if converted:
         seconds = time.perf_counter() - started
-        prove_loading(source, destination, hf_config, seconds, architecture.mtp_depths)
+        report_conversion(source, destination, hf_config, seconds, architecture.mtp_depths)
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: st
     _read(state, folder, stored, architecture, APART)
 
 
-def adapter_settings(folder: str | Path) -> LoraSettings:
+def read_distributed_settings(folder: str | Path) -> LoraSettings:
     """What the adapter of a checkpoint, that of `--mcore_adapter`, is like, and in which type its values are.
 
     Raises FileNotFoundError or ValueError where the folder has none that can be read.
@@ -286,7 +286,7 @@ def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def stored_depths(folder: str | Path) -> int:
+def count_mtp_depths(folder: str | Path) -> int:
     """How many layers of multi-token prediction a checkpoint has. Raises as `load_distributed` where it is none."""
     return _depths(_stored(mcore_folder(folder)))
 

@@ -14,7 +14,7 @@ from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, Pa
 from ..model.chunk_mapping import map_chunks
 from ..model.score_head import init_head
 from .hub import read_config
-from .quantized import Weights, open_weights
+from .quantized import WeightSource, open_weights
 from .safetensors_io import BLOCK
 from .tensor_names import check_names, shape_misfit, some
 
@@ -47,7 +47,7 @@ def read_tensors(
     tensors: Mapping[ParamKey, Tensor],
     entries: ParamTable,
     architecture: Architecture,
-    source: Weights,
+    source: WeightSource,
 ) -> None:
     """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError where a shape differs."""
     # Several threads: a disk of many channels, or a network's, wants several requests at a time.
@@ -98,12 +98,12 @@ def _blocks(
 
 @torch.no_grad()
 def _fill(
-    target: Tensor, source: Weights, name: str, dim: int, start: int, stop: int, place: int | None, step: int
+    target: Tensor, source: WeightSource, name: str, dim: int, start: int, stop: int, place: int | None, step: int
 ) -> None:
     target.copy_(source.read(name, dim, start, stop, place, step))
 
 
-def _check_shapes(source: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         stored = source.tensors[name]
         if stored.shape != shape:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..mapping.param_mapping import Architecture, HfConfig
 from .hub import has_weights
 from .quantized import open_weights
-from .safetensors_io import Form, finish_shards, write_shard
+from .safetensors_io import TensorSpec, finish_shards, write_shard
 
 FOLDER = "carried"  # in a folder of megatron-core's format
 WHAT = {"carried": "as it came: the model was built without it"}  # for conversion.json
@@ -40,23 +40,23 @@ class PassthroughTensors:
         rows: Iterable[str],
         dtype: torch.dtype,
     ):
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, TensorSpec] = {}
         folder = Path(source) / FOLDER if (Path(source) / FOLDER).is_dir() else Path(source)
         if architecture.passthrough and has_weights(folder):
             self._weights = open_weights(folder, {} if folder.name == FOLDER else hf_config)
             for name in sorted(passthrough_names(self._weights.tensors.keys() - set(rows), architecture)):
                 stored = self._weights.tensors[name]
                 quantised = stored.dtype.itemsize == 1
-                self.forms[name] = Form(dtype if quantised else stored.dtype, stored.shape)
+                self.forms[name] = TensorSpec(dtype if quantised else stored.dtype, stored.shape)
 
     def read(self, name: str) -> Tensor:
         """As a view of the file where it is not quantised."""
         shape = self.forms[name].shape
         return self._weights.read(name, 0, 0, shape[0] if shape else 0)
 
-    def files(self, max_bytes: int) -> Iterator[dict[str, Form]]:
+    def files(self, max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
         """The tensors in runs of at most `max_bytes`, or one tensor where that is larger."""
-        run: dict[str, Form] = {}
+        run: dict[str, TensorSpec] = {}
         for name, form in self.forms.items():
             if run and sum(other.bytes for other in run.values()) + form.bytes > max_bytes:
                 yield run

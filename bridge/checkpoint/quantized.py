@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from ..mapping.param_mapping import HfConfig
-from .safetensors_io import SafetensorsFolder, Stored, every
+from .safetensors_io import SafetensorsFolder, StoredTensor, take_every
 
 SCALES = "_scale_inv"
 GROUP = 32  # values of MXFP4 that share a scale
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """A model folder's tensors, as they are or unquantised."""
 
     folder: Path
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
     def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor: ...
 
 
-def open_weights(folder: str | Path, hf_config: HfConfig) -> Weights:
+def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
     """The tensors of a model folder, by the names and in the values that they have unquantised.
 
     Raises ValueError for a way of quantising that is not known, and as SafetensorsFolder does.
@@ -83,7 +83,7 @@ class Fp8Folder:
         scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         scales = scales.repeat_interleave(size, dim).narrow(dim, start - first * size, stop - start)
         scales = scales.repeat_interleave(self.block[other], other).narrow(other, 0, found.shape[other])
-        return every(found.float() * scales, dim, step)
+        return take_every(found.float() * scales, dim, step)
 
 
 class Mxfp4Folder:
@@ -92,7 +92,7 @@ class Mxfp4Folder:
     def __init__(self, folder: str | Path):
         self.stored = SafetensorsFolder(folder)
         self.folder = self.stored.folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for name, at in self.stored.tensors.items():
             base, _, part = name.rpartition("_")
             if part not in ("blocks", "scales"):
@@ -108,7 +108,7 @@ class Mxfp4Folder:
                 )
             experts, outputs, groups = scales.shape
             shape = (experts, groups * GROUP, outputs)
-            self.tensors[base] = Stored(blocks.file, blocks.offset, torch.bfloat16, shape)
+            self.tensors[base] = StoredTensor(blocks.file, blocks.offset, torch.bfloat16, shape)
 
     def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
         """As SafetensorsFolder.read; in bf16, which holds every value of MXFP4, where the tensor is quantised."""
@@ -123,7 +123,7 @@ class Mxfp4Folder:
         first = start // GROUP
         found = mxfp4(*(self.stored.read(part, inputs + 1, first, -(-stop // GROUP), place) for part in parts))
         found = found.transpose(-1, -2).narrow(inputs, start - first * GROUP, stop - start)
-        return every(found, inputs, step)
+        return take_every(found, inputs, step)
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ BLOCK = 8 * 2**20  # bytes that are read or written at a time
 SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor lies."""
 
     file: Path
@@ -68,7 +68,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         index = self.folder / INDEX
         if index.is_file():
             self._read_index(index)
@@ -123,12 +123,14 @@ class SafetensorsFolder:
         runs: Sequence[int] = [offset + start * inner]
         if (start, stop) != (0, shape[dim]) and outer > 1:
             if (stop - start) * inner < SHORTEST:  # a disk would read the rest anyway
-                return every(self.read(name, dim, 0, shape[dim], place).narrow(dim, start, stop - start), dim, step)
+                return take_every(
+                    self.read(name, dim, 0, shape[dim], place).narrow(dim, start, stop - start), dim, step
+                )
             runs = range(offset + start * inner, offset + outer * stride, stride)
-        return every(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
+        return take_every(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
 
 
-def every(tensor: Tensor, dim: int, step: int) -> Tensor:
+def take_every(tensor: Tensor, dim: int, step: int) -> Tensor:
     """Every `step`-th position of `tensor` along `dim`, as a view."""
     return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
@@ -155,7 +157,7 @@ def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequ
     return tensor
 
 
-def unlisted(folder: Path) -> list[str]:
+def unindexed_files(folder: Path) -> list[str]:
     """The safetensors files of a folder that its index does not name; none where it has no index."""
     index = folder / INDEX
     if not index.is_file():
@@ -164,7 +166,7 @@ def unlisted(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.glob("*.safetensors") if file.name not in named)
 
 
-def names_of(folder: str | Path) -> Collection[str]:
+def tensor_names(folder: str | Path) -> Collection[str]:
     """The names of a model folder's tensors: those before its conversion, where it has no safetensors."""
     folder = Path(folder)
     if not has_weights(folder):
@@ -182,7 +184,7 @@ def check_headers(folder: Path) -> None:
         SafetensorsFolder(folder)
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, by the format's own rules.
 
     Raises ValueError where it is cut short or is not one: its header is over MAX_HEADER, nested, or has other types
@@ -205,7 +207,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, Stored]:
+def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, StoredTensor]:
     """The tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
     header.pop("__metadata__", None)
     tensors, places = {}, []
@@ -213,7 +215,7 @@ def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, Stored]:
         (start, stop), shape = about["data_offsets"], about["shape"]
         if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
             raise ValueError(f"{name} has shape {shape} at {start} to {stop}: whole numbers of at least 0 are needed")
-        tensors[name] = stored = Stored(file, begin + start, DTYPES[about["dtype"]], tuple(shape))
+        tensors[name] = stored = StoredTensor(file, begin + start, DTYPES[about["dtype"]], tuple(shape))
         if stop - start != stored.bytes:
             raise ValueError(f"{name} has {stop - start} bytes, and {stored.bytes} by its shape")
         places.append((start, stop, name))
@@ -225,7 +227,7 @@ def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, Stored]:
     return tensors
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a tensor of a file looks like."""
 
     dtype: torch.dtype
@@ -236,7 +238,7 @@ class Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A safetensors file that is on the disk."""
 
     checksums: dict[str, str]  # the CHECKSUM of each tensor's bytes
@@ -244,7 +246,7 @@ class Written(NamedTuple):
     sha256: str  # of the whole file
 
 
-def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> Written:
+def write_shard(file: Path, forms: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> WrittenFile:
     """Write one safetensors file: `tensors` gives those of `forms`, in its order, and each is let go once written.
 
     One may come in runs, in the order of its values. The file is on the disk when this returns.
@@ -277,7 +279,7 @@ def write_shard(file: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[s
                     break
             checksums[name] = checksum.hexdigest()
         sync(raw)
-        return Written(checksums, raw.tell(), stream.digest())
+        return WrittenFile(checksums, raw.tell(), stream.digest())
 
 
 class _Hashed:
@@ -315,7 +317,7 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield data.flatten().view(torch.uint8).numpy().data
 
 
-def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, Form]]]) -> dict[str, str]:
+def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, TensorSpec]]]) -> dict[str, str]:
     """Give written files their names: model.safetensors, or model-00001-of-0000N.safetensors and an index.
 
     `shards` are the files' present names, each with its tensors, in the order that they are to have. Returns the file

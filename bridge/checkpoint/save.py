@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 
 from .. import runtime
-from ..lora.merge import merging
+from ..lora.merge import merge_functions
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
-from .conversion_report import described, left_out, sources, write_proof
+from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
 from .passthrough import WHAT, PassthroughTensors
-from .safetensors_io import Form, finish_shards, names_of, sync
-from .writer import Folder, Report, Writer
+from .safetensors_io import TensorSpec, finish_shards, sync, tensor_names
+from .writer import RankReport, ShardWriter, StagedFolder
 
 # What goes along from the source: settings, tokenizers, templates, code, licences; no weights, no records of a run.
 CARRIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -36,7 +36,7 @@ LEFT = {
 LARGEST_CARRIED = 100 * 2**20  # bytes
 
 
-class Piece(NamedTuple):
+class TensorShards(NamedTuple):
     """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
 
     entry: MappingEntry
@@ -46,11 +46,11 @@ class Piece(NamedTuple):
     merge: Callable[[Tensor], Tensor] | None = None  # makes of the shard what is written
 
 
-class Job(NamedTuple):
+class GatherJob(NamedTuple):
     """Hugging Face tensors that are made together: of one tensor, or of those of all the experts of a layer."""
 
-    forms: dict[str, Form]
-    pieces: list[Piece]
+    forms: dict[str, TensorSpec]
+    pieces: list[TensorShards]
     layer: int | None  # None: of no layer
 
     @property
@@ -77,7 +77,7 @@ def stage_weights(
     max_shard_bytes: int,
     merge: bool = False,
     copied: bool = False,
-) -> Folder:
+) -> StagedFolder:
     """Begin to write `chunks`, this rank's GPTModels, into the empty folder `destination` as a Hugging Face model in
     `dtype`.
 
@@ -88,21 +88,21 @@ def stage_weights(
     tensors, where these are larger) has a rank that writes it.
     """
     destination = Path(destination)
-    family, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
+    family, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
     tensors = collect_params(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    writer, started = Writer(destination, copied=copied), time.perf_counter()
-    merges = merging(chunks) if merge else {}
+    writer, started = ShardWriter(destination, copied=copied), time.perf_counter()
+    merges = merge_functions(chunks) if merge else {}
     write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
-    along = PassthroughTensors(source, hf_config, architecture, sources(entries), dtype)
+    along = PassthroughTensors(source, hf_config, architecture, describe_sources(entries), dtype)
     for number, forms in enumerate(along.files(max_shard_bytes)):
         if number % dist.get_world_size() == dist.get_rank():
             writer.begin(f"part-carried-{number:05}.safetensors", forms)
             for name in forms:
                 writer.put(name, partial(along.read, name))
 
-    def complete(ranks: list[Report]) -> dict[str, str]:
+    def complete(ranks: list[RankReport]) -> dict[str, str]:
         shards = sorted((shard for report in ranks for shard in report.shards), key=lambda shard: shard.name)
         found = sorted(name for shard in shards for name in shard.forms)
         if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
@@ -110,46 +110,46 @@ def stage_weights(
                 f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
             )
         placed = finish_shards(destination, [(shard.name, shard.forms) for shard in shards])
-        carry(Path(source), destination, hf_config, dtype)
-        about = sources(entries)
+        copy_small_files(Path(source), destination, hf_config, dtype)
+        about = describe_sources(entries)
         described_all = {
-            name: about.get(name, WHAT) | described(form, placed[name], shard.written.checksums[name])
+            name: about.get(name, WHAT) | describe_tensor(form, placed[name], shard.written.checksums[name])
             for shard in shards
             for name, form in shard.forms.items()
         }
-        write_proof(
+        write_report(
             destination,
             "megatron-core to Hugging Face",
             family.name,
             described_all,
-            left_out(source, described_all, architecture),
+            unused_reasons(source, described_all, architecture),
             bytes=sum(form.bytes for shard in shards for form in shard.forms.values()),
             seconds=time.perf_counter() - started,
             peak_memory=[report.peak_memory for report in ranks],
         )
         return {shard.name: placed[name] for shard in shards for name in list(shard.forms)[:1]}
 
-    return Folder(writer, complete)
+    return StagedFolder(writer, complete)
 
 
-def write_together(folder: Folder) -> None:
+def write_together(folder: StagedFolder) -> None:
     """Wait until a folder is whole. Every rank calls this. Raises as `save_weights`."""
     report, failure = None, None
     try:
         report = folder.report()
     except Exception as error:
         failure = error
-    ranks, failure = agree(report, failure), None
+    ranks, failure = gather_or_raise(report, failure), None
     if dist.get_rank() == 0:
         try:
             folder.complete(ranks)
         except (OSError, RuntimeError) as error:
             failure = error
-    agree(None, failure)
+    gather_or_raise(None, failure)
 
 
 def write_tensors(
-    writer: Writer,
+    writer: ShardWriter,
     tensors: dict[ParamKey, Tensor],
     entries: ParamTable,
     architecture: Architecture,
@@ -161,54 +161,54 @@ def write_tensors(
     their own. Every rank calls this. `dtype` None: each tensor's. `merges`: what is written in a shard's place."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    for sort, (jobs, group, replicas) in enumerate(jobs_of(tensors, entries, architecture, dtype, merges)):
+    for sort, (jobs, group, replicas) in enumerate(plan_jobs(tensors, entries, architecture, dtype, merges)):
         at = f"{stage:04}-{sort}-{ep_rank if sort == 1 else 0:04}"  # experts that stand alone: a file of each EP rank
         # One file after another goes to the next replica, then to the next rank of its group.
-        files: list[list[tuple[str, list[Job]]]] = [[] for _ in range(group.size())]
-        for number, contents in enumerate(in_runs(jobs, max_shard_bytes)):
+        files: list[list[tuple[str, list[GatherJob]]]] = [[] for _ in range(group.size())]
+        for number, contents in enumerate(batch_jobs(jobs, max_shard_bytes)):
             if number % replicas.size() == replicas.rank():
                 name = f"part-{at}-{number:05}.safetensors"
                 files[number // replicas.size() % group.size()].append((name, contents))
         if jobs:
-            connect(group)
+            init_communicator(group)
         for rank, begun, job in _in_turn(files):
             if begun and rank == group.rank():
                 name, contents = begun
                 writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
-            for tensor, run in gathered(job, group, rank):
+            for tensor, run in gather_job(job, group, rank):
                 writer.put(tensor, run)
 
 
-def jobs_of(
+def plan_jobs(
     tensors: dict[ParamKey, Tensor],
     entries: ParamTable,
     architecture: Architecture,
     dtype: torch.dtype | None,
     merges: Mapping[ParamKey, Callable[[Tensor], Tensor]],
-) -> list[tuple[list[Job], ProcessGroup, ProcessGroup]]:
+) -> list[tuple[list[GatherJob], ProcessGroup, ProcessGroup]]:
     """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
 
     First what is no expert's, then experts whose tensors stand alone, then experts stacked.
     """
-    sorts: tuple[list[Job], list[Job], list[Job]] = ([], [], [])
+    sorts: tuple[list[GatherJob], list[GatherJob], list[GatherJob]] = ([], [], [])
     for key, tensor in tensors.items():
         entry = entries[key]
         ranks, _ = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
         forms = {
-            name: Form(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
+            name: TensorSpec(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
             for name, shape in entry.hf_shapes(tensor.shape, spans).items()
         }
         if entry.expert_index is None:
             holders = range(ranks) if ranks > 1 else ()
-            pieces = [Piece(entry, spans, holders, tensor, merges.get(key))]
-            sorts[key.expert is not None].append(Job(forms, pieces, key.layer))
+            pieces = [TensorShards(entry, spans, holders, tensor, merges.get(key))]
+            sorts[key.expert is not None].append(GatherJob(forms, pieces, key.layer))
         elif entry.expert_index == local_experts(entry.num_experts).start:
             pieces = []
             for expert in range(entry.num_experts):
                 other = key._replace(expert=expert)
-                pieces.append(Piece(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
-            sorts[2].append(Job(forms, pieces, key.layer))
+                pieces.append(TensorShards(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
+            sorts[2].append(GatherJob(forms, pieces, key.layer))
     dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
     everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -223,7 +223,7 @@ def _holders(expert: int, entry: MappingEntry) -> range:
     return range(first, first + (1 if entry.kind.dim is None else etp))
 
 
-def in_runs(jobs: list[Job], max_bytes: int) -> Iterator[list[Job]]:
+def batch_jobs(jobs: list[GatherJob], max_bytes: int) -> Iterator[list[GatherJob]]:
     """The jobs in runs of at most `max_bytes`."""
     run, size = [], 0
     for job in jobs:
@@ -236,7 +236,9 @@ def in_runs(jobs: list[Job], max_bytes: int) -> Iterator[list[Job]]:
         yield run
 
 
-def _in_turn(files: list[list[tuple[str, list[Job]]]]) -> Iterator[tuple[int, tuple[str, list[Job]] | None, Job]]:
+def _in_turn(
+    files: list[list[tuple[str, list[GatherJob]]]],
+) -> Iterator[tuple[int, tuple[str, list[GatherJob]] | None, GatherJob]]:
     """The jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
 
     As (rank, the file that begins with this job, job).
@@ -249,13 +251,13 @@ def _in_turn(files: list[list[tuple[str, list[Job]]]]) -> Iterator[tuple[int, tu
         yield from ((rank, one[0], one[1]) for rank, one in enumerate(turn) if one is not None)
 
 
-def connect(group: ProcessGroup) -> None:
+def init_communicator(group: ProcessGroup) -> None:
     """NCCL wants all ranks of a group in the first exchange, not just two of them."""
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=runtime.device()), group=group)
 
 
-def gathered(job: Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
+def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
     names = list(job.forms)
     # Stacked tensors are written one after another: the experts come once for each.
@@ -267,7 +269,7 @@ def gathered(job: Job, group: ProcessGroup, writer: int) -> Iterator[tuple[str, 
                     yield from ((name, run) for run in _runs(piece, shards, names.index(name)))
 
 
-def _gather(piece: Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
+def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tensor]:
     """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
     here, holders = group.rank(), piece.holders or (writer,)
     own = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
@@ -283,7 +285,7 @@ def _gather(piece: Piece, group: ProcessGroup, writer: int) -> list[Tensor]:
     return shards
 
 
-def _runs(piece: Piece, shards: list[Tensor], part: int) -> list[Tensor]:
+def _runs(piece: TensorShards, shards: list[Tensor], part: int) -> list[Tensor]:
     """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
     entry, size = piece.entry, shards[0].shape[piece.entry.dim]
     found = []
@@ -302,7 +304,7 @@ def _runs(piece: Piece, shards: list[Tensor], part: int) -> list[Tensor]:
     return [whole]
 
 
-def agree(value: Any, failure: Exception | None) -> list[Any]:
+def gather_or_raise(value: Any, failure: Exception | None) -> list[Any]:
     """Every rank's value, on rank 0. Raises on all of them where one of them failed: OSError, or what it raised."""
     said = None if failure is None else (getattr(failure, "errno", None), str(failure))
     failures: list[Any] = [None] * dist.get_world_size()
@@ -317,10 +319,10 @@ def agree(value: Any, failure: Exception | None) -> list[Any]:
     return answers
 
 
-def carry(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
+def copy_small_files(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
     """Take along what of a model folder is no weights: config.json, for weights in `dtype`, and other small files."""
     _write_config(source, destination, hf_config, dtype)
-    _carry(source, destination)
+    _copy_small_files(source, destination)
 
 
 def _write_config(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
@@ -341,7 +343,7 @@ def _renamed(config: HfConfig, dtype: torch.dtype) -> HfConfig:
     return config | dict.fromkeys(names, str(dtype).removeprefix("torch."))
 
 
-def _carry(source: Path, destination: Path) -> None:
+def _copy_small_files(source: Path, destination: Path) -> None:
     """Small files, and folders that have nothing else, as additional_chat_templates."""
     for entry in sorted(source.iterdir()):
         files = sorted(entry.iterdir()) if entry.is_dir() and not entry.name.startswith(".") else [entry]

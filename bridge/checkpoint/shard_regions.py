@@ -16,11 +16,11 @@ from typing import NamedTuple
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..lora.adapter_mapping import Plan
+from ..lora.adapter_mapping import AdapterPlan
 from ..mapping.local_params import by_key, shard_position
 from ..mapping.param_mapping import VOCAB, HfConfig, ParamKey
 from ..model.chunk_mapping import map_chunks
-from .safetensors_io import SHORTEST, Stored, read_header, read_runs
+from .safetensors_io import SHORTEST, StoredTensor, read_header, read_runs
 from .sharding import pieces_of, replica_of, with_tied
 
 READERS = 8  # threads
@@ -29,7 +29,7 @@ READ = 64 * 2**20  # bytes that each reads at a time
 Region = tuple[range, ...]  # places along each dimension
 
 
-class Box(NamedTuple):
+class ShardRegion(NamedTuple):
     """A box of a whole tensor."""
 
     name: str  # the whole tensor's
@@ -43,13 +43,13 @@ class Box(NamedTuple):
         return f"{self.name}@{','.join(str(each.start) for each in self.region)}"
 
 
-class Trained:
+class TrainedParams:
     """The trained parameters of this rank's GPTModels, and where in whole tensors their elements lie.
 
     `plan`: of a model's adapters, and what is trained beside them.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], hf_config: HfConfig, plan: Plan | None):
+    def __init__(self, chunks: Sequence[GPTModel], hf_config: HfConfig, plan: AdapterPlan | None):
         _, self._architecture, self._entries = map_chunks(chunks, hf_config)
         if plan:
             self._entries = plan.entries | plan.whole
@@ -61,7 +61,9 @@ class Trained:
             if parameter.requires_grad
         }
 
-    def boxes(self, parameter: Tensor, start: int, runs: Mapping[str, Tensor], *, sharded: bool) -> Iterator[Box]:
+    def regions(
+        self, parameter: Tensor, start: int, runs: Mapping[str, Tensor], *, sharded: bool
+    ) -> Iterator[ShardRegion]:
         """The boxes of `runs`, each [elements]: what belongs to the parameter's elements from `start` on.
 
         A box's name has its run's in front. `sharded`: each data-parallel rank has elements of its own.
@@ -79,7 +81,7 @@ class Trained:
                 for inside, whole in _placed(region, self._entries[key].dim, pieces):
                     for prefix, run in runs.items():
                         values = run[flat].view(extent)[inside]
-                        yield Box(prefix + self._names[key], whole, values, self._first(chunk, key, sharded))
+                        yield ShardRegion(prefix + self._names[key], whole, values, self._first(chunk, key, sharded))
             at += math.prod(shape)
 
     def _first(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
@@ -132,13 +134,13 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def fill(boxes: Iterable[Box], files: Iterable[Path]) -> None:
+def load_regions(regions: Iterable[ShardRegion], files: Iterable[Path]) -> None:
     """Read the values of `boxes` from the boxes in safetensors files, however these lie.
 
     Raises ValueError, before anything is read, where elements are in none of the files.
     """
-    boxes = list(boxes)
-    found: dict[str, list[tuple[Region, Stored]]] = {box.name: [] for box in boxes}
+    regions = list(regions)
+    found: dict[str, list[tuple[Region, StoredTensor]]] = {box.name: [] for box in regions}
     for file in files:
         for label, stored in read_header(file).items():
             name, _, offset = label.rpartition("@")
@@ -146,13 +148,15 @@ def fill(boxes: Iterable[Box], files: Iterable[Path]) -> None:
                 starts = map(int, offset.split(","))
                 region = tuple(range(start, start + size) for start, size in zip(starts, stored.shape, strict=True))
                 found[name].append((region, stored))
-    copies = [copy for box in boxes for copy in _copies(box, found[box.name])]
+    copies = [copy for box in regions for copy in _copies(box, found[box.name])]
     with ThreadPoolExecutor(READERS) as readers:
         for _ in readers.map(lambda copy: copy[0].copy_(_read(*copy[1:])), copies):
             pass
 
 
-def _copies(box: Box, found: Iterable[tuple[Region, Stored]]) -> Iterator[tuple[Tensor, Stored, Region]]:
+def _copies(
+    box: ShardRegion, found: Iterable[tuple[Region, StoredTensor]]
+) -> Iterator[tuple[Tensor, StoredTensor, Region]]:
     """What fills a box out of those that were found of its tensor: parts of it, each with a region of a stored one."""
     left = box.values.numel()
     for region, stored in found:
@@ -176,7 +180,7 @@ def _from(region: Region, origin: Region) -> Region:
     return tuple(range(a.start - b.start, a.stop - b.start) for a, b in zip(region, origin, strict=True))
 
 
-def _read(stored: Stored, region: Region) -> Tensor:
+def _read(stored: StoredTensor, region: Region) -> Tensor:
     """A region of a tensor of a file: only its bytes, or, where they are short runs, with what is between them."""
     extent = tuple(map(len, region))
     cut = max((dim for dim, size in enumerate(stored.shape) if extent[dim] != size), default=0)  # the last not whole

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..lora.adapter_mapping import Plan
+from ..lora.adapter_mapping import AdapterPlan
 from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
@@ -63,7 +63,7 @@ def sharded_state(
 
 
 def sharded_adapter(
-    chunks: Sequence[GPTModel], hf_config: HfConfig, plan: Plan
+    chunks: Sequence[GPTModel], hf_config: HfConfig, plan: AdapterPlan
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
     architecture = describe_chunks(chunks, hf_config)
@@ -110,7 +110,7 @@ def name_tensors(entries: ParamTable, stored: Mapping[str, Any] | None = None) -
     return Naming(with_tied(names, entries), stacked)
 
 
-def name_adapter(plan: Plan) -> Naming:
+def name_adapter(plan: AdapterPlan) -> Naming:
     """As the model itself names the adapters, and what is trained whole; layers count over the whole model."""
     entries = plan.entries | plan.whole
     return Naming(with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)

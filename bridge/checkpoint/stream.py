@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 
 from .. import runtime
 from ..lora.attach import Lora
-from ..lora.merge import merging
+from ..lora.merge import merge_functions
 from ..mapping.local_params import collect_params
 from ..mapping.param_mapping import OUTPUT, HfConfig
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from .adapter_files import trained_tensors
-from .safetensors_io import Form, names_of
-from .save import Job, connect, gathered, in_runs, jobs_of
+from .safetensors_io import TensorSpec, tensor_names
+from .save import GatherJob, batch_jobs, gather_job, init_communicator, plan_jobs
 
 BUCKET = 512 * 2**20  # bytes
 EXPERTS = 1  # place among jobs_of's lists of the experts whose tensors stand alone
@@ -35,8 +35,8 @@ class _Bucket(NamedTuple):
 
     order: tuple[int, int]  # place among jobs_of's lists; layer of experts that several ranks send
     root: int
-    forms: dict[str, Form]
-    jobs: list[Job]  # with which this rank helps to fill it
+    forms: dict[str, TensorSpec]
+    jobs: list[GatherJob]  # with which this rank helps to fill it
     group: ProcessGroup | None  # of the ranks that fill it, where this is one of them
 
     @property
@@ -47,7 +47,7 @@ class _Bucket(NamedTuple):
 class _Sent(NamedTuple):
     """A bucket on its way."""
 
-    forms: dict[str, Form]
+    forms: dict[str, TensorSpec]
     data: Tensor  # uint8
     work: dist.Work | None
 
@@ -70,11 +70,11 @@ def stream_weights(
     built without (passthrough.py) do not come. Two buckets of `bucket_bytes` (or one row's tensors, where these are
     larger) are held at a time, beside one whole tensor. Parameters have to be gathered (Training.parameters_gathered).
     """
-    _, architecture, entries = map_chunks(chunks, hf_config, names_of(source))
+    _, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
     tensors = collect_params(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    jobs = jobs_of(tensors, entries, architecture, dtype, merging(chunks) if merge else {})
+    jobs = plan_jobs(tensors, entries, architecture, dtype, merge_functions(chunks) if merge else {})
     yield from _streamed(_buckets(jobs, bucket_bytes, {name for entry in entries.values() for name in entry.hf}))
 
 
@@ -94,29 +94,29 @@ def stream_adapter(
     for name, of in lora.plan.copies.items():
         copies.setdefault(of, []).append(name)
     names = {name for entry in entries.values() for name in entry.hf}
-    jobs = jobs_of(tensors, entries, architecture, None, {})
+    jobs = plan_jobs(tensors, entries, architecture, None, {})
     for name, tensor in _streamed(_buckets(jobs, bucket_bytes, names)):
         yield from ((each, tensor) for each in (name, *copies.get(name, ())))
 
 
 def _buckets(
-    sorts: Sequence[tuple[list[Job], ProcessGroup, ProcessGroup]], bucket_bytes: int, names: set[str]
+    sorts: Sequence[tuple[list[GatherJob], ProcessGroup, ProcessGroup]], bucket_bytes: int, names: set[str]
 ) -> list[_Bucket]:
     """Return what is sent, in order, the same on every rank. `sorts`: of `jobs_of`; `names`: of all tensors.
 
     The experts of a layer come one after another, from whichever ranks have them: vLLM keeps the tensors of a layer
     until it has all of them, and its bookkeeping takes time quadratic in what it keeps (100 s for 30B parameters).
     """
-    mine: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[Job]]]] = {}
-    said: list[tuple[int, tuple[int, ...], list[int], list[dict[str, Form]]]] = []
+    mine: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[GatherJob]]]] = {}
+    said: list[tuple[int, tuple[int, ...], list[int], list[dict[str, TensorSpec]]]] = []
     experts_are_split = parallel_state.get_expert_model_parallel_world_size() > 1
     for sort, (jobs, group, replicas) in enumerate(sorts):
         if not jobs or replicas.rank() != 0:  # of ranks that hold the same, the first ones send it
             continue
-        connect(group)
+        init_communicator(group)
         ranks, is_shared = tuple(dist.get_process_group_ranks(group)), sort == EXPERTS and experts_are_split
         layers = [list(jobs) for _, jobs in groupby(jobs, lambda job: job.layer)] if is_shared else [jobs]
-        runs = [run for jobs in layers for run in in_runs(jobs, bucket_bytes)]
+        runs = [run for jobs in layers for run in batch_jobs(jobs, bucket_bytes)]
         mine[sort, ranks] = group, runs
         if group.rank() == 0:
             forms = [{name: form for job in run for name, form in job.forms.items()} for run in runs]
@@ -154,7 +154,7 @@ def _send(bucket: _Bucket) -> _Sent:
         at = dict(_places(bucket.forms))
         writer = dist.get_group_rank(bucket.group, bucket.root)
         for job in bucket.jobs:
-            for name, run in gathered(job, bucket.group, writer):
+            for name, run in gather_job(job, bucket.group, writer):
                 dtype = bucket.forms[name].dtype
                 size = run.numel() * dtype.itemsize
                 data[at[name] : at[name] + size].view(dtype).view(run.shape).copy_(run)
@@ -172,7 +172,7 @@ def _received(sent: _Sent) -> Iterator[tuple[str, Tensor]]:
         yield name, sent.data[at : at + form.bytes].view(form.dtype).view(form.shape)
 
 
-def _places(forms: dict[str, Form]) -> Iterator[tuple[str, int]]:
+def _places(forms: dict[str, TensorSpec]) -> Iterator[tuple[str, int]]:
     """Where each tensor begins in its bucket, in bytes."""
     at = 0
     for name, form in forms.items():
@@ -180,5 +180,5 @@ def _places(forms: dict[str, Form]) -> Iterator[tuple[str, int]]:
         at += _room(form)
 
 
-def _room(form: Form) -> int:
+def _room(form: TensorSpec) -> int:
     return -(-form.bytes // ALIGNED) * ALIGNED

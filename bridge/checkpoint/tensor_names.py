@@ -5,11 +5,11 @@ from pathlib import Path
 
 from ..families import family_of
 from ..mapping.param_mapping import Architecture, HfConfig, ParamKey, ParamTable, expand_mappings
-from .conversion_report import accounted
+from .conversion_report import unmapped_reasons
 from .hub import INDEX
 from .passthrough import passthrough_names
-from .quantized import Weights, open_weights
-from .safetensors_io import unlisted
+from .quantized import WeightSource, open_weights
+from .safetensors_io import unindexed_files
 
 MISFIT = "Do weights and config.json belong together?"
 
@@ -32,7 +32,7 @@ def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
 
 
 def check_names(
-    source: Weights,
+    source: WeightSource,
     made: Container[ParamKey],
     entries: ParamTable,
     architecture: Architecture,
@@ -45,13 +45,13 @@ def check_names(
     names = {name for key, entry in entries.items() if key not in made for name in entry.hf}
     if missing := names - source.tensors.keys():
         fix = MISFIT
-        if others := unlisted(source.folder):
+        if others := unindexed_files(source.folder):
             fix = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
         raise ValueError(
             f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {fix}"
         )
     extra = source.tensors.keys() - names
-    if extra := extra - accounted(extra, architecture).keys() - passthrough_names(extra, architecture):
+    if extra := extra - unmapped_reasons(extra, architecture).keys() - passthrough_names(extra, architecture):
         raise ValueError(
             f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. {MISFIT}"
         )

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from ..mapping.param_mapping import HfConfig
 from .conversion_report import peak_memory
-from .safetensors_io import DTYPES, NAMES, Form, Written, write_shard
+from .safetensors_io import DTYPES, NAMES, TensorSpec, WrittenFile, write_shard
 
 WAITING = 512 * 2**20  # bytes of tensors that may wait for the disk, or one tensor where that is larger
 PINNED = 64 * 2**20  # bytes of one copy in pinned memory: the allocator rounds each up to a power of two
 
 
-class Shard(NamedTuple):
+class WrittenShard(NamedTuple):
     """A file that a rank has written."""
 
     name: str
-    forms: Mapping[str, Form]
-    written: Written
+    forms: Mapping[str, TensorSpec]
+    written: WrittenFile
 
 
-class Writer:
+class ShardWriter:
     """`begin` a file, `put` its tensors in their order (each whole or in runs), and so on; `finish` at last.
 
     An error does not show before `finish`, so that what other ranks wait for goes on; what is put after it is dropped.
@@ -41,7 +41,7 @@ class Writer:
 
     def __init__(self, folder: Path, *, copied: bool = False):
         self.folder, self.copied = folder, copied
-        self.shards: list[Shard] = []
+        self.shards: list[WrittenShard] = []
         self.error: Exception | None = None
         self._tasks: SimpleQueue = SimpleQueue()
         self._waiting = 0
@@ -50,7 +50,7 @@ class Writer:
         if not copied:
             self._thread.start()
 
-    def begin(self, file: str, forms: Mapping[str, Form]) -> None:
+    def begin(self, file: str, forms: Mapping[str, TensorSpec]) -> None:
         self._tasks.put((file, forms))
 
     def put(self, name: str, run: Tensor | Callable[[], Tensor]) -> None:
@@ -84,7 +84,7 @@ class Writer:
             name, forms = task
             runs = self._runs()
             try:
-                self.shards.append(Shard(name, forms, write_shard(self.folder / name, forms, runs)))
+                self.shards.append(WrittenShard(name, forms, write_shard(self.folder / name, forms, runs)))
             except Exception as error:
                 self.error = error
             finally:
@@ -93,7 +93,7 @@ class Writer:
     def _runs(self) -> Generator[tuple[str, Tensor]]:
         while True:
             name, run, size, event = self._tasks.get()
-            Writer.taken_in_all += 1
+            ShardWriter.taken_in_all += 1
             if event is not None:
                 event.synchronize()
             try:
@@ -125,10 +125,10 @@ def _event(run: Tensor) -> torch.cuda.Event | None:
     return event
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank says of its part of a folder."""
 
-    shards: list[Shard]
+    shards: list[WrittenShard]
     peak_memory: dict[str, int]
 
     def as_json(self) -> dict[str, Any]:
@@ -143,13 +143,13 @@ class Report(NamedTuple):
         return {"shards": shards, "peak_memory": self.peak_memory}
 
     @classmethod
-    def of_json(cls, report: HfConfig) -> "Report":
+    def of_json(cls, report: HfConfig) -> "RankReport":
         """Inverse of `as_json`."""
         shards = [
-            Shard(
+            WrittenShard(
                 shard["name"],
-                {name: Form(DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in shard["forms"].items()},
-                Written(*shard["written"]),
+                {name: TensorSpec(DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in shard["forms"].items()},
+                WrittenFile(*shard["written"]),
             )
             for shard in report["shards"]
         ]
@@ -157,17 +157,17 @@ class Report(NamedTuple):
 
 
 @dataclass
-class Folder:
+class StagedFolder:
     """A folder that all ranks write together."""
 
-    writer: Writer  # of this rank
+    writer: ShardWriter  # of this rank
     # On rank 0, when every rank has reported: makes the folder whole. Returns the new names of shards that got one.
-    complete: Callable[[list[Report]], dict[str, str]]
+    complete: Callable[[list[RankReport]], dict[str, str]]
     within: str = ""  # where in a larger folder this one is
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """This rank's, once its files are on the disk. Raises what its writer met."""
         self.writer.finish()
         if self.writer.error is not None:
             raise self.writer.error
-        return Report(self.writer.shards, peak_memory())
+        return RankReport(self.writer.shards, peak_memory())

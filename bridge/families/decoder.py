@@ -59,7 +59,7 @@ def check_layer_types(config: HfConfig, types: list[str], supported: set[str]) -
     layers = config["num_hidden_layers"]
     if len(types) != layers or set(types) - supported:
         raise ValueError(
-            f"config.json has layer_types {types}; each of the {layers} layers needs one, "
+            f"config.json has layer_types {types}: set one for each of the {layers} layers, "
             f"{' or '.join(sorted(supported))}"
         )
 

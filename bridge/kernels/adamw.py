@@ -15,16 +15,16 @@ from torch import Tensor
 
 LAUNCH: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8}  # elements that a program works on, and by how many warps
 
-Row = Sequence[Tensor | None]  # tensors of one length that belong together
+TensorRow = Sequence[Tensor | None]  # tensors of one length that belong together
 
 
-class Table:
+class AddressTable:
     """Where the tensors of some rows lie, on the device. It is made again only when one of them has moved."""
 
     def __init__(self):
         self._known: list[tuple[int, ...]] = []
 
-    def update(self, rows: Sequence[Row]) -> None:
+    def update(self, rows: Sequence[TensorRow]) -> None:
         """The rows' tensors are contiguous, the first one of each is not None; there is at least one element."""
         known = [(*(0 if each is None else each.data_ptr() for each in row), row[0].numel()) for row in rows]  # type: ignore[union-attr]
         if known == self._known:
@@ -44,7 +44,7 @@ def _there(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def adamw(
-    table: Table,
+    table: AddressTable,
     half: torch.dtype,
     *,
     grad_scale: Tensor,
@@ -106,7 +106,7 @@ def _adamw(
             tl.store(copies, parameter.to(HALF), mask=inside)
 
 
-def sum_of_squares(table: Table) -> Tensor:
+def sum_of_squares(table: AddressTable) -> Tensor:
     """Of all elements of rows of one fp32 tensor: fp32 []."""
     parts = torch.empty(len(table.places), dtype=torch.float32, device=table.places.device)
     _squares[(len(parts),)](table.rows, table.places, parts, **{"ALIGNED": table.aligned, **LAUNCH})

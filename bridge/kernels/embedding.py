@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .weight_gradient import added
+from .weight_gradient import mark_grad_added
 
 BLOCKS: dict[str, Any] = {"ROWS": 16, "COLUMNS": 256}  # of gradients, that a program sums at once
 
@@ -62,4 +62,4 @@ class Embedding(torch.autograd.Function):
     def backward(ctx, grads: Tensor):  # type: ignore[override]
         weight, ids = ctx.saved_tensors
         add_rows(weight.main_grad, ids.flatten(), grads.reshape(-1, grads.shape[-1]))
-        return added(weight), None, None
+        return mark_grad_added(weight), None, None

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .weight_gradient import add_product, added, has_sum
+from .weight_gradient import accumulate_product, has_main_grad, mark_grad_added
 
 
 @triton.jit
@@ -107,18 +107,18 @@ def _blocks(width: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
-class _Kept:
+class _KeptLogits:
     """The logits of a call's first chunks, on their way from its forward pass to its backward pass."""
 
-    everywhere: ClassVar[WeakSet["_Kept"]] = WeakSet()  # of this process, which has one device
+    everywhere: ClassVar[WeakSet["_KeptLogits"]] = WeakSet()  # of this process, which has one device
 
     def __init__(self):
         self.chunks: deque[Tensor] = deque()
-        _Kept.everywhere.add(self)
+        _KeptLogits.everywhere.add(self)
 
     def takes(self, logits: Tensor) -> bool:
         """Whether there is room for them, beside those of other calls and micro batches that wait."""
-        room = most_kept(logits.device) - sum(each.nbytes for kept in _Kept.everywhere for each in kept.chunks)
+        room = most_kept(logits.device) - sum(each.nbytes for kept in _KeptLogits.everywhere for each in kept.chunks)
         if logits.nbytes <= room:
             self.chunks.append(logits)
         return logits.nbytes <= room
@@ -155,7 +155,7 @@ class LabelLogProbs(torch.autograd.Function):
         log_sums = torch.full_like(labels, -torch.inf, dtype=torch.float32)
         chosen = torch.zeros_like(log_sums)
         entropies = torch.zeros_like(log_sums) if entropy else None
-        ctx.kept = _Kept()
+        ctx.kept = _KeptLogits()
         for part in _chunks(hidden, columns):
             logits = _logits(hidden[part], weight, columns)
             theirs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
@@ -175,7 +175,7 @@ class LabelLogProbs(torch.autograd.Function):
         kept = ctx.kept.chunks  # taken out as they are overwritten: a second backward pass computes them again
         grads = grads.contiguous()
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        accumulate, total = ctx.accumulate and has_sum(weight), None
+        accumulate, total = ctx.accumulate and has_main_grad(weight), None
         if ctx.needs_input_grad[1]:
             total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, ctx.columns):
@@ -185,11 +185,11 @@ class LabelLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(slopes, weight[: ctx.columns], out=grad_hidden[part])
             if total is not None:
-                add_product(total[: ctx.columns], slopes, hidden[part])
+                accumulate_product(total[: ctx.columns], slopes, hidden[part])
             del logits, slopes  # before the next ones are there
         if total is None:
             return grad_hidden, *[None] * 9
-        return grad_hidden, added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
+        return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
 
 
 def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:

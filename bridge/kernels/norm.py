@@ -25,7 +25,7 @@ def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: Any, beside: bool) -> Any:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centred: Any, beside: bool) -> Any:
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -39,7 +39,7 @@ class _RMSNorm(torch.autograd.Function):
         return (output, x) if beside else output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_beside: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, grad_beside: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scales = ctx.saved_tensors
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         blocks = _blocks(size)

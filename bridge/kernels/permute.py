@@ -11,7 +11,7 @@ PIECE = 2048  # elements of a row that a program has
 PLACERS = 128  # programs that make a table, at most
 
 
-def place(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def sort_map(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Where each token's rows go where rows are sorted by expert, then by token.
 
     experts [tokens, topk]: numbers below `number`, distinct within a token -> places int32 [tokens, topk]; how many
@@ -33,7 +33,7 @@ def place(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return places, totals
 
 
-def chunk_places(counts: Tensor, rows: int) -> Tensor:
+def chunk_sort_map(counts: Tensor, rows: int) -> Tensor:
     """Where rows go that come by source, then by expert, and are to be sorted by expert, then by source.
 
     counts [sources, experts], `rows` in all -> int32 [rows, 1], as `spread` and `collect` take it.
@@ -44,7 +44,7 @@ def chunk_places(counts: Tensor, rows: int) -> Tensor:
     return (torch.arange(rows, device=counts.device) + shifts).to(torch.int32).unsqueeze(1)
 
 
-def spread(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def permute(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's row, and its weights, at its places.
 
     x [tokens, width]; places int32 and weights [tokens, topk] -> [tokens * topk, width], [tokens * topk].
@@ -52,20 +52,20 @@ def spread(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor], _Spread.apply(x, places, weights))
 
 
-def collect(rows: Tensor, places: Tensor) -> Tensor:
+def unpermute(rows: Tensor, places: Tensor) -> Tensor:
     """The sum, in fp32, of each token's rows: rows [tokens * topk, width], places [tokens, topk] -> [tokens, width]"""
     return cast(Tensor, _Collect.apply(rows, places))
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(places)
         spread_weights = weights.new_empty(places.numel())
         return _to_rows(x, places, weights.contiguous(), spread_weights), spread_weights
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (places,) = ctx.saved_tensors
         collected = grad_weights.new_empty(places.shape)
         return _to_tokens(grad_rows, places, grad_weights.contiguous(), collected), None, collected
@@ -73,12 +73,12 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         return _to_tokens(rows, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (places,) = ctx.saved_tensors
         return _to_rows(grad, places), None
 
@@ -182,10 +182,10 @@ def _spread(
         row = tl.load(places + token * TOPK + k).to(tl.int64)
         tl.store(rows + row * width + column, values, column < width)
     if weights is not None and tl.program_id(1) == 0:
-        place = token * TOPK + tl.arange(0, PADDED)
+        sort_map = token * TOPK + tl.arange(0, PADDED)
         there = tl.arange(0, PADDED) < TOPK
-        own = tl.load(places + place, there, other=0)
-        tl.store(spread_weights + own, tl.load(weights + place, there), there)
+        own = tl.load(places + sort_map, there, other=0)
+        tl.store(spread_weights + own, tl.load(weights + sort_map, there), there)
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def _collect(
         total += tl.load(rows + row * width + column, column < width, other=0.0).to(tl.float32)
     tl.store(x + token * width + column, total.to(x.dtype.element_ty), column < width)
     if weights is not None and tl.program_id(1) == 0:
-        place = token * TOPK + tl.arange(0, PADDED)
+        sort_map = token * TOPK + tl.arange(0, PADDED)
         there = tl.arange(0, PADDED) < TOPK
-        own = tl.load(places + place, there, other=0)
-        tl.store(collected + place, tl.load(weights + own, there), there)
+        own = tl.load(places + sort_map, there, other=0)
+        tl.store(collected + sort_map, tl.load(weights + own, there), there)

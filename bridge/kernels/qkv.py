@@ -35,7 +35,7 @@ class Heads:
 
 
 def split_heads(
-    mixed: Tensor, norms: tuple[Tensor, Tensor] | None, turns: tuple[Tensor, Tensor] | None, heads: Heads
+    mixed: Tensor, norms: tuple[Tensor, Tensor] | None, rotary: tuple[Tensor, Tensor] | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query and gate [sequence, batch, groups * queries, dim], key and value [sequence, batch, groups, dim], in the
     order query, key, value, gate.
@@ -43,7 +43,7 @@ def split_heads(
     mixed [sequence, batch, groups * (queries (+ gates) + 2) * dim]; norms: the weights [dim] of the queries' and of the
     keys' RMSNorm; turns: cos and sin [sequence, batch, planes] fp32 of the first 2 * planes dimensions.
     """
-    found = _SplitHeads.apply(mixed.contiguous(), *(norms or (None, None)), *(turns or (None, None)), heads)
+    found = _SplitHeads.apply(mixed.contiguous(), *(norms or (None, None)), *(rotary or (None, None)), heads)
     query, key, value, gate = found  # type: ignore[misc]
     return query, key, value, None if gate is None else gate.flatten(2, 3)
 
@@ -51,7 +51,7 @@ def split_heads(
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx,
         mixed: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
@@ -75,7 +75,7 @@ class _SplitHeads(torch.autograd.Function):
         return query, key, value, gate
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None):  # type: ignore[override]
+    def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
         mixed, q_weight, k_weight, cos, sin = ctx.saved_tensors
         heads: Heads = ctx.heads
         sequence, batch, _ = ctx.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 TILE = 2048  # scores that a program has
 
 
-class Form(NamedTuple):
+class RoutingForm(NamedTuple):
     """How logits become weights."""
 
     topk: int
@@ -20,7 +20,7 @@ class Form(NamedTuple):
     scale: float
 
 
-def route(logits: Tensor, bias: Tensor | None, form: Form, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, form: RoutingForm, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weights of each token's experts, best first, and their numbers.
 
     logits [tokens, experts] -> both [tokens, topk], in the logits' type and in int32. The best have the highest logits,
@@ -34,7 +34,7 @@ def route(logits: Tensor, bias: Tensor | None, form: Form, given: Tensor | None 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor | None, form: Form, given: Tensor | None
+        ctx, logits: Tensor, bias: Tensor | None, form: RoutingForm, given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         tokens, number = logits.shape
         weights = logits.new_empty(tokens, form.topk)
@@ -48,7 +48,7 @@ class _Route(torch.autograd.Function):
         return weights, experts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, experts = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         if len(logits):
@@ -58,7 +58,7 @@ class _Route(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
-def _blocks(tokens: int, number: int, form: Form) -> tuple[tuple[int], dict[str, Any]]:
+def _blocks(tokens: int, number: int, form: RoutingForm) -> tuple[tuple[int], dict[str, Any]]:
     experts = int(triton.next_power_of_2(number))
     down = max(TILE // experts, 1)
     blocks = {"TOPK": form.topk, "PADDED": triton.next_power_of_2(form.topk), "EXPERTS": experts, "DOWN": down}

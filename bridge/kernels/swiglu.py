@@ -30,7 +30,7 @@ def swiglu(
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, *form: Any) -> Tensor:
+    def forward(ctx, x: Tensor, weights: Tensor | None, *form: Any) -> Tensor:
         rows, width = len(x), x.shape[1] // 2
         output = x.new_empty(rows, width)
         if rows:
@@ -41,7 +41,7 @@ class _SwiGLU(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights = ctx.saved_tensors
         grad = grad.contiguous()
         rows, width = grad.shape

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 
-def has_sum(weight: Tensor) -> bool:
+def has_main_grad(weight: Tensor) -> bool:
     """Whether `weight` has an fp32 `main_grad`, which megatron-core's DistributedDataParallel gives it."""
     total = getattr(weight, "main_grad", None)
     return total is not None and total.dtype == torch.float32
 
 
-def add_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
+def accumulate_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
     """total += grad_output^T @ inputs, where nothing is rounded to the inputs' type on the way.
 
     total [out, in], in fp32 or in the inputs' type; grad_output [rows, out] and inputs [rows, in], both of one type.
@@ -28,7 +28,7 @@ def add_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
         total.addmm_(grad_output.t().to(total.dtype), inputs.to(total.dtype))
 
 
-def added(weight: Tensor) -> Tensor | None:
+def mark_grad_added(weight: Tensor) -> Tensor | None:
     """What a backward pass returns for `weight` once all of its gradient is in `main_grad`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
@@ -45,5 +45,5 @@ def accumulate(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | 
 
     weight [out, in] with `has_sum`; grad_output [rows, out]; inputs [rows, in].
     """
-    add_product(weight.main_grad, grad_output, inputs)  # type: ignore[attr-defined]
-    return added(weight)
+    accumulate_product(weight.main_grad, grad_output, inputs)  # type: ignore[attr-defined]
+    return mark_grad_added(weight)

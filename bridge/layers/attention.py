@@ -19,8 +19,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from ..mapping.param_mapping import Architecture, Layer
-from .packed_seqs import Documents, Reach, Segments
-from .rope import rotate
+from .packed_seqs import AttentionSpan, Documents, Segments
+from .rope import apply_rotary
 from .sinks import masked_attention, varlen_attention
 
 
@@ -48,7 +48,7 @@ class CoreAttention(MegatronModule):
         architecture: Architecture = config.architecture  # type: ignore[attr-defined]
         layers = architecture.layers
         layer = layers[layer_number - 1] if layer_number <= len(layers) else Layer()
-        self.rope, self.reach = layer.rope, Reach(layer.window, layer.chunk)
+        self.rope, self.span = layer.rope, AttentionSpan(layer.window, layer.chunk)
         self.l2_norm = architecture.qk_norm == "l2" and layer.rope is not None
         self.query_growth = architecture.query_growth if layer.rope is None else None
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -65,9 +65,9 @@ class CoreAttention(MegatronModule):
         if self.kernel == "transformer_engine":
             from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-            if self.reach.window and self.cp_group.size() == 1:
+            if self.span.window and self.cp_group.size() == 1:
                 config = copy(config)
-                config.window_size, config.window_attn_skip_freq = (self.reach.window - 1, 0), None
+                config.window_size, config.window_attn_skip_freq = (self.span.window - 1, 0), None
             self.inner = TEDotProductAttention(
                 config=config,
                 layer_number=layer_number,
@@ -107,7 +107,7 @@ class CoreAttention(MegatronModule):
             growth, step = self.query_growth
             grown = ((documents.positions + 1) // step).float().log1p() * growth + 1
             query = (query * grown[..., None, None]).to(query.dtype)
-        segments = documents.segments[self.reach]
+        segments = documents.segments[self.span]
         if self.inner is not None and self._engine_knows(segments):
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
@@ -142,12 +142,12 @@ class CoreAttention(MegatronModule):
     def _rotate(self, x: Tensor, documents: Documents) -> Tensor:
         if self.rope is None:
             return x
-        turns = documents.turns[self.rope]
-        if self.config.apply_rope_fusion and self.kernel == "transformer_engine" and turns.angles is not None:
+        rotary = documents.rotary[self.rope]
+        if self.config.apply_rope_fusion and self.kernel == "transformer_engine" and rotary.angles is not None:
             from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 
-            return fused_apply_rotary_pos_emb(x, turns.angles, interleaved=turns.interleaved)
-        return rotate(x, turns)
+            return fused_apply_rotary_pos_emb(x, rotary.angles, interleaved=rotary.interleaved)
+        return apply_rotary(x, rotary)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """All [sequence, batch, heads, dim]."""

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packed_seqs import places_of, to_device
+from .packed_seqs import gathered_positions, to_device
 
 CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Runs:
+class DeltaLayout:
     """Where the tokens of a micro batch lie while documents are mixed. Made on the CPU, once per micro batch.
 
     Tokens [sequence, rows] are flattened; each document of each row is a run of its own. Chunks are sorted by their
@@ -37,7 +37,7 @@ class Runs:
     ranked: Tensor | None  # its inverse
 
 
-def make_runs(bounds: list[int], rows: int, cp_size: int, kernel: int, device: torch.device) -> Runs:
+def make_delta_layout(bounds: list[int], rows: int, cp_size: int, kernel: int, device: torch.device) -> DeltaLayout:
     """`bounds` [documents + 1]: where documents begin and end in the whole sequence of each of the `rows`; under
     context parallelism each length divides by 2 x cp_size. `kernel`: the width of the convolution."""
     lengths = torch.tensor(bounds).diff().repeat(rows)  # row by row
@@ -54,8 +54,10 @@ def make_runs(bounds: list[int], rows: int, cp_size: int, kernel: int, device: t
     spaced = torch.arange(tokens) + (kernel - 1) * (run + 1)
     natural = None
     if cp_size > 1:
-        natural = torch.cat([places_of(start, end - start, bounds[-1], cp_size) for start, end in pairwise(bounds)])
-    return Runs(
+        natural = torch.cat(
+            [gathered_positions(start, end - start, bounds[-1], cp_size) for start, end in pairwise(bounds)]
+        )
+    return DeltaLayout(
         places=to_device(_by_sequence(places, rows), device),
         steps=steps,
         spaced=to_device(_by_sequence(spaced, rows), device),
@@ -111,7 +113,7 @@ def _neighbours(steps: list[int]) -> list[tuple[slice, slice]]:
     ]
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: Runs) -> Tensor:
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: DeltaLayout) -> Tensor:
     """The gated delta rule over the runs, in fp32; queries and keys are normalised here.
 
     query, key [tokens, groups, key dim]; value [tokens, groups, heads, value dim]; decay (log, <= 0) and beta
@@ -149,7 +151,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _chunked(x: Tensor, runs: Runs) -> Tensor:
+def _chunked(x: Tensor, runs: DeltaLayout) -> Tensor:
     """[tokens, ...] -> [chunks, CHUNK, ...], zeros where no token is."""
     room = x.new_zeros(sum(runs.steps) * CHUNK, *x.shape[1:])
     return room.index_copy(0, runs.places, x).unflatten(0, (-1, CHUNK))
@@ -159,7 +161,7 @@ def _later(device: torch.device) -> Tensor:
     return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1)
 
 
-def causal_conv(x: Tensor, weight: Tensor, runs: Runs) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, runs: DeltaLayout) -> Tensor:
     """silu of each channel's convolution with the tokens before it in its run. x [tokens, channels], weight
     [channels, 1, kernel] -> the shape of x"""
     before = weight.shape[-1] - 1

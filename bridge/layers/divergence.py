@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.weight_gradient import add_product, added, has_sum
-from .logprobs import chunk_logits, over_ranks, rows_of
+from ..kernels.weight_gradient import accumulate_product, has_main_grad, mark_grad_added
+from .logprobs import chunk_logits, over_ranks, select_rows
 
 CHUNK_LOGITS = 2**27  # logits of a model that are there at once: half a GiB in fp32, a few times
 
@@ -54,13 +54,13 @@ def divergence(
         "sequence_parallel": sequence_parallel,
         "scored": scored,
     }
-    rows = rows_of(hidden, weight, **sizes)
+    rows = select_rows(hidden, weight, **sizes)
     with torch.no_grad():
-        teacher = rows_of(teacher_hidden, teacher_weight, **sizes)
+        teacher = select_rows(teacher_hidden, teacher_weight, **sizes)
     found = _Divergence.apply(
         rows.hidden, weight, teacher.hidden, teacher_weight, rows.columns, temperatures, beta, group, accumulate
     )
-    return rows.placed(found)  # type: ignore[arg-type]
+    return rows.scatter(found)  # type: ignore[arg-type]
 
 
 def top_divergence(
@@ -83,13 +83,13 @@ def top_divergence(
     either model gives to other tokens is left out: both are normalised over the k tokens, after the temperatures (so
     the divergence says nothing of how much of the student's mass lies elsewhere).
     """
-    rows = rows_of(
+    rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
-    logits = _LogitsOf.apply(rows.hidden, weight, rows.taken(ids), rows.columns, group, accumulate)
+    logits = _LogitsOf.apply(rows.hidden, weight, rows.select(ids), rows.columns, group, accumulate)
     student = (logits / temperatures[0]).log_softmax(-1)  # type: ignore[operator]
-    teacher = (rows.taken(teacher_log_probs).float() / temperatures[1]).log_softmax(-1)
-    return rows.placed(jensen_shannon(student, teacher, beta))
+    teacher = (rows.select(teacher_log_probs).float() / temperatures[1]).log_softmax(-1)
+    return rows.scatter(jensen_shannon(student, teacher, beta))
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def top_log_probs(
     """The k likeliest tokens of each position, from the likeliest on: log-probabilities fp32 and ids int64,
     [batch, sequence, k] each, the same on every tensor-parallel rank. Arguments as of `label_log_probs`; k is at most
     vocab_size."""
-    rows = rows_of(
+    rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
     first, here = dist.get_rank(group) * len(weight), min(k, rows.columns)
@@ -122,10 +122,10 @@ def top_log_probs(
         values, ids = (torch.cat(_gathered(each, group), dim=1) for each in (values, ids))
         values, places = values.topk(k)
         ids = ids.gather(1, places)
-    return rows.placed(values), rows.placed(ids)
+    return rows.scatter(values), rows.scatter(ids)
 
 
-def with_rows(weight: Tensor, rows: int, group) -> Tensor:
+def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
     """An output matrix split anew: `rows` of it on each tensor-parallel rank, those beyond its end 0. Every rank of
     the group calls this; weight [rows of this rank now, hidden_size]; no gradients."""
     if rows == len(weight):
@@ -246,10 +246,10 @@ class _Gradients:
     """Of hidden states and of the output matrix, chunk by chunk from the slopes by logits: what a backward pass that
     has `ctx` returns first."""
 
-    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor):
+    def __init__(self, ctx, hidden: Tensor, weight: Tensor):
         self._inputs, self._weight, self._used = hidden, weight, weight[: ctx.columns]
         self._hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        self._accumulates = ctx.accumulate and has_sum(weight)
+        self._accumulates = ctx.accumulate and has_main_grad(weight)
         self._total: Tensor | None = None
         if ctx.needs_input_grad[1]:
             main = getattr(weight, "main_grad", None)
@@ -261,12 +261,12 @@ class _Gradients:
         if self._hidden is not None:
             self._hidden[part] = slope @ self._used
         if self._total is not None:
-            add_product(self._total[: len(self._used)], slope, self._inputs[part])
+            accumulate_product(self._total[: len(self._used)], slope, self._inputs[part])
 
     def found(self) -> tuple[Tensor | None, Tensor | None]:
         if self._total is None:
             return self._hidden, None
-        return self._hidden, added(self._weight) if self._accumulates else self._total.to(self._weight.dtype)
+        return self._hidden, mark_grad_added(self._weight) if self._accumulates else self._total.to(self._weight.dtype)
 
 
 def _normalizer(logits: Tensor, group) -> Tensor:

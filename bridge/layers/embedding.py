@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from ..kernels import usable
-from ..kernels.weight_gradient import has_sum
+from ..kernels.weight_gradient import has_main_grad
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):
@@ -21,7 +21,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):
         weight = self.weight
         # One that is the output matrix as well has its hook run by a gradient of the usual kind.
         shared = getattr(weight, "zero_out_wgrad", False)
-        if not (torch.is_grad_enabled() and has_sum(weight) and not shared and usable(weight, input_)):
+        if not (torch.is_grad_enabled() and has_main_grad(weight) and not shared and usable(weight, input_)):
             return super().forward(input_)
         from ..kernels.embedding import Embedding
 

@@ -1,7 +1,7 @@
 """Experts: one stacked matrix for all the experts of a rank, and grouped products over it."""
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..kernels import usable
-from ..kernels.weight_gradient import added, has_sum
+from ..kernels.weight_gradient import has_main_grad, mark_grad_added
 
 
 class _StackedLinear(torch.nn.Module):
@@ -84,23 +84,23 @@ class _AccumulatingProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None
-        if not has_sum(weight):
+        if not has_main_grad(weight):
             return grad_x, F.grouped_mm(grad.t(), x, offs=ends), None
         from ..kernels.grouped_gradient import add_products
 
         add_products(weight.main_grad, grad, x, ends)
-        return grad_x, added(weight), None
+        return grad_x, mark_grad_added(weight), None
 
 
 class GroupedExperts(MegatronModule):

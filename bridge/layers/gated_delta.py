@@ -19,7 +19,7 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .delta_rule import Runs, causal_conv, delta_rule
+from .delta_rule import DeltaLayout, causal_conv, delta_rule
 
 
 class _Fused(NamedTuple):
@@ -107,7 +107,7 @@ class GatedDeltaNet(MegatronModule):
 
         `packed_seq_params` has the micro batch's `runs`.
         """
-        runs: Runs = packed_seq_params.runs
+        runs: DeltaLayout = packed_seq_params.runs
         assert runs is not None
         projected, _ = self.in_proj(hidden_states)
         length, rows, _ = projected.shape
@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
         output, bias = self.out_proj(self._gated_norm(output, gate.reshape(output.shape)).view(length, rows, -1))
         return output, bias
 
-    def _mix(self, mixed: Tensor, beta: Tensor, step: Tensor, runs: Runs) -> Tensor:
+    def _mix(self, mixed: Tensor, beta: Tensor, step: Tensor, runs: DeltaLayout) -> Tensor:
         """mixed [sequence, rows, groups, channels], beta and step [sequence, rows, groups, heads], of whole documents
         -> [sequence, rows, groups, heads, value dim]"""
         sequence, rows, groups, _ = mixed.shape
@@ -157,10 +157,12 @@ class GatedDeltaNet(MegatronModule):
         )
         return query, key, value.unflatten(-1, (self.heads, self.value_dim))
 
-    def _plain(self, mixed: Tensor, decay: Tensor, beta: Tensor, weight: Tensor, runs: Runs) -> Tensor:
+    def _plain(self, mixed: Tensor, decay: Tensor, beta: Tensor, weight: Tensor, runs: DeltaLayout) -> Tensor:
         return delta_rule(*self._parts(causal_conv(mixed, weight, runs)), decay, beta, runs)
 
-    def _fused(self, fused: _Fused, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, runs: Runs) -> Tensor:
+    def _fused(
+        self, fused: _Fused, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, runs: DeltaLayout
+    ) -> Tensor:
         """As `_plain`, [sequence, rows, ...] instead of [tokens, ...]."""
         # fla has one row of documents: rows go one after another.
         sequence, rows = mixed.shape[:2]
@@ -191,13 +193,13 @@ class GatedDeltaNet(MegatronModule):
         normed = F.rms_norm(x.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
         return (normed * F.silu(gate.float())).to(x.dtype)
 
-    def _to_heads(self, x: Tensor, runs: Runs) -> Tensor:
+    def _to_heads(self, x: Tensor, runs: DeltaLayout) -> Tensor:
         """[sequence / CP, rows, groups, channels] -> [sequence, rows, groups / CP, channels], in documents' order."""
         ranks = self.cp_group.size()
         x = x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # whom it goes to, first
         return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, not_none(runs.natural))
 
-    def _to_positions(self, x: Tensor, runs: Runs) -> Tensor:
+    def _to_positions(self, x: Tensor, runs: DeltaLayout) -> Tensor:
         """The way back: [sequence, rows, groups / CP, ...] -> [sequence / CP, rows, groups, ...]"""
         ranks = self.cp_group.size()
         x = x.index_select(0, not_none(runs.ranked)).unflatten(0, (ranks, -1)).contiguous()

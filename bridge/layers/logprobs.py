@@ -98,7 +98,7 @@ def _chunks(tokens: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScoredRows:
     """Positions [batch, sequence] as rows of a matrix: all of them, or those that are scored."""
 
     hidden: Tensor  # [tokens, hidden_size]
@@ -106,12 +106,12 @@ class Rows:
     shape: tuple[int, int]  # (batch, sequence)
     scored: Tensor | None  # [tokens]: which of batch * sequence they are; None: all
 
-    def taken(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """[batch, sequence, ...] -> [tokens, ...]"""
         flat = values.flatten(0, 1)
         return flat if self.scored is None else flat.index_select(0, self.scored)
 
-    def placed(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """[tokens, ...] -> [batch, sequence, ...], 0 where nothing is scored."""
         if self.scored is not None:
             values = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:]).index_copy(
@@ -120,9 +120,9 @@ class Rows:
         return values.unflatten(0, self.shape)
 
 
-def rows_of(
+def select_rows(
     hidden: Tensor, weight: Tensor, *, vocab_size: int, group, sequence_parallel: bool, scored: Tensor | None
-) -> Rows:
+) -> ScoredRows:
     """What the output matrix is multiplied with. Arguments as of `label_log_probs`."""
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -131,7 +131,7 @@ def rows_of(
     sequence, batch, size = hidden.shape
     flat = hidden.transpose(0, 1).reshape(-1, size)
     columns = min(len(weight), max(0, vocab_size - dist.get_rank(group) * len(weight)))
-    return Rows(flat if scored is None else flat.index_select(0, scored), columns, (batch, sequence), scored)
+    return ScoredRows(flat if scored is None else flat.index_select(0, scored), columns, (batch, sequence), scored)
 
 
 def label_log_probs(
@@ -154,11 +154,11 @@ def label_log_probs(
     not computed, and are 0; None: all. `accumulate`: the fused kernels add the weight's gradient to its `main_grad`,
     where it has one in fp32.
     """
-    rows = rows_of(
+    rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
     found, _ = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=False)
-    return rows.placed(found)
+    return rows.scatter(found)
 
 
 def log_probs_and_entropies(
@@ -175,18 +175,18 @@ def log_probs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """What `label_log_probs` gives, and the entropy of p at each position, in nats and without gradients: fp32
     [batch, sequence] each."""
-    rows = rows_of(
+    rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
     found, entropies = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=True)
     assert entropies is not None
-    return rows.placed(found), rows.placed(entropies)
+    return rows.scatter(found), rows.scatter(entropies)
 
 
 def _log_probs(
-    rows: Rows, weight: Tensor, labels: Tensor, group, temperature: float, accumulate: bool, *, entropy: bool
+    rows: ScoredRows, weight: Tensor, labels: Tensor, group, temperature: float, accumulate: bool, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    asked = rows.taken(labels)
+    asked = rows.select(labels)
     if not usable(rows.hidden, weight, asked):
         return _LabelLogProbs.apply(rows.hidden, weight, asked, rows.columns, group, temperature, entropy)  # type: ignore[return-value]
     from ..kernels.log_probs import LabelLogProbs

@@ -47,21 +47,21 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden_states [..., hidden_size]; routing_map and probs [tokens, topk]: the numbers of each token's experts,
         and their weights -> rows sorted by expert, and their weights"""
-        from ..kernels.permute import place, spread
+        from ..kernels.permute import permute, sort_map
 
         self.hidden_shape, self.probs = hidden_states.shape, probs
-        self.places, counts = place(routing_map, self.num_experts)
+        self.places, counts = sort_map(routing_map, self.num_experts)
         # megatron-core sums a map's column for each expert: here it is the sum already.
         self.tokens_per_expert = counts if self.ranks == 1 else self.preprocess(counts.unsqueeze(0))
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self._maybe_dtoh_and_synchronize("before_permutation_1")
-        return spread(hidden_states.flatten(0, -2), self.places, probs)
+        return permute(hidden_states.flatten(0, -2), self.places, probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and weights as they came from all ranks -> rows sorted by expert, each expert's number of them, and the
         weights"""
-        from ..kernels.permute import chunk_places, spread
+        from ..kernels.permute import chunk_sort_map, permute
 
         rows, weights, counts = global_input_tokens, global_probs, cast(Tensor, self.tokens_per_expert)
         self.tokens_per_expert = None
@@ -71,17 +71,17 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
                 for part in (rows, weights)
             )
         if self.sorts_chunks:
-            self.chunk_places = chunk_places(self.num_global_tokens_per_local_expert, len(rows))
-            rows, weights = spread(rows, self.chunk_places, weights.unsqueeze(1))
+            self.chunk_sort_map = chunk_sort_map(self.num_global_tokens_per_local_expert, len(rows))
+            rows, weights = permute(rows, self.chunk_sort_map, weights.unsqueeze(1))
         return rows, counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' rows -> rows as they came from all ranks"""
-        from ..kernels.permute import collect
+        from ..kernels.permute import unpermute
 
         if self.sorts_chunks:
-            hidden_states = collect(hidden_states, self.chunk_places)
-            del self.chunk_places
+            hidden_states = unpermute(hidden_states, self.chunk_sort_map)
+            del self.chunk_sort_map
         if self.tp_size > 1:
             wide = hidden_states.to(self.probs.dtype)
             summed = reduce_scatter_to_sequence_parallel_region(
@@ -92,9 +92,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """The rows of this rank's tokens, back from the experts -> each token's sum, shaped as the layer's input"""
-        from ..kernels.permute import collect
+        from ..kernels.permute import unpermute
 
-        output = collect(permutated_local_input_tokens, self.places).view(self.hidden_shape)
+        output = unpermute(permutated_local_input_tokens, self.places).view(self.hidden_shape)
         del self.places, self.probs  # autograd has what the backward pass needs
         if self.shared_experts is not None:
             output += cast(Tensor, self.shared_experts.get_output())

@@ -20,7 +20,7 @@ from .mla import ReplicatedLinear
 from .packed_seqs import Documents
 
 
-class PredictingLayer(MegatronModule):
+class MtpLayer(MegatronModule):
     """One depth."""
 
     def __init__(self, config: TransformerConfig, depth: int, layer: ModuleSpec, norm: Any):
@@ -53,31 +53,31 @@ class PredictingLayer(MegatronModule):
         return run(hidden, embedding)
 
 
-class Prediction(MegatronModule):
+class MtpBlock(MegatronModule):
     """All depths: `mtp` of a GPTModel."""
 
     def __init__(self, config: TransformerConfig, depths: int, layer: ModuleSpec, norm: Any):
         super().__init__(config=config)
-        self.layers = torch.nn.ModuleList(PredictingLayer(config, depth + 1, layer, norm) for depth in range(depths))
+        self.layers = torch.nn.ModuleList(MtpLayer(config, depth + 1, layer, norm) for depth in range(depths))
 
     def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
         """The hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
         found = []
         for layer in self.layers:
-            tokens = next_ones(tokens, documents)
+            tokens = shift_left(tokens, documents)
             hidden = layer(hidden, embedding(input_ids=tokens, position_ids=None), documents)
             found.append(hidden)
         return found
 
 
-def next_ones(values: Tensor, documents: Documents) -> Tensor:
+def shift_left(values: Tensor, documents: Documents) -> Tensor:
     """What the next position of the same document has, [batch, local sequence]; 0 behind its last."""
-    assert documents.following is not None
+    assert documents.next_positions is not None
     group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
     whole = values
     if group.size() > 1:
         parts = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(parts, values.contiguous(), group=group)
         whole = torch.cat(parts, dim=1)
-    there = documents.following >= 0
-    return whole[:, documents.following.clamp(min=0)] * there.to(whole.dtype)
+    there = documents.next_positions >= 0
+    return whole[:, documents.next_positions.clamp(min=0)] * there.to(whole.dtype)

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from .rope import Rotation, Turns, turn
+from .rope import RotaryRule, RotaryTables, make_rotary_tables
 
 
-class Reach(NamedTuple):
+class AttentionSpan(NamedTuple):
     """How far back a layer's queries see within a document: rows.Layer's window and chunk."""
 
     window: int | None = None
     chunk: int | None = None
 
 
-EVERYTHING = Reach()
+FULL_SPAN = AttentionSpan()
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Segments:
 
 
 def make_segments(
-    bounds: list[int], cp_rank: int, cp_size: int, device: torch.device, reach: Reach = EVERYTHING
+    bounds: list[int], cp_rank: int, cp_size: int, device: torch.device, span: AttentionSpan = FULL_SPAN
 ) -> Segments:
     """`bounds` [documents + 1]: where documents begin and end in the whole sequence; each divides by 2 x cp_size."""
     longest = max(end - start for start, end in pairwise(bounds))
-    window, chunk = (limit if limit and limit < longest else None for limit in reach)
+    window, chunk = (limit if limit and limit < longest else None for limit in span)
     queries, keys, index = [], [], []
     for start, end in pairwise(bounds):
-        places = places_of(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
+        places = gathered_positions(start, end - start, bounds[-1], cp_size) if cp_size > 1 else None
         for first, last in _held(end - start, cp_rank, cp_size):
             for low, high in _cut(first, last, chunk):
                 seen = low // chunk * chunk if chunk else 0  # the first key that the first query may see
@@ -85,12 +85,12 @@ def _tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
         first = (torch.arange(len(segment)) - (counts.cumsum(0) - counts)[segment]) * size
         return segment, first, torch.cat((about[segment], first.unsqueeze(1)), dim=1).to(torch.int32)
 
-    reach = segments.window or max(segments.keys)
+    span = segments.window or max(segments.keys)
     segment, first, tiles = listed(queries)
-    met = (torch.minimum(first + size, queries[segment]) + before[segment]).clamp(max=reach + size)
+    met = (torch.minimum(first + size, queries[segment]) + before[segment]).clamp(max=span + size)
     of_queries = tiles[met.argsort(descending=True, stable=True)]
     segment, first, tiles = listed(keys)
-    met = (queries[segment] - (first - before[segment]).clamp(min=0)).clamp(max=reach + size)
+    met = (queries[segment] - (first - before[segment]).clamp(min=0)).clamp(max=span + size)
     return of_queries, tiles[met.argsort(descending=True, stable=True)]
 
 
@@ -111,7 +111,7 @@ def _cut(first: int, last: int, chunk: int | None) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def places_of(start: int, length: int, total: int, cp_size: int) -> Tensor:
+def gathered_positions(start: int, length: int, total: int, cp_size: int) -> Tensor:
     """[length]: where each position of a document lies once the ranks' tokens are laid one rank after another."""
     part = length // (2 * cp_size)
     places = []
@@ -122,12 +122,14 @@ def places_of(start: int, length: int, total: int, cp_size: int) -> Tensor:
     return torch.cat(places)
 
 
-def following(bounds: list[int], cp_rank: int, cp_size: int, device: torch.device) -> Tensor:
+def next_positions(bounds: list[int], cp_rank: int, cp_size: int, device: torch.device) -> Tensor:
     """[local sequence]: where the next position of the same document lies once the ranks' tokens are laid one rank
     after another; -1 behind a document's last. `bounds` as in `make_segments`."""
     found = []
     for start, end in pairwise(bounds):
-        places = places_of(start, end - start, bounds[-1], cp_size) if cp_size > 1 else torch.arange(start, end)
+        places = (
+            gathered_positions(start, end - start, bounds[-1], cp_size) if cp_size > 1 else torch.arange(start, end)
+        )
         after = torch.cat((places[1:], torch.tensor([-1])))
         found += [after[first:last] for first, last in _held(end - start, cp_rank, cp_size)]
     return to_device(torch.cat(found), device)
@@ -148,21 +150,21 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class Documents(PackedSeqParams):
     """A micro batch's documents, for every layer."""
 
-    segments: dict[Reach, Segments] = field(default_factory=dict)  # for each reach that the model's layers have
-    turns: tuple[Turns, ...] = ()  # for each of Architecture.ropes
+    segments: dict[AttentionSpan, Segments] = field(default_factory=dict)  # for each reach that the model's layers have
+    rotary: tuple[RotaryTables, ...] = ()  # for each of Architecture.ropes
     positions: Tensor | None = None  # [sequence, batch], within documents
-    following: Tensor | None = None  # where `following` says, for mtp.py
+    next_positions: Tensor | None = None  # where `following` says, for mtp.py
     runs: Any = None  # the Runs of delta_rule.py
     scored: Tensor | None = None  # [n]: which of batch * sequence positions have their labels scored; None: all
 
 
-def describe_documents(
+def make_packed_seqs(
     position_ids: Tensor,
     cu_seqlens: Tensor | None,
     max_seqlen: int,
     *,
-    ropes: Sequence[Rotation],
-    reaches: Iterable[Reach],
+    ropes: Sequence[RotaryRule],
+    spans: Iterable[AttentionSpan],
     dtype: torch.dtype,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -195,7 +197,7 @@ def describe_documents(
 
     return Documents(
         **packed,
-        segments={reach: make_segments(bounds, cp_rank, cp_size, device, reach) for reach in set(reaches)},
-        turns=tuple(turn(position_ids, rope, long, dtype) for rope in ropes),
+        segments={span: make_segments(bounds, cp_rank, cp_size, device, span) for span in set(spans)},
+        rotary=tuple(make_rotary_tables(position_ids, rope, long, dtype) for rope in ropes),
         positions=position_ids.t(),
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .packed_seqs import to_device
 
 
-class Head(nn.Module):
+class ScoreHead(nn.Module):
     """The matrix behind a model that scores documents: `score` of transformers' sequence classification."""
 
     def __init__(self, labels: int, hidden_size: int, dtype: torch.dtype):
@@ -31,7 +31,7 @@ class Head(nn.Module):
         return F.linear(hidden.float(), self.weight.float())
 
 
-def document_sums(values: Tensor, spans: Tensor, segments: Tensor) -> Tensor:
+def sum_documents(values: Tensor, spans: Tensor, segments: Tensor) -> Tensor:
     """Sums of `values` [1, local length] over each document's tokens, on whatever rank these are: [documents].
 
     spans [segments], segments [documents], on the CPU: as templates' Grouping. What is padding must be 0.

@@ -1,72 +1,83 @@
-"""A router's choices of experts, written down in one pass and repeated in another.
+"""Router replay: record the choice of experts in one pass, and repeat it in another.
 
-Which experts a token goes to hangs on small differences: of engine and trainer, of two passes of the trainer. Repeated,
-the choice is the one that was made; the weights are computed anew, so that gradients reach the router
+The choice depends on small differences, between engine and trainer and between two passes of the trainer. A repeated
+choice is the recorded one; the weights are computed again, so that gradients reach the router
 (https://arxiv.org/abs/2510.11370).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
+from ..mapping.local_params import decoder_layers
 from .packed_seqs import to_device
 
 
 class Replay:
-    """Of one router, which asks for each call what `chosen` makes of its own choice.
+    """The recorded or repeated choices of one router.
 
-    What is given holds for the next call alone, and for its recomputation in the backward pass. Backward passes come in
-    the order of the forward passes: the first call that waits to be recomputed is the next one that is.
+    Experts are set for the next call alone, and for its recomputation in the backward pass. Backward passes come in the
+    order of the forward passes: the first call that waits to be recomputed is the next one that is.
     """
 
     def __init__(self) -> None:
         self.records = False
-        self._given: Tensor | None = None
+        self._next: Tensor | None = None
         self._waiting: deque[Tensor | None] = deque()  # calls that will be recomputed
-        self._recorded: list[Tensor] = []
+        self._records: list[Tensor] = []
 
-    def give(self, experts: Tensor) -> None:
-        """For the next call: experts [tokens, topk] of any integer type; below 0 where the router is to choose."""
-        self._given = experts
+    def set_experts(self, experts: Tensor) -> None:
+        """Set the next call's experts [tokens, topk], of any integer type; below 0 the router chooses."""
+        self._next = experts
 
-    def take(self, *, training: bool) -> Tensor | None:
-        """What was given for this call."""
+    def pop_experts(self, *, training: bool) -> Tensor | None:
+        """Return the experts of this call."""
         if training and torch.is_grad_enabled() and self._waiting:
             return self._waiting.popleft()
-        given, self._given = self._given, None
-        if training and not torch.is_grad_enabled():  # the first pass of what is recomputed
-            self._waiting.append(given)
-        return given
+        experts, self._next = self._next, None
+        if training and not torch.is_grad_enabled():  # the first pass of a recomputed layer
+            self._waiting.append(experts)
+        return experts
 
     def record(self, experts: Tensor) -> None:
-        """Called with the experts of each call, [tokens, topk]."""
+        """Record the experts of a call, [tokens, topk]."""
         if self.records:
-            self._recorded.append(experts.int())  # what NCCL can send
+            self._records.append(experts.int())  # NCCL has no type that is shorter
 
-    def recorded(self) -> list[Tensor]:
-        """Of each call since this was last asked, int32 [tokens, topk]."""
-        found, self._recorded = self._recorded, []
-        return found
+    def pop_records(self) -> list[Tensor]:
+        """Return and forget the experts of each call, int32 [tokens, topk]."""
+        records, self._records = self._records, []
+        return records
 
 
-def chosen(own: Tensor, given: Tensor | None) -> Tensor:
-    """The experts to take: those given, or where none are the router's own choice. Both [tokens, topk]."""
-    if given is None:
-        return own
-    given = given.to(own.dtype)
-    return torch.where(given < 0, own, given)
+def replay_choice(chosen: Tensor, replayed: Tensor | None) -> Tensor:
+    """Return the replayed experts, and where there are none the router's choice. Both [tokens, topk]."""
+    if replayed is None:
+        return chosen
+    replayed = replayed.to(chosen.dtype)
+    return torch.where(replayed < 0, chosen, replayed)
+
+
+class ReplayedRouter(Protocol):
+    """A router that replays choices: layers/router.py."""
+
+    config: TransformerConfig
+    weight: Tensor
+    training: bool
+    replay: Replay
 
 
 class CoreReplay:
-    """`Replay` as megatron-core's function of the choice asks for it (RouterReplay.get_replay_topk)."""
+    """Adapter of `Replay` to megatron-core's top-k function (RouterReplay.get_replay_topk)."""
 
-    def __init__(self, router: Any):
+    def __init__(self, router: ReplayedRouter):
         self._router = router
 
     def get_replay_topk(
@@ -77,64 +88,67 @@ class CoreReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """scores [tokens, experts] -> those of each token's experts, and the experts, both [tokens, topk]"""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        """Return each token's experts and their scores, both [tokens, topk], of scores [tokens, experts]."""
+        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         replay: Replay = self._router.replay
-        given = replay.take(training=self._router.training)
-        if given is None and not replay.records:
-            return values, own
-        if not torch.is_grad_enabled():  # where megatron-core leaves them in any order
-            own = own.gather(1, values.argsort(dim=1, descending=True, stable=True))
-        experts = chosen(own, given)
+        replayed = replay.pop_experts(training=self._router.training)
+        if replayed is None and not replay.records:
+            return values, chosen
+        if not torch.is_grad_enabled():  # without gradients megatron-core returns them unsorted
+            chosen = chosen.gather(1, values.argsort(dim=1, descending=True, stable=True))
+        experts = replay_choice(chosen, replayed)
         replay.record(experts)
         return scores.gather(1, experts), experts
 
 
-def routers(chunk: GPTModel) -> dict[int, Any]:
-    """The routers of a chunk (bare or wrapped) by the number of their layer in the model, from 0."""
-    chunk = getattr(chunk, "module", chunk)
-    found = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in chunk.decoder.layers}
-    return {number: router for number, router in found.items() if router is not None}
+def find_routers(chunk: nn.Module) -> dict[int, ReplayedRouter]:
+    """Return the routers of a chunk (bare or wrapped) by the global number of their layer, from 0."""
+    layers = decoder_layers(cast(GPTModel, getattr(chunk, "module", chunk)))
+    routers = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in layers}
+    return {number: router for number, router in routers.items() if router is not None}
 
 
-def give(chunk: GPTModel, experts: Tensor) -> None:
-    """For the next forward pass through the chunk: experts [local length, layers, topk] of all the model's layers.
+def replay_experts(chunk: nn.Module, experts: Tensor) -> None:
+    """Set the experts of the next forward pass through a chunk: [local length, layers, topk] of all the model's layers.
 
     Under sequence parallelism a router has a part of the tokens.
     """
-    here = routers(chunk)
-    if not here:  # a pipeline stage of dense layers
+    routers = find_routers(chunk)
+    if not routers:  # a pipeline stage of dense layers
         return
-    one = next(iter(here.values()))
-    if one.config.sequence_parallel:
+    first = next(iter(routers.values()))
+    if first.config.sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         experts = experts.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-    by_layer = to_device(experts[:, list(here)].transpose(0, 1).contiguous(), one.weight.device)
-    for router, of_layer in zip(here.values(), by_layer, strict=True):
-        router.replay.give(of_layer)
+    by_layer = to_device(experts[:, list(routers)].transpose(0, 1).contiguous(), first.weight.device)
+    for router, layer_experts in zip(routers.values(), by_layer, strict=True):
+        router.replay.set_experts(layer_experts)
 
 
 @contextmanager
-def recording(chunks: Sequence[GPTModel]) -> Iterator[Callable[[], dict[int, list[Tensor]]]]:
-    """Within, routers write down what they choose. Gives what tells of it: for each layer of this pipeline stage, by
-    its number in the model, the experts of one micro batch after the other, int16 [local length, topk] on the CPU."""
-    own = {number: router for chunk in chunks for number, router in routers(chunk).items()}
-    for router in own.values():
+def record_experts(chunks: Sequence[nn.Module]) -> Iterator[Callable[[], dict[int, list[Tensor]]]]:
+    """Record the routers' choices, and yield a function that returns and forgets them.
+
+    By global layer number, for each layer of this pipeline stage: the experts of one micro batch after the other, int16
+    [local length, topk] on the CPU.
+    """
+    routers = {number: router for chunk in chunks for number, router in find_routers(chunk).items()}
+    for router in routers.values():
         router.replay.records = True
 
-    def found() -> dict[int, list[Tensor]]:
-        return {number: [_whole(r, each) for each in r.replay.recorded()] for number, r in sorted(own.items())}
+    def pop_records() -> dict[int, list[Tensor]]:
+        return {number: [_gather(r, x) for x in r.replay.pop_records()] for number, r in sorted(routers.items())}
 
     try:
-        yield found
+        yield pop_records
     finally:
-        for router in own.values():
+        for router in routers.values():
             router.replay.records = False
-            router.replay.recorded()
+            router.replay.pop_records()
 
 
-def _whole(router: Any, experts: Tensor) -> Tensor:
-    """Of all tokens of the tensor-parallel ranks, where sequence parallelism has split them."""
+def _gather(router: ReplayedRouter, experts: Tensor) -> Tensor:
+    """Gather the experts of the tokens that sequence parallelism has split over ranks."""
     if router.config.sequence_parallel:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         parts = [torch.empty_like(experts) for _ in range(ranks)]

@@ -12,7 +12,7 @@ from ..mapping.param_mapping import Rope
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryRule:
     """A rule of rotary embeddings, on a device."""
 
     frequencies: Tensor  # [planes] fp32
@@ -22,7 +22,7 @@ class Rotation:
     long: Tensor | None = None
 
 
-class Turns(NamedTuple):
+class RotaryTables(NamedTuple):
     """How the tokens of a micro batch turn by one rule, in the model's dtype; angles in fp32."""
 
     cos: Tensor  # [sequence, batch, 1, dim]
@@ -32,7 +32,7 @@ class Turns(NamedTuple):
     exact: tuple[Tensor, Tensor]  # cos and sin of the planes, [sequence, batch, dim / 2] fp32
 
 
-def rotation(rope: Rope, device: torch.device) -> Rotation:
+def make_rotary_rule(rope: Rope, device: torch.device) -> RotaryRule:
     """Raises ValueError for a rope type that is not known."""
     scaling = rope.scaling or {}
     frequencies = inverse_frequencies(rope.dim, rope.base, scaling).to(device)
@@ -41,7 +41,7 @@ def rotation(rope: Rope, device: torch.device) -> Rotation:
         factors = scaling | {"short_factor": scaling["long_factor"]}
         long = inverse_frequencies(rope.dim, rope.base, factors).to(device)
     original = scaling.get("original_max_position_embeddings", 0)
-    return Rotation(frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original, long)
+    return RotaryRule(frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original, long)
 
 
 def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> Tensor:
@@ -78,8 +78,8 @@ def _yarn_kept(dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
     """[planes]: 1 for planes that turn more than beta_fast times within the original length, 0 for those that turn
     less than beta_slow times, and a line over the planes between."""
 
-    def plane(turns: float) -> float:
-        return dim * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / 2 / math.log(base)
+    def plane(rotary: float) -> float:
+        return dim * math.log(scaling["original_max_position_embeddings"] / (rotary * 2 * math.pi)) / 2 / math.log(base)
 
     low, high = plane(scaling["beta_fast"]), plane(scaling["beta_slow"])
     if scaling["truncate"]:
@@ -90,7 +90,9 @@ def _yarn_kept(dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
     return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
-def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bool], dtype: torch.dtype) -> Turns:
+def make_rotary_tables(
+    position_ids: Tensor, rope: RotaryRule, long: Callable[[int], Tensor | bool], dtype: torch.dtype
+) -> RotaryTables:
     """The turns of position_ids [batch, sequence].
 
     long(length) tells which tokens are of documents longer than that: all or none, or [sequence].
@@ -112,18 +114,18 @@ def turn(position_ids: Tensor, rope: Rotation, long: Callable[[int], Tensor | bo
     of_one_row = angles[:, :1].contiguous() if rope.factor == 1.0 else None
     one_of_each = slice(None, None, 2) if rope.interleaved else slice(planes.shape[-1])
     exact = cos[:, :, 0, one_of_each], sin[:, :, 0, one_of_each]
-    return Turns(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved, exact)
+    return RotaryTables(cos.to(dtype), sin.to(dtype), of_one_row, rope.interleaved, exact)
 
 
-def rotate(x: Tensor, turns: Turns) -> Tensor:
+def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     """Turn the first dimensions of x [sequence, batch, heads, head_dim], as many as the turns have."""
-    dim = turns.cos.shape[-1]
+    dim = rotary.cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
-    if turns.interleaved:
+    if rotary.interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
         across = torch.stack((-second, first), dim=-1).flatten(-2)
     else:
         first, second = turned.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
-    turned = turned * turns.cos + across * turns.sin
+    turned = turned * rotary.cos + across * rotary.sin
     return turned if rest is None else torch.cat((turned, rest), dim=-1)

@@ -1,6 +1,6 @@
-"""The router of experts: megatron-core's, with the rules of choice that it does not have."""
+"""The router of experts: megatron-core's, with routing rules that it does not have."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +11,17 @@ from megatron.core.transformer.moe.moe_utils import (
     topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..kernels import usable
 from ..mapping.param_mapping import Routing
-from .replay import CoreReplay, Replay, chosen
+from .replay import CoreReplay, Replay, replay_choice
 
 
 class Router(TopKRouter):
-    """Routes by `config.architecture.routing` where that is set, else as megatron-core does.
+    """A router by `config.architecture.routing` if that is set, else megatron-core's.
 
     A bias on the experts' scores stays as the checkpoint has it: balancing by it is for pre-training.
     """
@@ -29,8 +30,8 @@ class Router(TopKRouter):
         super().__init__(config, *args, **kwargs)
         self.frozen_expert_bias = True
         self.replay = Replay()
-        self.router_replay = cast(Any, CoreReplay(self))  # whom megatron-core asks
-        self.compact = False  # `routing` gives the weights and numbers of a token's own experts: [tokens, topk]
+        self.router_replay = cast(RouterReplay, CoreReplay(self))  # called by megatron-core
+        self.compact = False  # `routing` returns the weights and numbers of a token's experts: [tokens, topk]
         self.rule: Routing | None = config.architecture.routing  # type: ignore[attr-defined]
         if self.rule is None:
             return
@@ -46,10 +47,10 @@ class Router(TopKRouter):
             self.weight.data = self.weight.data.float()
 
     def gating(self, input: Tensor) -> Tensor:
-        """input [sequence, batch, hidden_size] -> logits [sequence, batch, experts]"""
+        """Return logits [sequence, batch, experts] of input [sequence, batch, hidden_size]."""
         logits = self._logits(input)
-        # The matrix is used without a call of its module, behind which an adapter would stand by itself.
-        adapter: Any = getattr(self, "adapter", None)
+        # The matrix is used without a call of its module, so no hook calls the adapter.
+        adapter = getattr(self, "adapter", None)
         return logits if adapter is None else adapter(input, logits)
 
     def _logits(self, input: Tensor) -> Tensor:
@@ -66,8 +67,10 @@ class Router(TopKRouter):
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [sequence, batch, experts] -> each expert's weight (0 where not chosen) and whether it is chosen, both
-        [sequence * batch, experts]; where `compact`: the weights of its experts, and their numbers."""
+        """Return each expert's weight and whether it is chosen, both [sequence * batch, experts].
+
+        logits [sequence, batch, experts]. If `compact`: a token's experts and their weights, as `choose` returns them.
+        """
         if self.compact:
             return self._compact_routing(logits)
         if self.rule is None or self.routing_type == "sinkhorn":
@@ -75,39 +78,39 @@ class Router(TopKRouter):
         assert padding_mask is None
         length, batch = logits.shape[:2]
         logits = self.apply_z_loss(logits.flatten(0, 1))
-        given = self.replay.take(training=self.training)
-        of_chosen, experts = choose(logits.float(), self.expert_bias, self.rule, self.config, given)
+        replayed = self.replay.pop_experts(training=self.training)
+        topk_weights, experts = choose(logits.float(), self.expert_bias, self.rule, self.config, replayed)
         self.replay.record(experts)
-        weights = torch.zeros_like(logits).scatter(1, experts, of_chosen.to(logits.dtype))
-        taken = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+        weights = torch.zeros_like(logits).scatter(1, experts, topk_weights.to(logits.dtype))
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
         if self.config.moe_expert_capacity_factor is not None:
-            weights, taken = apply_router_token_dropping(
+            weights, routing_map = apply_router_token_dropping(
                 weights,
-                taken,
+                routing_map,
                 router_topk=self.topk,
                 capacity_factor=self.config.moe_expert_capacity_factor,
                 drop_policy=self.config.moe_token_drop_policy,
                 pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
             )
-        return self._balanced(weights, logits, length, batch), taken
+        return self._balanced(weights, logits, length, batch), routing_map
 
     def _compact_routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         length, batch = logits.shape[:2]
         logits, config, rule = self.apply_z_loss(logits.flatten(0, 1)), self.config, self.rule
         sigmoid, grouped = self.score_function == "sigmoid", config.moe_router_group_topk is not None
         if usable(logits) and not grouped and logits.dtype != torch.float64:
-            from ..kernels.routing import Form, route
+            from ..kernels.routing import RoutingForm, route
 
             normalize = rule.normalize if rule else (self.topk > 1 if sigmoid else not config.moe_router_pre_softmax)
             smallest_sum = rule.smallest_sum if rule else 1e-20
             scale = config.moe_router_topk_scaling_factor or 1.0
             bias = self.expert_bias if rule or sigmoid else None
-            form = Form(self.topk, sigmoid, normalize, smallest_sum, scale)
-            weights, experts = route(logits, bias, form, self.replay.take(training=self.training))
+            form = RoutingForm(self.topk, sigmoid, normalize, smallest_sum, scale)
+            weights, experts = route(logits, bias, form, self.replay.pop_experts(training=self.training))
             self.replay.record(experts)
         elif rule:
-            given = self.replay.take(training=self.training)
-            weights, experts = choose(logits.float(), self.expert_bias, rule, config, given)
+            replayed = self.replay.pop_experts(training=self.training)
+            weights, experts = choose(logits.float(), self.expert_bias, rule, config, replayed)
             self.replay.record(experts)
             weights = weights.to(logits.dtype)
         else:
@@ -126,29 +129,29 @@ class Router(TopKRouter):
         return self._balanced(weights, logits, length, batch), experts
 
     def _balanced(self, weights: Tensor, logits: Tensor, length: int, batch: int) -> Tensor:
-        """`weights`, with the gradients of the balancing losses of logits [length * batch, experts] to come with it."""
+        """Attach the gradients of the balancing losses of logits [length * batch, experts] to `weights`."""
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
-            counted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-            weights = self._apply_aux_loss(weights, scores, counted)
-            weights = self._apply_seq_aux_loss(weights, scores, counted, length, batch)
-            weights = self._apply_global_aux_loss(weights, scores, counted)
+            routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            weights = self._apply_aux_loss(weights, scores, routing_map)
+            weights = self._apply_seq_aux_loss(weights, scores, routing_map, length, batch)
+            weights = self._apply_global_aux_loss(weights, scores, routing_map)
         return weights
 
 
 class _WideProduct(torch.autograd.Function):
-    """The fp32 product of bf16 matrices, whose backward pass runs in bf16, too: the fp32 gradient is a sum of two.
+    """The fp32 product of bf16 matrices with its backward pass in bf16: the fp32 gradient is split into a sum of two.
 
     x [tokens, hidden_size], weight [experts, hidden_size] -> [tokens, experts]. A product of bf16 numbers is exact in
     fp32, and the two have 16 of the gradient's 24 bits; TF32, which Transformer Engine takes, has 11.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         high = grad.to(weight.dtype)
         parts = torch.cat([high, (grad - high).to(weight.dtype)], dim=1)
@@ -160,12 +163,12 @@ class _WideProduct(torch.autograd.Function):
 
 
 def choose(
-    logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig, given: Tensor | None = None
+    logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The weights and the numbers of each token's experts, both [tokens, topk], for fp32 logits [tokens, experts].
+    """Return the weights and numbers of each token's experts, both [tokens, topk], of fp32 logits [tokens, experts].
 
-    Scores are sigmoids, or a softmax over all experts. `bias` ([1,] experts) has a part in the choice, not in the
-    weights. `given` [tokens, topk]: the choice that is repeated (layers/replay.py).
+    Scores are sigmoids, or a softmax over all experts. `bias` ([1,] experts) takes part in the choice, not in the
+    weights. `replayed` [tokens, topk]: the choice to repeat (layers/replay.py).
     With groups only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
     2.1.2; DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
     """
@@ -177,7 +180,7 @@ def choose(
         best = groups.topk(config.moe_router_group_topk, dim=-1).indices
         allowed = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, best, True)
         merit = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = chosen(merit.topk(config.moe_router_topk, dim=-1).indices, given)
+    experts = replay_choice(merit.topk(config.moe_router_topk, dim=-1).indices, replayed)
     weights = scores.gather(1, experts)
     if rule.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=rule.smallest_sum)

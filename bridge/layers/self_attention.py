@@ -60,7 +60,7 @@ class FusedSelfAttention(SelfAttention):
                 for hook in module._forward_pre_hooks.values():
                     hook(module, ())
             norms = cast(tuple[Tensor, Tensor], tuple(module.weight for module in modules))
-        turns = None if self.rope is None else documents.turns[self.rope]
+        rotary = None if self.rope is None else documents.rotary[self.rope]
         heads = Heads(
             groups=self.num_query_groups_per_partition,
             queries=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
@@ -68,8 +68,8 @@ class FusedSelfAttention(SelfAttention):
             gated=output_gate,
             eps=self.config.layernorm_epsilon,
             zero_centred=self.config.layernorm_zero_centered_gamma,
-            interleaved=turns is not None and turns.interleaved,
+            interleaved=rotary is not None and rotary.interleaved,
             view_value=self.view_value,
         )
-        query, key, value, gate = split_heads(mixed, norms, None if turns is None else turns.exact, heads)
+        query, key, value, gate = split_heads(mixed, norms, None if rotary is None else rotary.exact, heads)
         return (query, key, value, gate) if output_gate else (query, key, value)

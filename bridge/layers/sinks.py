@@ -30,7 +30,7 @@ class KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, forward: Forward, backward: Backward
+        ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, forward: Forward, backward: Backward
     ) -> Tensor:
         output, log_sum = forward(query, key, value)
         if sinks is not None:
@@ -42,7 +42,7 @@ class KernelAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         grads = ctx.kernel(grad.contiguous(), query, key, value, output, log_sum)
         if not ctx.needs_input_grad[3]:

@@ -55,7 +55,7 @@ def block_spec(
     )
 
 
-def predicting_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
+def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
     """A layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
     norm = _norm(config, transformer_engine)
     return _layer(config, config.num_moe_experts is not None, transformer_engine), norm

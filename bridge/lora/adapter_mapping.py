@@ -48,7 +48,7 @@ GROUPS = {"all-linear": LINEAR, "all-router": {ROUTER}, "all-embedding": {WORDS}
 
 
 @dataclass
-class Plan:
+class AdapterPlan:
     """The adapters of a whole model."""
 
     adapted: dict[ParamKey, tuple[int, ...]] = field(default_factory=dict)  # matrix -> which of its parts have adapters
@@ -61,7 +61,9 @@ class Plan:
     # Names in the files, each for what another name of `whole` stands for: PEFT has a tied embedding twice.
     copies: dict[str, str] = field(default_factory=dict)
     leaves: Counter[str] = field(default_factory=Counter)  # how many modules have a name's last word
-    left_out: list[str] = field(default_factory=list)  # modules that all-linear does not reach: experts in one tensor
+    skipped_modules: list[str] = field(
+        default_factory=list
+    )  # modules that all-linear does not reach: experts in one tensor
 
     @property
     def has_experts(self) -> bool:
@@ -81,11 +83,11 @@ class _Matrix(NamedTuple):
         return self.module.rpartition(".")[2]
 
 
-def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> Plan:
+def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> AdapterPlan:
     """What `settings` mean for the model of `entries`. Raises ValueError for what cannot be."""
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
-    plan, hits = Plan(), dict.fromkeys(settings.targets, 0)
+    plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
         chosen = []
@@ -99,7 +101,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
             continue
         if matrix.entry.expert_index is not None or matrix.entry.transposed:
             _refuse_stacked(matrix, settings)
-            plan.left_out += [name for name in matrix.names if name not in plan.left_out]
+            plan.skipped_modules += [name for name in matrix.names if name not in plan.skipped_modules]
             continue
         if matrix.key == OUTPUT and architecture.num_labels is not None:
             raise ValueError("the head (score) is trained whole beside adapters: leave it out of --target_modules")
@@ -221,7 +223,7 @@ def _rows_of(kind: ShardingKind, chosen: list[int]) -> ShardingKind:
     return ShardingKind(kind.dim, spans)
 
 
-def _check_targets(plan: Plan, hits: dict[str, int], settings: LoraSettings, entries: ParamTable) -> None:
+def _check_targets(plan: AdapterPlan, hits: dict[str, int], settings: LoraSettings, entries: ParamTable) -> None:
     if not plan.adapted or not all(hits.values()):
         missed = [f"--target_modules {target}" for target, number in hits.items() if not number][:3]
         missed = missed or [f"--target_regex {settings.regex}"]
@@ -234,7 +236,7 @@ def _check_targets(plan: Plan, hits: dict[str, int], settings: LoraSettings, ent
         )
 
 
-def _check_parameters(plan: Plan, settings: LoraSettings) -> None:
+def _check_parameters(plan: AdapterPlan, settings: LoraSettings) -> None:
     if plan.parameters and (settings.dora or settings.dropout or (plan.has_experts and settings.bias != "none")):
         flag = f"--lora_bias {settings.bias}"
         flag = f"--lora_dropout {settings.dropout}" if settings.dropout else flag
@@ -245,7 +247,7 @@ def _check_parameters(plan: Plan, settings: LoraSettings) -> None:
         )
 
 
-def _check_experts(plan: Plan, entries: ParamTable) -> None:
+def _check_experts(plan: AdapterPlan, entries: ParamTable) -> None:
     """PEFT and vLLM hold a layer's experts together: all of them have adapters on all three matrices, or none has."""
     if not plan.has_experts:
         return
@@ -263,7 +265,7 @@ def _check_experts(plan: Plan, entries: ParamTable) -> None:
             )
 
 
-def _trained_whole(entries: ParamTable, plan: Plan, settings: LoraSettings, *, scored: bool) -> ParamTable:
+def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSettings, *, scored: bool) -> ParamTable:
     whole: ParamTable = {}
     named = settings.modules_to_save
     if scored:  # PEFT trains and names heads by itself, by all the names that transformers' models have for one
@@ -303,7 +305,7 @@ def _saved_by(name: str, key: ParamKey, entry: MappingEntry) -> bool:
     return any(f".{module}".endswith(f".{name}") for module in modules)
 
 
-def _dropout(plan: Plan, settings: LoraSettings) -> float:
+def _dropout(plan: AdapterPlan, settings: LoraSettings) -> float:
     if settings.dropout is not None:
         return settings.dropout
     return 0.0 if plan.parameters or settings.dora else USUAL_DROPOUT

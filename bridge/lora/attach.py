@@ -14,9 +14,9 @@ from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry
 from ..model.build import DTYPES, Model, enable_grads_through_frozen
 from ..model.chunk_mapping import map_chunks
 from ..model.score_head import seeded_generator
-from .adapter_mapping import ROUTER, WORDS, Plan, plan_adapters
-from .disable_adapter import Switch
-from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, Place
+from .adapter_mapping import ROUTER, WORDS, AdapterPlan, plan_adapters
+from .disable_adapter import AdapterSwitch
+from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, MatrixSharding
 from .settings import LoraSettings
 
 
@@ -25,11 +25,13 @@ class Lora:
     """The adapters of a model that has some."""
 
     settings: LoraSettings
-    plan: Plan
-    switch: Switch | None = None  # where they are to be turned off at times
+    plan: AdapterPlan
+    switch: AdapterSwitch | None = None  # where they are to be turned off at times
 
 
-def attach(model: Model, hf_config: HfConfig, settings: LoraSettings, *, seed: int, names: Container[str] = ()) -> None:
+def attach_adapters(
+    model: Model, hf_config: HfConfig, settings: LoraSettings, *, seed: int, names: Container[str] = ()
+) -> None:
     """Give the model's chunks, whose weights are read, adapters at their beginning, and freeze the rest.
 
     `names`: of the tensors of the checkpoint, where a family has several spellings. Every layout begins alike.
@@ -66,8 +68,8 @@ def _add(module: Any, inputs: tuple, output: Any) -> Any:
 
 
 def _adapter(
-    model: Model, module: Any, weight: Tensor, key: ParamKey, entry: MappingEntry, plan: Plan, settings: LoraSettings,
-    dtype: torch.dtype,
+    model: Model, module: Any, weight: Tensor, key: ParamKey, entry: MappingEntry, plan: AdapterPlan,
+    settings: LoraSettings, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     config: TransformerConfig = model.config
     experts = key.expert is not None
@@ -75,7 +77,7 @@ def _adapter(
     split = entry.kind.dim if group.size() > 1 else None
     # Shared experts under --moe_shared_expert_overlap: what their linears send otherwise goes by itself.
     apart = getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None
-    place = Place(split, group, config.sequence_parallel, not experts and not apart)
+    place = MatrixSharding(split, group, config.sequence_parallel, not experts and not apart)
     if key.name.endswith(f"{WORDS}.weight"):
         reduces = getattr(module, "reduce_scatter_embeddings", False)
         place = place._replace(sequence_parallel=reduces)

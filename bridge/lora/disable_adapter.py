@@ -12,7 +12,7 @@ from ..mapping.local_params import ADAPTER
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter
 
 
-class Switch:
+class AdapterSwitch:
     """Of the adapters of `chunks`. To be made when what is trained whole beside them still has its first values."""
 
     def __init__(self, chunks: Sequence[GPTModel]):
@@ -28,7 +28,7 @@ class Switch:
         ]
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Within, there are no adapters. Gradients are not to be asked for."""
         now = [parameter.detach().clone() for parameter, _ in self._first]
         for adapter in self._adapters:

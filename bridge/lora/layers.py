@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from ..layers.experts import grouped_product
 
 
-class Place(NamedTuple):
+class MatrixSharding(NamedTuple):
     """Where a matrix stands among the processes."""
 
     split: int | None  # the dimension of the matrix [outputs, inputs] that is split over `group`; None: it is whole
@@ -40,9 +40,11 @@ class _Adapter(nn.Module):
 
     mask: Tensor | None
 
-    def __init__(self, weight: Tensor, parts: Tensor, rank: int, scaling: float, dtype: torch.dtype, place: Place):
+    def __init__(
+        self, weight: Tensor, parts: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding
+    ):
         super().__init__()
-        self.scaling, self.place = scaling, place
+        self.scaling, self.sharding = scaling, sharding
         *lead, outputs, inputs = weight.shape
         rows = parts.shape[1] * rank
         self.lora_A = nn.Parameter(torch.empty(*lead, rows, inputs, dtype=dtype, device=weight.device))
@@ -53,22 +55,22 @@ class _Adapter(nn.Module):
     def _mark(self) -> None:
         """What megatron-core asks of parameters: whether they are split, and whether their gradients are partial."""
         for parameter, dim in ((self.lora_A, 1), (self.lora_B, 0)):
-            split = self.place.split == dim
+            split = self.sharding.split == dim
             if split:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
-            partial = self.place.sequence_parallel and self.place.exchanges and not split
+            partial = self.sharding.sequence_parallel and self.sharding.exchanges and not split
             parameter.sequence_parallel = partial  # type: ignore[attr-defined]
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [..., parts * rank, inputs] and B [..., outputs, parts * rank]: the scaling times B @ A is what is added to
         the matrix."""
         a, b = self.lora_A, self.lora_B
-        if not self.place.exchanges and self.place.split is not None:
+        if not self.sharding.exchanges and self.sharding.split is not None:
             # Each process has a part of the outputs, or of their sum: so is the gradient of what is not split.
-            if self.place.split == 0:
-                a = copy_to_tensor_model_parallel_region(a, group=self.place.group)
+            if self.sharding.split == 0:
+                a = copy_to_tensor_model_parallel_region(a, group=self.sharding.group)
             else:
-                b = copy_to_tensor_model_parallel_region(b, group=self.place.group)
+                b = copy_to_tensor_model_parallel_region(b, group=self.sharding.group)
         if self.mask is not None:
             b = (b.unsqueeze(-2) * self.mask.unsqueeze(-1)).flatten(-2)
         return a.to(dtype), b.to(dtype)
@@ -90,7 +92,7 @@ class LinearAdapter(_Adapter):
         if dora:
             # In fp32: rounded it would change the model at the beginning.
             self.magnitude = nn.Parameter(torch.empty(len(weight), dtype=torch.float32, device=weight.device))
-            if self.place.split == 0:
+            if self.sharding.split == 0:
                 set_tensor_model_parallel_attributes(self.magnitude, is_parallel=True, dim=0, stride=1)
             partial = self.lora_B.sequence_parallel  # type: ignore[attr-defined]
             self.magnitude.sequence_parallel = partial  # type: ignore[attr-defined]
@@ -115,7 +117,7 @@ class LinearAdapter(_Adapter):
 
     def _exchange(self, inner: Tensor) -> Tensor:
         """What A gives [tokens ..., parts * rank], as B wants it: for all tokens that the matrix's output has."""
-        split, group, sequence_parallel, exchanges = self.place
+        split, group, sequence_parallel, exchanges = self.sharding
         if split is None or not exchanges:
             return inner
         if split == 0:
@@ -129,7 +131,7 @@ class LinearAdapter(_Adapter):
     def _drop(self, x: Tensor) -> Tensor:
         if not self.dropout or not self.training:
             return x
-        if self.place.split == 1 or (self.place.sequence_parallel and self.place.exchanges):
+        if self.sharding.split == 1 or (self.sharding.sequence_parallel and self.sharding.exchanges):
             # Each process has its own inputs, or its own tokens.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
                 return F.dropout(x, self.dropout)
@@ -146,9 +148,9 @@ class LinearAdapter(_Adapter):
         rows, width = wide.shape
         sums = torch.cat([_squares(weight).unsqueeze(1), _product(weight, a)], dim=1)  # [outputs, 1 + parts * rank]
         gram = a @ a.t()
-        if self.place.split == 1:
+        if self.sharding.split == 1:
             both = torch.cat([sums.flatten(), gram.flatten()])
-            dist.all_reduce(both, group=self.place.group)
+            dist.all_reduce(both, group=self.sharding.group)
             sums, gram = both[: sums.numel()].view(rows, 1 + width), both[sums.numel() :].view(width, width)
         squares = sums[:, 0] + 2 * (sums[:, 1:] * wide).sum(1) + ((wide @ gram) * wide).sum(1)
         return squares.clamp(min=0).sqrt()
@@ -195,15 +197,17 @@ class ExpertsAdapter(_Adapter):
 class EmbeddingAdapter(nn.Module):
     """Beside an embedding [words, hidden]: lora_A [words, rank], this process's words, and lora_B [hidden, rank]."""
 
-    def __init__(self, weight: Tensor, rank: int, scaling: float, dtype: torch.dtype, place: Place, first: int):
+    def __init__(
+        self, weight: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding, first: int
+    ):
         """`first`: the first of this process's words."""
         super().__init__()
-        self.scaling, self.place, self.first = scaling, place, first
+        self.scaling, self.sharding, self.first = scaling, sharding, first
         words, hidden = weight.shape
         self.lora_A = nn.Parameter(torch.empty(words, rank, dtype=dtype, device=weight.device))
         self.lora_B = nn.Parameter(torch.empty(hidden, rank, dtype=dtype, device=weight.device))
         set_tensor_model_parallel_attributes(self.lora_A, is_parallel=True, dim=0, stride=1)
-        self.lora_B.sequence_parallel = place.sequence_parallel  # type: ignore[attr-defined]
+        self.lora_B.sequence_parallel = sharding.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor, y: Tensor) -> Tensor:
         """Token ids [batch, sequence]; y [batch, sequence, hidden], under sequence parallelism [sequence / TP, batch,
@@ -211,11 +215,11 @@ class EmbeddingAdapter(nn.Module):
         local = tokens - self.first
         mine = (local >= 0) & (local < len(self.lora_A))
         inner = F.embedding(local * mine, self.lora_A) * mine.unsqueeze(-1)
-        if self.place.sequence_parallel:
+        if self.sharding.sequence_parallel:
             inner = inner.transpose(0, 1).contiguous()
-            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.place.group)
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.sharding.group)
         else:
-            inner = reduce_from_tensor_model_parallel_region(inner, group=self.place.group)
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self.sharding.group)
         return torch.add(y, F.linear(inner, self.lora_B).to(y.dtype), alpha=self.scaling)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from ..mapping.param_mapping import ParamKey
 from .layers import ExpertsAdapter
 
 
-def merging(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Tensor]]:
+def merge_functions(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Tensor]]:
     """For each weight of `chunks` that has an adapter: this rank's shard -> the same with it, a copy in fp32.
 
     Where DoRA's matrices are split by their inputs, the ranks of a tensor-parallel group call it together.
@@ -32,13 +32,13 @@ def merging(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Ten
 
 
 @torch.no_grad()
-def settle(chunks: Sequence[GPTModel]) -> None:
+def merge_and_unload(chunks: Sequence[GPTModel]) -> None:
     """Put the adapters of `chunks` into their weights, and take them away: of a model that is written, never trained.
 
     Each sum is made in fp32 and rounded once. Every rank calls this.
     """
     tensors = collect_params(chunks)
-    for key, merged in merging(chunks).items():
+    for key, merged in merge_functions(chunks).items():
         tensors[key].copy_(merged(tensors[key]))
     for chunk in chunks:
         for module in list(chunk.modules()):

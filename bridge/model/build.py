@@ -15,14 +15,14 @@ from torch import Tensor
 
 from .. import patches, runtime
 from ..families import family_of
-from ..layers.delta_rule import make_runs
+from ..layers.delta_rule import make_delta_layout
 from ..layers.embedding import AccumulatingEmbedding
 from ..layers.logprobs import label_log_probs, log_probs_and_entropies
-from ..layers.mtp import Prediction, next_ones
-from ..layers.packed_seqs import Documents, Reach, describe_documents, following, to_device
-from ..layers.pooling import Head, last_tokens, mean_tokens, unused
-from ..layers.rope import Rotation, rotation
-from ..layers.spec import block_spec, predicting_spec
+from ..layers.mtp import MtpBlock, shift_left
+from ..layers.packed_seqs import AttentionSpan, Documents, make_packed_seqs, next_positions, to_device
+from ..layers.pooling import ScoreHead, last_tokens, mean_tokens, unused
+from ..layers.rope import RotaryRule, make_rotary_rule
+from ..layers.spec import block_spec, mtp_spec
 from ..mapping import fp8
 from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer
 from ..options import BuildOptions
@@ -44,7 +44,7 @@ class Model:
     config: TransformerConfig
     architecture: Architecture
     kernels: Kernels
-    ropes: tuple[Rotation, ...]  # for each of the architecture's, on this rank's device
+    ropes: tuple[RotaryRule, ...]  # for each of the architecture's, on this rank's device
     lora: Any = None  # lora/attach.py's Lora, where there are adapters
     trained_share: float = 1.0  # of its parameters, adapters among them
     prediction_scale: float = 0.0  # of the mean loss of the depths of multi-token prediction, beside the labels'
@@ -179,12 +179,12 @@ class Model:
 
     def documents(self, position_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Documents:
         cp_size = parallel_state.get_context_parallel_world_size()
-        documents = describe_documents(
+        documents = make_packed_seqs(
             position_ids,
             cu_seqlens,
             max_seqlen,
             ropes=self.ropes,
-            reaches=[Reach(layer.window, layer.chunk) for layer in (*self.architecture.layers, Layer())],
+            spans=[AttentionSpan(layer.window, layer.chunk) for layer in (*self.architecture.layers, Layer())],
             dtype=self.config.params_dtype,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=cp_size,
@@ -192,12 +192,12 @@ class Model:
         if self.architecture.mtp_depths:
             bounds = [0, position_ids.shape[1] * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
             cp_rank = parallel_state.get_context_parallel_rank()
-            documents.following = following(bounds, cp_rank, cp_size, position_ids.device)
+            documents.next_positions = next_positions(bounds, cp_rank, cp_size, position_ids.device)
         if any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
             rows, length = position_ids.shape
             bounds = [0, length * cp_size] if cu_seqlens is None else cu_seqlens.tolist()
             kernel = self.architecture.transformer["linear_conv_kernel_dim"]
-            documents.runs = make_runs(bounds, rows, cp_size, kernel, position_ids.device)
+            documents.runs = make_delta_layout(bounds, rows, cp_size, kernel, position_ids.device)
         return documents
 
     def _scores(self, *, hidden_states: Tensor, output_layer: torch.nn.Module, ends: Tensor, **_: Any) -> Tensor:
@@ -250,7 +250,7 @@ class Model:
         if self.architecture.mtp_depths and loss_mask is not None:
             model, documents = self.chunks[-1], output["packed_seq_params"]
             for hidden in model.mtp(hidden_states, model.embedding, input_ids, documents):
-                labels, loss_mask = next_ones(labels, documents), next_ones(loss_mask, documents)
+                labels, loss_mask = shift_left(labels, documents), shift_left(loss_mask, documents)
                 found.append(self._label_log_probs(hidden_states=hidden, labels=labels, **output) * loss_mask)
         return torch.stack(found) if len(found) > 1 else found[0]
 
@@ -316,7 +316,7 @@ def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, 
     config.norms_apart = adapters  # type: ignore[attr-defined]
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
-    ropes = tuple(rotation(rope, runtime.device()) for rope in architecture.ropes)
+    ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
     return Model(chunks, config, architecture, kernels, ropes, prediction_scale=options.mtp_loss_scaling_factor)
 
 
@@ -352,14 +352,14 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if architecture.num_labels is not None and model.post_process:
-        head = Head(architecture.num_labels, config.hidden_size, config.params_dtype)
+        head = ScoreHead(architecture.num_labels, config.hidden_size, config.params_dtype)
         model.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]
     fp8.move_to_device(model, runtime.device())
     if config.fp8:
         fp8.check_sizes(model.decoder)
     if architecture.mtp_depths:
-        layer, norm = predicting_spec(config, transformer_engine=kernels.transformer_engine)
-        model.mtp = Prediction(  # pyright: ignore[reportAttributeAccessIssue]
+        layer, norm = mtp_spec(config, transformer_engine=kernels.transformer_engine)
+        model.mtp = MtpBlock(  # pyright: ignore[reportAttributeAccessIssue]
             config, architecture.mtp_depths, layer, norm
         ).to(runtime.device())
     if model.pre_process and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, base_of, mcore_folder, read_adapter_config, read_config
 from ...bridge.families import family_of
-from ...bridge.lora.adapter_mapping import Plan, modules_of, plan_adapters
+from ...bridge.lora.adapter_mapping import AdapterPlan, modules_of, plan_adapters
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import expand_mappings
 from ...bridge.options import AdapterOptions, LoraOptions, McoreAdapterOptions, ModelOptions
@@ -233,7 +233,7 @@ def _other_modules(
         yield "modules_to_save", replace(theirs, modules_to_save=asked.modules_to_save)
 
 
-def _same_modules(one: Plan | None, other: Plan | None) -> bool:
+def _same_modules(one: AdapterPlan | None, other: AdapterPlan | None) -> bool:
     return (
         one is not None
         and other is not None
@@ -275,7 +275,9 @@ def _stored(folder: Path) -> list[str]:
         return []
 
 
-def check_fits(settings: LoraSettings, model: dict[str, Any], options: ModelOptions, source: str = "") -> Plan | None:
+def check_fits(
+    settings: LoraSettings, model: dict[str, Any], options: ModelOptions, source: str = ""
+) -> AdapterPlan | None:
     """The adapters, those of `source` if it is named, of --model, which `model` describes, a raw config.json; None
     where they cannot be told from here. Raises UsageError for what is not for it."""
     if not settings.targets and not settings.regex:

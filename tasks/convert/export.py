@@ -17,21 +17,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ...bridge.checkpoint import hub
-from ...bridge.checkpoint.adapter_files import labels_of, load_adapter, save_adapter, settings_of
-from ...bridge.checkpoint.conversion_report import prove_loading
+from ...bridge.checkpoint.adapter_files import load_adapter, read_num_labels, read_settings, save_adapter
+from ...bridge.checkpoint.conversion_report import report_conversion
 from ...bridge.checkpoint.distributed import (
-    adapter_settings,
+    count_mtp_depths,
     load_distributed,
     load_distributed_adapter,
+    read_distributed_settings,
     save_distributed,
-    stored_depths,
 )
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.checkpoint.pretrained import load_tokenizer
-from ...bridge.checkpoint.safetensors_io import names_of
+from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.save import save_weights
-from ...bridge.lora.attach import attach
-from ...bridge.lora.merge import settle
+from ...bridge.lora.attach import attach_adapters
+from ...bridge.lora.merge import merge_and_unload
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.build import Model, build_model
 from ...bridge.model.score_head import add_score_head
@@ -68,7 +68,7 @@ class Source:
         folder = hub.source_folder(options, options.mcore_model)
         hf_config = hub.read_config(folder, mcore=mcore)
         peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
-        labels = labels_of(adapter) if adapter and peft else None
+        labels = read_num_labels(adapter) if adapter and peft else None
         if labels is not None:  # the adapter is of a model with a head
             hf_config = add_score_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
@@ -95,7 +95,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     if options.test_convert_precision:  # what it needs last is looked for first
         on_first_rank(lambda: load_tokenizer(source.folder) and None)
     if options.to_hf:  # everything that the checkpoint has
-        layout.mtp_num_layers = on_every_rank(lambda: stored_depths(source.folder)) or None
+        layout.mtp_num_layers = on_every_rank(lambda: count_mtp_depths(source.folder)) or None
     with _whole_or_absent(destination) as temporary:
         started = time.perf_counter()
         model = _open(source, layout, dtype)
@@ -147,20 +147,20 @@ def _open(source: Source, layout: BuildOptions, dtype: torch.dtype, computed: to
     if adapter:
         round_weights(model, hf_config, dtype)
         settings = on_every_rank(lambda: _settings(source, adapter))
-        names = names_of(source.folder)
-        on_every_rank(lambda: attach(model, hf_config, settings, seed=0, names=names))
+        names = tensor_names(source.folder)
+        on_every_rank(lambda: attach_adapters(model, hf_config, settings, seed=0, names=names))
         read_adapter = load_distributed_adapter if source.mcore_adapter else load_adapter
         on_every_rank(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
         if source.merged:
-            settle(model.chunks)
+            merge_and_unload(model.chunks)
     return model
 
 
 def _settings(source: Source, adapter: Path) -> LoraSettings:
     if source.mcore_adapter:
-        settings = adapter_settings(adapter)
+        settings = read_distributed_settings(adapter)
     else:
-        settings = settings_of(adapter, hub.read_adapter_config(adapter))
+        settings = read_settings(adapter, hub.read_adapter_config(adapter))
     return replace(settings, dtype="float32") if source.merged else settings
 
 
@@ -178,7 +178,7 @@ def _write(
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=converted)
         if converted:
             seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
-            on_every_rank(lambda: prove_loading(source.folder, folder, hf_config, seconds, mtp_depths))
+            on_every_rank(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
     else:
         most = shard_bytes(options.max_shard_size)
         save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=most)

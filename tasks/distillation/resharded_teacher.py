@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.model.build import Model
-from ...bridge.parallel import Groups
+from ...bridge.parallel import ProcessGroups
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ..distributed.collectives import on_every_rank
@@ -70,7 +70,7 @@ class Apart:
     """
 
     def __init__(self, run: Run, options: GkdOptions):
-        self._groups = on_every_rank(lambda: Groups(options))
+        self._groups = on_every_rank(lambda: ProcessGroups(options))
         self._run = replace(run, options=options)
 
     def entered(self) -> AbstractContextManager[None]:

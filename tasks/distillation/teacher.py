@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.layers.divergence import divergence, top_divergence, top_log_probs, with_rows
+from ...bridge.layers.divergence import divergence, reshard_rows, top_divergence, top_log_probs
 from ...bridge.layers.logprobs import label_log_probs
 from ...bridge.model.build import Model, OfHiddenStates
 from ...templates.batching.collator import Batch
@@ -63,7 +63,7 @@ class Teacher:
         if self._groups is None:
             if parallel_state.is_pipeline_last_stage() and not self.top:
                 rows, group = len(student.output_matrix()), parallel_state.get_tensor_model_parallel_group()
-                self.weight = with_rows(self.model.output_matrix(), rows, group)
+                self.weight = reshard_rows(self.model.output_matrix(), rows, group)
         else:
             self._groups.begin(self.model, self._pass, top=self.top)
             self.elsewhere = Elsewhere(self._groups, plan, student, top=self.top)

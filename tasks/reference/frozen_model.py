@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
-from ...bridge.checkpoint.adapter_files import load_adapter, settings_of
-from ...bridge.checkpoint.safetensors_io import names_of
-from ...bridge.lora.attach import attach
-from ...bridge.lora.merge import settle
+from ...bridge.checkpoint.adapter_files import load_adapter, read_settings
+from ...bridge.checkpoint.safetensors_io import tensor_names
+from ...bridge.lora.attach import attach_adapters
+from ...bridge.lora.merge import merge_and_unload
 from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import Model, build_model
 from ...templates.batching.collator import Batch
@@ -44,7 +44,7 @@ def build_frozen(run: Run, source: dict[str, Any], given: str | None, adapters: 
         adapter = first_of_each_node(lambda: hub.adapter_folder(run.options, adapters))
         assert adapter is not None
         on_every_rank(lambda: _read_adapter(model, hf_config, folder, adapter))
-        settle(model.chunks)
+        merge_and_unload(model.chunks)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
         chunk.eval()
@@ -64,8 +64,8 @@ def _folder(asked: Any, given: str | None) -> Path:
 
 
 def _read_adapter(model: Model, hf_config: dict[str, Any], folder: Path, adapter: Path) -> None:
-    settings = settings_of(adapter, hub.read_adapter_config(adapter))
-    attach(model, hf_config, settings, seed=0, names=names_of(folder))
+    settings = read_settings(adapter, hub.read_adapter_config(adapter))
+    attach_adapters(model, hf_config, settings, seed=0, names=tensor_names(folder))
     load_adapter(model.chunks, hf_config, model.lora, adapter)
 
 

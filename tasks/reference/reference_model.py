@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
-from ...bridge.layers.pooling import document_sums
+from ...bridge.layers.pooling import sum_documents
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
@@ -80,7 +80,7 @@ def sums_by_document(batch: Batch, values: Tensor) -> Tensor:
     """Of log-probabilities [1, local length], each times its label's weight: fp32 [documents], on every rank of a
     context-parallel group."""
     assert batch.grouping is not None
-    return document_sums(values * batch.loss_weights, batch.grouping.spans, batch.grouping.segments)
+    return sum_documents(values * batch.loss_weights, batch.grouping.spans, batch.grouping.segments)
 
 
 def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Batches, val: Batches | None) -> Reference:

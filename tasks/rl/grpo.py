@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ...bridge.layers.replay import recording
+from ...bridge.layers.replay import record_experts
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan
@@ -212,7 +212,7 @@ class Grpo:
         """The log-probabilities of what was drawn by the model as it is now: steps to come will have changed it."""
         with self.log.timed("log_probs"):
             batches = self.plan.batches(sequences_of(episodes, drop_cut_off=False))
-            with recording(training.chunks if self.replays == "R2" else ()) as recorded:
+            with record_experts(training.chunks if self.replays == "R2" else ()) as recorded:
                 found = log_probs_of(
                     training.model, training.chunks, batches, self.options.temperature, replays=self.replays == "R3"
                 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
-from ...bridge.layers.pooling import document_sums
+from ...bridge.layers.pooling import sum_documents
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.episode_batches import Sequences
 from ..losses.policy import Completions, Policy, Totals, clipped_shares, normalised, policy_losses
@@ -96,7 +96,7 @@ def completions_of(batch: Batch, grouping: Grouping) -> Completions:
         sample=to_device(documents.repeat_interleave(grouping.spans), device),
         mask=batch.loss_weights[0],
         counts=to_device(grouping.tokens, device),
-        by_sample=lambda values: document_sums(values[None], grouping.spans, grouping.segments),
+        by_sample=lambda values: sum_documents(values[None], grouping.spans, grouping.segments),
     )
 
 

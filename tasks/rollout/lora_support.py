@@ -1,6 +1,6 @@
 """Adapters alone, to engines of vLLM that have the weights beneath them. No torch: the command line looks here too."""
 
-from ...bridge.lora.adapter_mapping import Plan
+from ...bridge.lora.adapter_mapping import AdapterPlan
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import EMBEDDING, OUTPUT
 
@@ -15,7 +15,7 @@ def room_for(rank: int) -> int:
     return next(room for room in RANKS if room >= rank)
 
 
-def refused(settings: LoraSettings, plan: Plan | None = None) -> str | None:
+def refused(settings: LoraSettings, plan: AdapterPlan | None = None) -> str | None:
     """What of an adapter vLLM does not take; None: nothing that is known. Whatever modules it has no place for, it
     says itself, when the first adapter comes."""
     if settings.dora:

@@ -8,7 +8,7 @@ from torch.optim.adamw import adamw
 
 from ...bridge import kernels as fused
 
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # parameter, gradient, mean, variance, copy
+TensorRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # parameter, gradient, mean, variance, copy
 
 
 class AdamW(torch.optim.Optimizer):
@@ -37,7 +37,7 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for number, group in enumerate(self.param_groups):
             group["step"] += 1
-            rows: list[Row] = [
+            rows: list[TensorRow] = [
                 (each, each.grad, self.state[each]["exp_avg"], self.state[each]["exp_avg_sq"], self.copies.get(each))
                 for each in group["params"]
                 if each.grad is not None and each.numel()
@@ -65,9 +65,9 @@ class AdamW(torch.optim.Optimizer):
         return kernels.sum_of_squares(self._table("norm", [(gradient,) for gradient in gradients]))
 
     def _table(self, name: int | str, rows: list[Any]) -> Any:
-        from ...bridge.kernels.adamw import Table
+        from ...bridge.kernels.adamw import AddressTable
 
-        table = self._tables.setdefault(name, Table())
+        table = self._tables.setdefault(name, AddressTable())
         table.update(rows)
         return table
 
@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict | {"state": states})
 
 
-def _plain(rows: list[Row], *, step: int, betas: tuple[float, float], **settings: Any) -> None:
+def _plain(rows: list[TensorRow], *, step: int, betas: tuple[float, float], **settings: Any) -> None:
     parameters, gradients, means, variances, copies = (list(column) for column in zip(*rows, strict=True))
     steps = list(gradients[0].new_full((len(rows),), step - 1).unbind())  # torch counts them up
     beta1, beta2 = betas

@@ -22,10 +22,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ...bridge.checkpoint.adapter_files import stage_adapter
 from ...bridge.checkpoint.distributed import save_distributed, save_distributed_adapter
-from ...bridge.checkpoint.safetensors_io import Form
+from ...bridge.checkpoint.safetensors_io import TensorSpec
 from ...bridge.checkpoint.save import stage_weights
 from ...bridge.checkpoint.sentence_transformers import sentence_transformers_files
-from ...bridge.checkpoint.writer import Folder, Report, Writer
+from ...bridge.checkpoint.writer import RankReport, ShardWriter, StagedFolder
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.model.build import Model
 from ..distributed.collectives import on_first_rank
@@ -125,7 +125,7 @@ class Checkpoints:
         saving.result()
         self.last, self._failed = _named(saving.paths), False
 
-    def _stage(self, step: int, folder: Path) -> list[Folder]:
+    def _stage(self, step: int, folder: Path) -> list[StagedFolder]:
         """The weights, or the adapter alone, in the format that is asked for."""
         run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
         if lora and run.options.save_safetensors:
@@ -138,7 +138,7 @@ class Checkpoints:
             save_distributed(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, iteration=step)
         return []
 
-    def _stage_weights(self, folder: Path) -> Folder:
+    def _stage_weights(self, folder: Path) -> StagedFolder:
         """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
         run = self._run
         staged = stage_weights(
@@ -153,7 +153,7 @@ class Checkpoints:
         )
         return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
 
-    def _stage_reference(self, reference: Model, folder: Path) -> Folder:
+    def _stage_reference(self, reference: Model, folder: Path) -> StagedFolder:
         run, within = self._run, f"{STATE}/{REFERENCE}"
         staged = stage_weights(
             reference.chunks,
@@ -166,16 +166,16 @@ class Checkpoints:
         )
         return replace(staged, within=within)
 
-    def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> Folder:
-        writer = Writer(temporary / path.name / STATE, copied=self._run.options.async_save)
+    def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> StagedFolder:
+        writer = ShardWriter(temporary / path.name / STATE, copied=self._run.options.async_save)
         if tensors:
             writer.begin(
                 rank_file(dist.get_rank()),
-                {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
+                {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
             )
         for name, tensor in tensors.items():
             writer.put(name, tensor)
-        return Folder(writer, lambda _: {}, within=STATE)
+        return StagedFolder(writer, lambda _: {}, within=STATE)
 
 
 class _Saving:
@@ -188,7 +188,7 @@ class _Saving:
         number: int,
         temporary: Path,
         paths: list[Path],
-        folders: dict[Path, list[Folder]],
+        folders: dict[Path, list[StagedFolder]],
         state: dict[str, Any],
         written: Callable[[dict[str, Path], float], None],
     ):
@@ -230,7 +230,7 @@ class _Saving:
                 outcome = _error_as_json(error)
             self._store.set(self._key("outcome"), outcome)
 
-    def _reports(self) -> list[dict[Path, list[Report]]]:
+    def _reports(self) -> list[dict[Path, list[RankReport]]]:
         keys = [self._key(rank) for rank in range(dist.get_world_size())]
         for key in keys:
             while not self._store.check([key]):
@@ -241,13 +241,13 @@ class _Saving:
             self._store.delete_key(key)
         return [
             {
-                path: [Report.of_json(report) for report in reports]
+                path: [RankReport.of_json(report) for report in reports]
                 for path, reports in zip(self.paths, answer, strict=True)
             }
             for answer in answers
         ]
 
-    def _finish(self, ranks: list[dict[Path, list[Report]]]) -> None:
+    def _finish(self, ranks: list[dict[Path, list[RankReport]]]) -> None:
         known: dict[Path, dict[str, Entry]] = {}
         for path, folders in self._folders.items():
             known[path] = {}
@@ -265,10 +265,10 @@ class _Saving:
         tidy_for(run.options, path)
 
 
-def _embedding(staged: Folder, folder: Path, options: EmbeddingOptions) -> Folder:
+def _embedding(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
     """With what sentence-transformers reads."""
 
-    def complete(ranks: list[Report]) -> dict[str, str]:
+    def complete(ranks: list[RankReport]) -> dict[str, str]:
         names = staged.complete(ranks)
         sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims)
         return names

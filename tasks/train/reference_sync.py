@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ...bridge.lora.merge import merging
+from ...bridge.lora.merge import merge_functions
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.mapping.local_params import collect_params, iter_params
 from ...bridge.mapping.param_mapping import ParamKey
@@ -40,7 +40,7 @@ class Follower:
         masters = masters_as_bf16(training.optimizer, training.chunks)
         with training.parameters_gathered(), masters:
             chunks = training.model.chunks
-            ours, with_adapters = collect_params(chunks), merging(chunks)
+            ours, with_adapters = collect_params(chunks), merge_functions(chunks)
             for key, theirs in _parameters(self.reference):
                 own = with_adapters[key](ours[key]) if key in with_adapters else ours[key]
                 theirs.mul_(1.0 - self._share).add_(own.to(theirs.device), alpha=self._share)

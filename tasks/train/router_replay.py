@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ...bridge.layers.replay import give
+from ...bridge.layers.replay import replay_experts
 from ...bridge.model.build import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan
@@ -25,7 +25,7 @@ def replaying(forward: Forward) -> Forward:
 
     def replay(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
         if batch.experts is not None:
-            give(chunk, batch.experts)
+            replay_experts(chunk, batch.experts)
         return forward(model, chunk, batch, scored)
 
     return replay

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, get_cud
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...bridge.checkpoint.shard_regions import Box, Trained, fill
+from ...bridge.checkpoint.shard_regions import ShardRegion, TrainedParams, load_regions
 from ...bridge.mapping.fp8 import read_scales, set_scales
 from ..distributed.collectives import on_every_rank
 from .optimizer import parts, put_masters, shards
@@ -73,7 +73,7 @@ def load_optimizer(
 
     def read() -> None:
         try:
-            fill(_boxes(training, hf_config), sorted(folder.glob("rank-*.safetensors")))
+            load_regions(_boxes(training, hf_config), sorted(folder.glob("rank-*.safetensors")))
         except ValueError as error:
             raise ValueError(
                 f"{folder}: {error}. Its run trained other parameters, with another optimizer, or in another dtype: "
@@ -108,14 +108,14 @@ def load_rng(folder: Path, rank: int) -> None:
     })  # fmt: skip
 
 
-def _boxes(training: Training, hf_config: dict[str, Any]) -> Iterator[Box]:
+def _boxes(training: Training, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
     """All that this rank's optimizer holds."""
     model = training.model
-    trained = Trained(model.chunks, hf_config, model.lora.plan if model.lora else None)
+    trained = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
     for parameter, start, state, sharded in shards(training.optimizer):
         if state:
             runs = {f"{OPTIMIZER}{name}/": run for name, run in state.items()}
-            yield from trained.boxes(parameter, start, runs, sharded=sharded)
+            yield from trained.regions(parameter, start, runs, sharded=sharded)
 
 
 def _load_numbers(training: Training, numbers: dict[str, Any]) -> None:

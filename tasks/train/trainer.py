@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ...bridge.checkpoint.writer import Writer
+from ...bridge.checkpoint.writer import ShardWriter
 from ...bridge.parallel import barrier
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
@@ -66,7 +66,7 @@ def fit(
         options, run.folder, max_steps, log.note if run.writes else print, log.meter.paused, first=start.step + 1
     )
     stop = Stop(options.exit_duration_in_mins)
-    watchdog = Watchdog(options.ddp_timeout, run.folder, lambda: Writer.taken_in_all)
+    watchdog = Watchdog(options.ddp_timeout, run.folder, lambda: ShardWriter.taken_in_all)
     following = objective.follower and objective.follower.reference
     checkpoints = Checkpoints(run, training, watchdog, log.note, following, log.written)
     source = objective.source

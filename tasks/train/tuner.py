@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ...bridge.checkpoint.adapter_files import load_adapter, settings_of
-from ...bridge.checkpoint.distributed import adapter_settings, load_distributed_adapter
+from ...bridge.checkpoint.adapter_files import load_adapter, read_settings
+from ...bridge.checkpoint.distributed import load_distributed_adapter, read_distributed_settings
 from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, LATEST, read_adapter_config
-from ...bridge.checkpoint.safetensors_io import names_of
+from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.tensor_names import some
-from ...bridge.lora.attach import attach
-from ...bridge.lora.disable_adapter import Switch
+from ...bridge.lora.attach import attach_adapters
+from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.build import Model
 from ...bridge.model.trainable import count_parameters, freeze, freeze_output
@@ -25,12 +25,12 @@ def choose_trained(model: Model, run: Run) -> list[str]:
 
     Every rank calls this; errors reach every rank. Returns what a user should know of it, as lines.
     """
-    options, names = run.options, names_of(run.model_folder)
+    options, names = run.options, tensor_names(run.model_folder)
     if options.tuner_type == "lora":
         settings = on_every_rank(lambda: _settings(run))
-        on_every_rank(lambda: attach(model, run.hf_config, settings, seed=options.seed, names=names))
+        on_every_rank(lambda: attach_adapters(model, run.hf_config, settings, seed=options.seed, names=names))
         if model.lora and isinstance(options, ReferenceOptions) and not reference_apart(options):
-            model.lora.switch = Switch(model.chunks)
+            model.lora.switch = AdapterSwitch(model.chunks)
         _read_adapter(model, run)
     else:
         on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
@@ -39,8 +39,8 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     trained, total = count_parameters(model, run.hf_config)
     model.trained_share = trained / total
     lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
-    if model.lora and model.lora.plan.left_out:
-        lines.append(f"no adapters: {some(model.lora.plan.left_out)}, which have all experts in one")
+    if model.lora and model.lora.plan.skipped_modules:
+        lines.append(f"no adapters: {some(model.lora.plan.skipped_modules)}, which have all experts in one")
     return lines
 
 
@@ -55,9 +55,9 @@ def _settings(run: Run) -> LoraSettings:
     if run.adapter_folder is None:
         return LoraSettings.of_options(options)
     if _is_of_peft(run.adapter_folder):
-        settings = settings_of(run.adapter_folder, read_adapter_config(run.adapter_folder))
+        settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))
     else:
-        settings = adapter_settings(run.adapter_folder)
+        settings = read_distributed_settings(run.adapter_folder)
     dropout = settings.dropout if options.lora_dropout is None else options.lora_dropout
     return replace(settings, dropout=dropout, dtype=options.lora_dtype)
 

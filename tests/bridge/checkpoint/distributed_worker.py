@@ -29,7 +29,7 @@ from megaswift.bridge.checkpoint.distributed import (
 from megaswift.bridge.checkpoint.hub import mcore_folder, read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.sharding import sharded_state
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params, local_experts, shard_position
 from megaswift.bridge.mapping.param_mapping import clip_spans
@@ -116,7 +116,7 @@ def round_trips(folder: Path, name: str, options: BuildOptions, layout: str) -> 
 def adapted(config: dict[str, Any], options: BuildOptions, kind: str):
     """A model with adapters, of which nothing is set."""
     model = fresh(config, options)
-    attach(model, config, ADAPTERS[kind], seed=0)
+    attach_adapters(model, config, ADAPTERS[kind], seed=0)
     with torch.no_grad():
         for tensor in trained(model).values():
             tensor.fill_(torch.nan)

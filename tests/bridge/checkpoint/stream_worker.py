@@ -21,7 +21,7 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.checkpoint.stream import stream_adapter, stream_weights
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import DTYPES, build_model
@@ -41,7 +41,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     model = build_model(config, options, torch.float32, adapters=lora)
     load_weights(model.chunks, config, source)
     if lora:
-        attach(model, config, LoraSettings.of_options(options), seed=5)
+        attach_adapters(model, config, LoraSettings.of_options(options), seed=5)
         with torch.no_grad():
             for tensor in collect_params(model.chunks, adapters=True).values():  # B begins as zeros
                 tensor += 0.1

@@ -58,7 +58,7 @@ def test_code_of_a_folder_never_runs(folder, capfd):
            auto_map={"AutoTokenizer": ["evil.EvilTokenizer", None]})  # fmt: skip
     with pytest.raises(ValueError, match=r"its tokenizer is only available as Python code .* never run\. Use"):
         pretrained.load_tokenizer(folder)
-    with pytest.raises(ValueError, match=r"names the architecture EvilModel, which this version does not know"):
+    with pytest.raises(ValueError, match=r"names the architecture EvilModel, which this version does not support"):
         family_of(json.loads((folder / "config.json").read_text()))
     assert not witness.exists()
     assert "evil" not in sys.modules

@@ -6,10 +6,10 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.safetensors_io import (
     INDEX,
-    Form,
     SafetensorsFolder,
+    TensorSpec,
     finish_shards,
-    unlisted,
+    unindexed_files,
     write_shard,
 )
 from safetensors import safe_open
@@ -69,7 +69,9 @@ def test_what_is_read_is_not_written_back(folder):
 def test_written_files_are_read_by_the_library(tmp_path):
     """Each tensor in its own dtype, and whole or in runs."""
     shapes = {"w": (3, 5), "b": (7,), "none": (0, 2), "stack": (2, 3, 4)}
-    forms = {name: Form(torch.float32 if name == "b" else torch.bfloat16, shape) for name, shape in shapes.items()}
+    forms = {
+        name: TensorSpec(torch.float32 if name == "b" else torch.bfloat16, shape) for name, shape in shapes.items()
+    }
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
     runs = [(name, run) for name, tensor in given.items() for run in (tensor if name == "stack" else [tensor])]
     write_shard(tmp_path / "part", forms, iter(runs))
@@ -152,7 +154,7 @@ def test_a_tensor_in_two_files(folder):
     """The index tells which of them counts; without one, nobody does."""
     save_file({"a": torch.zeros(6, 5)}, folder / "another.safetensors")
     assert torch.equal(SafetensorsFolder(folder).read("a", 0, 0, 6), TENSORS["a"])
-    assert unlisted(folder) == ["another.safetensors", "consolidated.safetensors"]
+    assert unindexed_files(folder) == ["another.safetensors", "consolidated.safetensors"]
     (folder / INDEX).unlink()
     with pytest.raises(ValueError, match=r"another.safetensors and model-00001-of.* both have a tensor a"):
         SafetensorsFolder(folder)

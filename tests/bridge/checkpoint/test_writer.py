@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 from megaswift.bridge.checkpoint import writer
-from megaswift.bridge.checkpoint.safetensors_io import Form
-from megaswift.bridge.checkpoint.writer import Writer
+from megaswift.bridge.checkpoint.safetensors_io import TensorSpec
+from megaswift.bridge.checkpoint.writer import ShardWriter
 from safetensors.torch import load_file
 
-FORM = Form(torch.float32, (1000, 10))
+FORM = TensorSpec(torch.float32, (1000, 10))
 
 
 def test_files_follow_one_another(tmp_path):
     tensors = {f"{file}{number}": torch.randn(1000, 10) for file in "ab" for number in range(3)}
-    under_test = Writer(tmp_path)
+    under_test = ShardWriter(tmp_path)
     for file in "ab":
         names = [name for name in tensors if name[0] == file]
         under_test.begin(file, dict.fromkeys(names, FORM))
@@ -36,7 +36,7 @@ def test_copies_are_of_what_was_put(tmp_path):
     """What is put may change at once; what a function gives is asked for when its turn comes."""
     given, whole = torch.randn(1000, 10), torch.randn(1000, 10)
     tensor = given.clone()
-    under_test = Writer(tmp_path, copied=True)
+    under_test = ShardWriter(tmp_path, copied=True)
     under_test.begin("file", dict.fromkeys("abc", FORM))
     held_up = threading.Event()
     under_test.put("a", lambda: whole if held_up.wait(10) else None)  # the thread is busy, and then
@@ -55,7 +55,7 @@ def test_a_full_disk_stops_nobody_else(tmp_path, monkeypatch):
     """What comes after the error is taken and dropped, more of it than may wait, and no other file is begun."""
     monkeypatch.setattr(writer, "WAITING", 50_000)
     (tmp_path / "full").symlink_to("/dev/full")
-    under_test = Writer(tmp_path)
+    under_test = ShardWriter(tmp_path)
     for file in ("full", "next"):
         names = [f"{file}{number}" for number in range(20)]
         under_test.begin(file, dict.fromkeys(names, FORM))

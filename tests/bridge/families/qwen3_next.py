@@ -52,12 +52,12 @@ def _planted(name: str, plant: Callable[[Any], None]) -> Fault:
 
 def _leaking(*fields: str) -> Fault:
     """All documents are one, as far as these fields of `Runs` go."""
-    from megaswift.bridge.layers.delta_rule import make_runs
+    from megaswift.bridge.layers.delta_rule import make_delta_layout
 
     def leak(module, args, kwargs):
         documents = copy(kwargs["packed_seq_params"])
         places = documents.runs.places
-        whole = make_runs([0, len(places)], 1, 1, module.conv1d.weight.shape[-1], places.device)
+        whole = make_delta_layout([0, len(places)], 1, 1, module.conv1d.weight.shape[-1], places.device)
         documents.runs = replace(documents.runs, **{field: getattr(whole, field) for field in fields})
         return args, kwargs | {"packed_seq_params": documents}
 

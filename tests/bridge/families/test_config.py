@@ -129,12 +129,12 @@ def test_which_layers_have_experts(step, dense):
             {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
             "layer_types with sliding_attention, and no sliding_window",
         ),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "each of the 32 layers needs one"),
-        ("qwen3", {"layer_types": ["full_attention", "spiral_attention"] * 16}, "spiral_attention.*must be one for"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "one for each of the 32 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "spiral_attention"] * 16}, "spiral_attention.*set one for"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types that differ"),
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic', whose freq"),
-        ("llama", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope scaling of type 'spiral'; known are"),
+        ("llama", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope scaling of type 'spiral'; supported are"),
         ("llama", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "no short_factor with a number for"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
@@ -149,11 +149,19 @@ def test_which_layers_have_experts(step, dense):
         ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size null"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
-        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'; this family is supported with 'per_layer'"),
+        (
+            "minimax_m2",
+            {"qk_norm_type": "per_head"},
+            "qk_norm_type 'per_head'; this family is supported with 'per_layer'",
+        ),
         ("minimax_m2", {"shared_intermediate_size": 512}, "shared_intermediate_size or sliding_window"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias true"),
-        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid'; this family is supported with 'softmax'"),
+        (
+            "ernie4_5_moe",
+            {"moe_gate_act": "sigmoid"},
+            "moe_gate_act 'sigmoid'; this family is supported with 'softmax'",
+        ),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list with layers of linear attention"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 48}, "chunked_attention or full_attention"),
     ],
@@ -193,7 +201,7 @@ def test_older_names_of_gemmas_ropes():
 
 def test_unknown_architecture():
     known = "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
-    with pytest.raises(ValueError, match=rf"architecture BertForMaskedLM, which .* It knows: {known}"):
+    with pytest.raises(ValueError, match=rf"architecture BertForMaskedLM, which .* It supports: {known}"):
         family_of({"architectures": ["BertForMaskedLM"], "model_type": "bert"})
     with pytest.raises(ValueError, match=r"model_type None, which"):
         family_of({})

@@ -137,7 +137,7 @@ def test_one_process(made, one_process):  # noqa: F811
 def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa: F811
     """As parts of the model, or beside it: what comes back is what was there."""
     import torch
-    from megaswift.bridge.checkpoint.distributed import load_distributed, save_distributed, stored_depths
+    from megaswift.bridge.checkpoint.distributed import count_mtp_depths, load_distributed, save_distributed
     from megaswift.bridge.checkpoint.hub import read_config
     from megaswift.bridge.model.build import build_model
 
@@ -148,7 +148,7 @@ def test_through_megatrons_format(made, one_process, tmp_path, depths):  # noqa:
     model = worker.open_model(source, options, torch.float32)
     mcore.mkdir()
     save_distributed(model.chunks, config, source, mcore, dtype=torch.float32, converted=True)
-    assert stored_depths(mcore) == (depths or 0)
+    assert count_mtp_depths(mcore) == (depths or 0)
     model = build_model(config, options, torch.float32)
     load_distributed(model.chunks, config, mcore)
     saved = worker.save(model, mcore, back, torch.float32, 100_000)

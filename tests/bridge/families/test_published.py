@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from megaswift.bridge.checkpoint.conversion_report import accounted
+from megaswift.bridge.checkpoint.conversion_report import unmapped_reasons
 from megaswift.bridge.checkpoint.passthrough import passthrough_names
 from megaswift.bridge.families import family_of
-from megaswift.bridge.layers.rope import rotation
+from megaswift.bridge.layers.rope import make_rotary_rule
 from megaswift.bridge.mapping.param_mapping import Architecture, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -102,7 +102,7 @@ def test_every_parameter_is_in_the_table(name):
     assert family_of(model.config).name == model.family
     total, digits = count(found.values()), len(model.size.partition(".")[2])
     assert model.size in (str(total), f"{total / 1e9:.{digits}f}")
-    assert accounted(model.extra, about).keys() | passthrough_names(model.extra, about) == set(model.extra)
+    assert unmapped_reasons(model.extra, about).keys() | passthrough_names(model.extra, about) == set(model.extra)
     assert not set(model.extra) & set(found)
 
 
@@ -192,7 +192,7 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     ropes = [turning] if len(about.ropes) == 1 else [turning, turning]
     prefixes = ["", ""] if len(about.ropes) == 1 else ["full_attention_", "sliding_attention_"]
     for rope, module, prefix in zip(about.ropes, ropes, prefixes, strict=False):
-        ours = rotation(rope, torch.device("cpu"))
+        ours = make_rotary_rule(rope, torch.device("cpu"))
         torch.testing.assert_close(ours.frequencies, getattr(module, prefix + "inv_freq"), rtol=1e-6, atol=0)
         assert ours.factor == pytest.approx(getattr(module, prefix + "attention_scaling"))
 

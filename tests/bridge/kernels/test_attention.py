@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from megaswift.bridge.layers.packed_seqs import Reach, make_segments
+from megaswift.bridge.layers.packed_seqs import AttentionSpan, make_segments
 
 CASES = {
     "documents": {"lengths": (5, 130, 1)},
     "many heads to a key": {"lengths": (70, 3), "heads": 8},
-    "windows": {"lengths": (90, 7), "reach": Reach(window=50)},
+    "windows": {"lengths": (90, 7), "reach": AttentionSpan(window=50)},
     "one of two ranks": {"lengths": (8, 140), "cp_size": 2},
-    "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": Reach(window=21)},
+    "one of two ranks, windows": {"lengths": (8, 132), "cp_size": 2, "reach": AttentionSpan(window=21)},
 }
 
 
@@ -37,7 +37,9 @@ def test_attention(case, device):
 
     cp_size = CASES[case].get("cp_size", 1)
     bounds = [0, *torch.tensor(CASES[case]["lengths"]).cumsum(0).tolist()]
-    segments = make_segments(bounds, cp_size - 1, cp_size, torch.device(device), CASES[case].get("reach", Reach()))
+    segments = make_segments(
+        bounds, cp_size - 1, cp_size, torch.device(device), CASES[case].get("reach", AttentionSpan())
+    )
     generator = torch.Generator().manual_seed(0)
 
     def random(tokens, heads):

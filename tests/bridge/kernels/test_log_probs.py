@@ -41,14 +41,14 @@ def exact(hidden, weight, labels, slopes, temperature):
     return found, *torch.autograd.grad(found, (hidden, weight), slopes.double())
 
 
-def agree(found, expected):
+def gather_or_raise(found, expected):
     for mine, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-5)
 
 
 def waiting(module) -> int:
     """Chunks of logits that are kept."""
-    return sum(len(kept.chunks) for kept in module._Kept.everywhere)
+    return sum(len(kept.chunks) for kept in module._KeptLogits.everywhere)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -67,7 +67,7 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
         for again in (True, False):
             several.append((found.detach(), *torch.autograd.grad(found, (hidden, weight), slopes, retain_graph=again)))
             assert waiting(log_probs) == 0
-    agree(several[0], exact(*inputs, temperature))
+    gather_or_raise(several[0], exact(*inputs, temperature))
     for other in several[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(other, several[0], strict=True))
     with torch.no_grad():
@@ -81,12 +81,12 @@ def test_entropies(alone, inputs, temperature):
     hidden, weight, labels, slopes = inputs
     settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
     found, entropies = log_probs_and_entropies(hidden, weight, labels, **settings)
-    agree((found, *torch.autograd.grad(found, (hidden, weight), slopes)), exact(*inputs, temperature))
+    gather_or_raise((found, *torch.autograd.grad(found, (hidden, weight), slopes)), exact(*inputs, temperature))
     assert torch.equal(found, label_log_probs(hidden, weight, labels, **settings))
     logits = hidden.detach().double().transpose(0, 1) @ weight.detach()[:VOCAB].double().t() / temperature
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert not entropies.requires_grad
-    agree([entropies], [expected])
+    gather_or_raise([entropies], [expected])
 
 
 def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
@@ -110,7 +110,7 @@ def test_of_what_is_frozen_no_gradient_is_made(alone, inputs, frozen):
     assert (hidden.grad is None) == (frozen == "hidden")
     assert (weight.grad is None) == (frozen == "weight")
     found, reference = (weight.grad, expected[1]) if frozen == "hidden" else (hidden.grad, expected[0])
-    agree([found], [reference])
+    gather_or_raise([found], [reference])
 
 
 def test_columns_on_three_ranks(inputs):
@@ -136,10 +136,10 @@ def test_columns_on_three_ranks(inputs):
     whole = sums.logsumexp(0), chosen.sum(0), None
     for rank in range(3):
         found = call(rank, lambda *_: whole)
-        agree([found], [log_probs.flatten()])
+        gather_or_raise([found], [log_probs.flatten()])
         found.backward(slopes.flatten())  # the ranks' parts of the hidden states' gradient are summed here
-    agree([flat.grad], [grad_hidden.transpose(0, 1).reshape(-1, SIZE)])
-    agree([torch.cat([part.grad for part in parts])[:ROWS]], [grad_weight])
+    gather_or_raise([flat.grad], [grad_hidden.transpose(0, 1).reshape(-1, SIZE)])
+    gather_or_raise([torch.cat([part.grad for part in parts])[:ROWS]], [grad_weight])
     assert not parts[2].grad.any()
 
 
@@ -152,7 +152,7 @@ def test_gradients_are_added_in_the_product(alone, inputs):
     calls = [label_log_probs(hidden, weight, labels, **settings) for _ in range(2)]
     (sum((found * slopes).sum() for found in calls) + weight[3].sum()).backward()
     _, grad_hidden, grad_weight = exact(*inputs, 1.0)
-    agree([hidden.grad, weight.main_grad], [2 * grad_hidden, 2 * grad_weight + before])
+    gather_or_raise([hidden.grad, weight.main_grad], [2 * grad_hidden, 2 * grad_weight + before])
     assert weight.grad_added_to_main_grad
     assert torch.equal(weight.grad.nonzero().unique(), torch.tensor([*range(SIZE)], device=weight.device))
 
@@ -164,7 +164,7 @@ def test_sums_that_are_not_in_fp32_get_no_gradient_by_chunks(alone, inputs):
         hidden, weight, labels, vocab_size=VOCAB, group=alone, sequence_parallel=False, accumulate=True
     )
     found.backward(slopes)
-    agree([weight.grad], [exact(*inputs, 1.0)[2]])
+    gather_or_raise([weight.grad], [exact(*inputs, 1.0)[2]])
     assert not weight.main_grad.any()
     assert not weight.grad_added_to_main_grad
 

@@ -15,19 +15,19 @@ def choices(tokens: int, experts: int, topk: int, device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("tokens", "experts", "topk", "width"), SHAPES.values(), ids=SHAPES)
 def test_rows_by_expert_and_back(device, monkeypatch, tokens, experts, topk, width):
-    from megaswift.bridge.kernels import permute
-    from megaswift.bridge.kernels.permute import collect, place, spread
+    from megaswift.bridge.kernels import permute as kernels
+    from megaswift.bridge.kernels.permute import permute, sort_map, unpermute
 
-    monkeypatch.setattr(permute, "PLACERS", 2)  # with many experts a program takes several steps
+    monkeypatch.setattr(kernels, "PLACERS", 2)  # with many experts a program takes several steps
     chosen = choices(tokens, experts, topk, device)
-    places, counts = place(chosen, experts)
+    places, counts = sort_map(chosen, experts)
     order = chosen.flatten().argsort(stable=True)  # of (token, k) by expert, then by token
     assert torch.equal(places.flatten()[order].cpu(), torch.arange(tokens * topk, dtype=torch.int32))
     assert torch.equal(counts.long(), chosen.flatten().long().bincount(minlength=experts))
 
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     weights = torch.rand(tokens, topk, device=device, requires_grad=True)
-    rows, row_weights = spread(x, places, weights)
+    rows, row_weights = permute(x, places, weights)
     assert torch.equal(rows, x[order // topk])
     assert torch.equal(row_weights, weights.flatten()[order])
     slopes, weight_slopes = torch.randn_like(rows), torch.randn_like(row_weights)
@@ -36,7 +36,7 @@ def test_rows_by_expert_and_back(device, monkeypatch, tokens, experts, topk, wid
     torch.testing.assert_close(weights.grad, weight_slopes[places.long()])
 
     rows = rows.detach().requires_grad_()
-    summed = collect(rows * 2, places)
+    summed = unpermute(rows * 2, places)
     torch.testing.assert_close(summed, x * 2 * topk)
     slopes = torch.randn_like(summed)
     (summed * slopes).sum().backward()
@@ -44,7 +44,7 @@ def test_rows_by_expert_and_back(device, monkeypatch, tokens, experts, topk, wid
 
 
 def test_chunks_are_sorted_as_megatron_core_sorts_them(device):
-    from megaswift.bridge.kernels.permute import chunk_places, collect, spread
+    from megaswift.bridge.kernels.permute import chunk_sort_map, permute, unpermute
     from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
     counts = torch.tensor([[3, 0, 2], [1, 4, 0], [0, 0, 5], [2, 1, 1]])  # of four sources for three experts
@@ -52,8 +52,8 @@ def test_chunks_are_sorted_as_megatron_core_sorts_them(device):
     x, weights = torch.randn(total, 10, device=device), torch.rand(total, device=device)
     by_expert = torch.arange(counts.numel()).view(counts.shape).t().flatten()
     wanted, wanted_weights = sort_chunks_by_idxs(x, counts.flatten(), by_expert, probs=weights)
-    places = chunk_places(counts.to(device), total)
-    rows, row_weights = spread(x, places, weights.unsqueeze(1))
+    places = chunk_sort_map(counts.to(device), total)
+    rows, row_weights = permute(x, places, weights.unsqueeze(1))
     assert torch.equal(rows, wanted)
     assert torch.equal(row_weights, wanted_weights)
-    assert torch.equal(collect(rows, places), x)
+    assert torch.equal(unpermute(rows, places), x)

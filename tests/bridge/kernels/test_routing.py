@@ -15,7 +15,7 @@ def logits_of(tokens: int, experts: int) -> torch.Tensor:
 @pytest.mark.parametrize(("sigmoid", "normalize", "smallest"), [*product((False, True), (False, True), (1e-20, 0.6))])
 @pytest.mark.parametrize("biased", [False, True])
 def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smallest, biased):
-    from megaswift.bridge.kernels.routing import Form, route
+    from megaswift.bridge.kernels.routing import RoutingForm, route
     from megaswift.bridge.layers.router import choose
     from megaswift.bridge.mapping.param_mapping import Routing
 
@@ -32,7 +32,7 @@ def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smal
     rule = Routing(normalize=normalize, smallest_sum=smallest)
     wanted, wanted_experts = choose(exact, bias, rule, config)  # pyright: ignore[reportArgumentType]
     given = logits.float().requires_grad_()
-    weights, experts = route(given, bias, Form(3, sigmoid, normalize, smallest, 2.5))
+    weights, experts = route(given, bias, RoutingForm(3, sigmoid, normalize, smallest, 2.5))
     assert torch.equal(experts.long(), wanted_experts)
     torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-6)
     slopes = torch.randn_like(weights)
@@ -43,14 +43,14 @@ def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smal
 
 @pytest.mark.parametrize(("function", "before"), [("softmax", False), ("softmax", True), ("sigmoid", False)])
 def test_chooses_and_weighs_as_megatron_core(device, function, before):
-    from megaswift.bridge.kernels.routing import Form, route
+    from megaswift.bridge.kernels.routing import RoutingForm, route
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     logits = logits_of(33, 128).float().to(device)
     wanted, wanted_experts = topk_routing_with_score_function(
         logits, 8, use_pre_softmax=before, score_function=function, dense_output=True
     )
-    weights, experts = route(logits, None, Form(8, function == "sigmoid", not before, 1e-20, 1.0))
+    weights, experts = route(logits, None, RoutingForm(8, function == "sigmoid", not before, 1e-20, 1.0))
     assert torch.equal(experts.long(), wanted_experts)
     torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-7)
 
@@ -58,7 +58,7 @@ def test_chooses_and_weighs_as_megatron_core(device, function, before):
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_takes_the_experts_that_it_is_given(device, sigmoid):
     """Of every other token; the others choose."""
-    from megaswift.bridge.kernels.routing import Form, route
+    from megaswift.bridge.kernels.routing import RoutingForm, route
     from megaswift.bridge.layers.router import choose
     from megaswift.bridge.mapping.param_mapping import Routing
 
@@ -74,7 +74,7 @@ def test_takes_the_experts_that_it_is_given(device, sigmoid):
     told[1::2] = -1
     exact, given = logits.clone().requires_grad_(), logits.float().requires_grad_()
     wanted, wanted_experts = choose(exact, None, Routing(), config, told)  # pyright: ignore[reportArgumentType]
-    weights, experts = route(given, None, Form(3, sigmoid, True, 1e-20, 2.5), told)
+    weights, experts = route(given, None, RoutingForm(3, sigmoid, True, 1e-20, 2.5), told)
     assert torch.equal(experts[::2].short(), told[::2])
     assert torch.equal(experts.long(), wanted_experts)
     torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-6)
@@ -85,9 +85,9 @@ def test_takes_the_experts_that_it_is_given(device, sigmoid):
 
 
 def test_what_is_no_number_has_distinct_experts(device):
-    from megaswift.bridge.kernels.routing import Form, route
+    from megaswift.bridge.kernels.routing import RoutingForm, route
 
     logits = torch.tensor([[float("nan")] * 5, [1.0, float("nan"), -float("inf"), float("nan"), 2.0]], device=device)
-    weights, experts = route(logits, None, Form(3, False, True, 1e-20, 1.0))
+    weights, experts = route(logits, None, RoutingForm(3, False, True, 1e-20, 1.0))
     assert weights.isnan().all()
     assert experts.tolist() == [[0, 1, 2], [4, 0, 1]]

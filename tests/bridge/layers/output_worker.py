@@ -61,7 +61,7 @@ class Sides:
         teachers = self.teacher_weight.chunk(world)[self.rank]
         self.teacher = {
             "teacher_hidden": self.teacher_hidden[self.place],
-            "teacher_weight": divergence.with_rows(teachers, PADDED // world, group),
+            "teacher_weight": divergence.reshard_rows(teachers, PADDED // world, group),
         }
         self.how: dict[str, Any] = {
             "vocab_size": vocab_size,

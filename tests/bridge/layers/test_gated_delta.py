@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megaswift.bridge.families import qwen3_5_text
-from megaswift.bridge.layers.delta_rule import CHUNK, causal_conv, delta_rule, make_runs
+from megaswift.bridge.layers.delta_rule import CHUNK, causal_conv, delta_rule, make_delta_layout
 from megaswift.bridge.layers.gated_delta import GatedDeltaNet, _Fused
 
 GROUPS, HEADS, KEY, VALUE, KERNEL = 3, 2, 16, 24, 4
@@ -36,7 +36,7 @@ def test_rule_is_transformers_own_for_each_document(bounds, rows, rule):
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
     given = query, key, value, decay, beta = inputs(bounds[-1], rows)
-    runs = make_runs(bounds, rows, 1, KERNEL, CPU)
+    runs = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
     assert sum(runs.steps) == rows * sum(-(-(end - start) // CHUNK) for start, end in pairwise(bounds))
     found = delta_rule(*(x.flatten(0, 1) for x in given), runs).view(value.shape)
     expected = []
@@ -65,7 +65,7 @@ def test_convolution_is_transformers_own_for_each_document(bounds, rows):
 
     torch.manual_seed(3)
     x, weight = torch.randn(bounds[-1], rows, 10), torch.randn(10, 1, KERNEL)
-    found = causal_conv(x.flatten(0, 1), weight, make_runs(bounds, rows, 1, KERNEL, CPU)).view(x.shape)
+    found = causal_conv(x.flatten(0, 1), weight, make_delta_layout(bounds, rows, 1, KERNEL, CPU)).view(x.shape)
     documents = (x[start:end].permute(1, 2, 0) for start, end in pairwise(bounds))
     expected = torch.cat(
         [causal_conv1d_fn(document, weight.squeeze(1), activation="silu").permute(2, 0, 1) for document in documents]
@@ -75,15 +75,15 @@ def test_convolution_is_transformers_own_for_each_document(bounds, rows):
 
 def test_half_precision_goes_in_and_comes_out():
     given = [x.detach().bfloat16() for x in inputs(70, 1)]
-    found = delta_rule(*(x.flatten(0, 1) for x in given), make_runs([0, 70], 1, 1, KERNEL, CPU))
-    exact = delta_rule(*(x.float().flatten(0, 1) for x in given), make_runs([0, 70], 1, 1, KERNEL, CPU))
+    found = delta_rule(*(x.flatten(0, 1) for x in given), make_delta_layout([0, 70], 1, 1, KERNEL, CPU))
+    exact = delta_rule(*(x.float().flatten(0, 1) for x in given), make_delta_layout([0, 70], 1, 1, KERNEL, CPU))
     assert found.dtype == torch.bfloat16
     assert relative(found.float(), exact) < 1e-2  # rounded once, at the end
 
 
 def test_steps_follow_one_another():
     """The n-th chunk of a document lies as many places behind the n-th step's first as every chunk of it does."""
-    runs = make_runs([0, 10, 200, 201, 330], 1, 1, KERNEL, CPU)
+    runs = make_delta_layout([0, 10, 200, 201, 330], 1, 1, KERNEL, CPU)
     assert runs.steps == [4, 2, 2]
     chunks = runs.places // CHUNK
     firsts = [0, 4, 6]
@@ -101,7 +101,7 @@ def test_positions_of_context_parallel_ranks_are_put_in_place():
             for number in (rank, 3 - rank):
                 of_rank[rank] += range(start + number * part, start + (number + 1) * part)
     laid = torch.tensor(of_rank[0] + of_rank[1])
-    runs = make_runs(bounds, 1, ranks, KERNEL, CPU)
+    runs = make_delta_layout(bounds, 1, ranks, KERNEL, CPU)
     assert laid[runs.natural].tolist() == list(range(24))
     assert torch.arange(24)[runs.ranked].tolist() == laid.tolist()
 
@@ -135,7 +135,7 @@ def test_what_goes_to_fused_kernels_is_what_they_take(bounds, rows):
     net.key_dim, net.value_dim, net.heads, net.mixed = KEY, VALUE, HEADS, 2 * KEY + HEADS * VALUE
     _, _, _, decay, beta = inputs(bounds[-1], rows)
     mixed, weight = torch.randn(bounds[-1], rows, GROUPS, net.mixed), torch.randn(GROUPS * net.mixed, 1, KERNEL)
-    runs = make_runs(bounds, rows, 1, KERNEL, CPU)
+    runs = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
     found = net._fused(_Fused(conv, rule), mixed, weight, decay, beta, runs)
     flat = (x.flatten(0, 1) for x in (mixed.flatten(2), decay, beta))
     expected = net._plain(*flat, weight, runs).view(bounds[-1], rows, -1)
@@ -145,26 +145,26 @@ def test_what_goes_to_fused_kernels_is_what_they_take(bounds, rows):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_output_gate": False}, "attn_output_gate False; this family is known with True only"),
+        ({"attn_output_gate": False}, "attn_output_gate False; this family is supported with True only"),
         (
             {"output_gate_type": "sigmoid"},
-            "output_gate_type 'sigmoid'; this family is known with 'swish' or 'silu' only",
+            "output_gate_type 'sigmoid'; this family is supported with 'swish' or 'silu' only",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; this family is known with 'silu' or 'swish' only"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; this family is supported with 'silu' or 'swish' only"),
         (
             {"layer_types": ["sliding_attention"] * 32},
-            "known with linear_attention or full_attention for each of the 32",
+            "set one for each of the 32 layers, full_attention or linear_attention",
         ),
-        ({"layer_types": ["full_attention"] * 31}, "full_attention for each of the 32 layers"),
+        ({"layer_types": ["full_attention"] * 31}, "one for each of the 32 layers"),
         ({"linear_num_key_heads": 12}, "linear_num_value_heads 32 and linear_num_key_heads 12: the second must divide"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
     ],
 )
 def test_what_the_layers_do_not_compute_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
-        qwen3_5_text.describe(changes)
+        qwen3_5_text.FAMILY.describe(changes)
     with pytest.raises(ValueError, match=message):
-        qwen3_5_text.describe({"text_config": changes, "vision_config": {}})
+        qwen3_5_text.FAMILY.describe({"text_config": changes, "vision_config": {}})
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():

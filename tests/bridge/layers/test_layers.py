@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megaswift.bridge.families import family_of
-from megaswift.bridge.families.decoder import rope
+from megaswift.bridge.families.decoder import read_rope
 from megaswift.bridge.layers import logprobs
-from megaswift.bridge.layers.packed_seqs import Reach, describe_documents, make_segments
-from megaswift.bridge.layers.rope import inverse_frequencies, rotation
+from megaswift.bridge.layers.packed_seqs import AttentionSpan, make_packed_seqs, make_segments
+from megaswift.bridge.layers.rope import inverse_frequencies, make_rotary_rule
 from megaswift.bridge.layers.sinks import KernelAttention, masked_attention
 from megaswift.bridge.model.config import transformer_config
 from megaswift.bridge.model.kernel_selection import Kernels
@@ -53,7 +53,7 @@ ROPES = {
 @pytest.mark.parametrize("name", ROPES)
 def test_ropes_are_those_of_transformers(name):
     settings = {"max_position_embeddings": 512, "rope_parameters": ROPES[name] | {"rope_theta": 1000.0}}
-    found = rotation(rope(settings, 32, 512), torch.device("cpu"))
+    found = make_rotary_rule(read_rope(settings | {"max_position_embeddings": 512}, 32), torch.device("cpu"))
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, **settings)
     embedding = LlamaRotaryEmbedding(config)
     torch.testing.assert_close(found.frequencies, embedding.inv_freq, rtol=1e-6, atol=0)
@@ -72,7 +72,7 @@ def test_an_unknown_rope_is_an_error():
 def test_each_document_turns_by_the_factors_for_its_length(cp_size):
     """LongRoPE: one pack of documents on both sides of the original length, and packs on one side."""
     settings = {"max_position_embeddings": 512, "rope_parameters": LONGROPE | {"rope_theta": 1000.0}}
-    rule = rotation(rope(settings, 32, 512), torch.device("cpu"))
+    rule = make_rotary_rule(read_rope(settings | {"max_position_embeddings": 512}, 32), torch.device("cpu"))
     embedding = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=2, **settings))
     for lengths in ((8, 96, 64, 68), (8, 64), (96, 68)):
         bounds = [0, *np.cumsum(lengths).tolist()]
@@ -80,12 +80,12 @@ def test_each_document_turns_by_the_factors_for_its_length(cp_size):
         expected = torch.cat([embedding(torch.zeros(1), torch.arange(n)[None])[0][0] for n in lengths])
         for rank in range(cp_size):
             here = held_by(rank, cp_size, bounds)
-            documents = describe_documents(
+            documents = make_packed_seqs(
                 positions[here][None],
                 torch.tensor(bounds, dtype=torch.int32),
                 max(lengths),
                 ropes=[rule],
-                reaches=[Reach()],
+                spans=[AttentionSpan()],
                 dtype=torch.float32,
                 cp_rank=rank,
                 cp_size=cp_size,
@@ -184,7 +184,17 @@ def held_by(rank, cp_size, bounds):
     return torch.cat(mine)
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=5), Reach(window=9), Reach(chunk=5), Reach(chunk=16)], ids=str)
+@pytest.mark.parametrize(
+    "reach",
+    [
+        AttentionSpan(),
+        AttentionSpan(window=5),
+        AttentionSpan(window=9),
+        AttentionSpan(chunk=5),
+        AttentionSpan(chunk=16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_segments_find_every_key_that_a_query_may_see(cp_size, reach):
     bounds, cpu = [0, 8, 32, 48], torch.device("cpu")
@@ -214,7 +224,7 @@ def test_segments_find_every_key_that_a_query_may_see(cp_size, reach):
 
 
 def test_a_reach_beyond_every_document_costs_nothing():
-    segments = make_segments([0, 8, 32, 48], 0, 1, torch.device("cpu"), Reach(window=24, chunk=24))
+    segments = make_segments([0, 8, 32, 48], 0, 1, torch.device("cpu"), AttentionSpan(window=24, chunk=24))
     assert (segments.window, segments.chunked, segments.queries) == (None, False, [8, 24, 16])
 
 

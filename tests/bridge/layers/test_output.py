@@ -142,9 +142,9 @@ def test_matrices_of_different_vocabularies(group):
     teacher = mine.teacher | {"teacher_weight": mine.teacher_weight}
     with pytest.raises(ValueError, match=r"--teacher_model: its output matrix has 26 rows on this rank.*24"):
         divergence.divergence(**mine.own, **teacher, beta=0.5, **mine.how)
-    assert divergence.with_rows(mine.teacher_weight, 30, group).shape == (30, 5)
-    assert not divergence.with_rows(mine.teacher_weight, 30, group)[26:].any()
-    assert torch.equal(divergence.with_rows(mine.teacher_weight, 24, group), mine.teacher_weight[:24])
+    assert divergence.reshard_rows(mine.teacher_weight, 30, group).shape == (30, 5)
+    assert not divergence.reshard_rows(mine.teacher_weight, 30, group)[26:].any()
+    assert torch.equal(divergence.reshard_rows(mine.teacher_weight, 24, group), mine.teacher_weight[:24])
 
 
 @pytest.mark.slow

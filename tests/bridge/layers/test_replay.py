@@ -9,7 +9,14 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
-from megaswift.bridge.layers.replay import CoreReplay, Replay, chosen, give, recording, routers
+from megaswift.bridge.layers.replay import (
+    CoreReplay,
+    Replay,
+    find_routers,
+    record_experts,
+    replay_choice,
+    replay_experts,
+)
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.tasks.train.step import log_probs
 from megaswift.templates.batching.collator import Batch, BatchLayout
@@ -80,7 +87,7 @@ def others(model: Model, seed: int) -> Tensor:
 def forward(model: Model, micro_batch: Batch, experts: Tensor | None) -> Tensor:
     (chunk,) = model.chunks
     if experts is not None:
-        give(chunk, experts)
+        replay_experts(chunk, experts)
     return log_probs(model, chunk, micro_batch, None)
 
 
@@ -141,7 +148,7 @@ def test_a_model_that_is_told_its_experts(name, recomputed, saved, one_process):
             torch.testing.assert_close(output[0, document][:-1], wanted, rtol=0, atol=2e-4)
             wanted.sum().backward()
             start += length
-    for number in routers(model.chunks[0]):
+    for number in find_routers(model.chunks[0]):
         own = found[f"decoder.layers.{number}.mlp.router.weight"]
         theirs = upstream.model.layers[number].mlp.gate.weight.grad
         assert theirs.abs().max() > 0
@@ -156,12 +163,12 @@ def test_its_own_choices_change_nothing(name, recomputed, saved, one_process):  
     model = opened(folder, one_process, **RECOMPUTED[recomputed])
     (chunk,) = model.chunks
     batches = [batch(seed) for seed in (1, 2)]
-    with recording(model.chunks) as recorded, torch.no_grad():
+    with record_experts(model.chunks) as recorded, torch.no_grad():
         chunk.eval()
         for micro_batch in batches:
             forward(model, micro_batch, None)
         seen = recorded()
-    assert sorted(seen) == sorted(routers(chunk))
+    assert sorted(seen) == sorted(find_routers(chunk))
     chunk.train()
     plain = [forward(model, each, None) for each in batches]
     for output in plain:
@@ -195,7 +202,7 @@ def test_tokens_of_which_nothing_is_said_choose(saved, one_process):  # noqa: F8
     torch.testing.assert_close(found[0, first:], own[0, first:], rtol=0, atol=1e-5)
     assert (own - every).abs().max() > 0.01
     assert torch.equal(
-        chosen(torch.tensor([[3, 1], [0, 2]]), torch.tensor([[5, 4], [-1, -1]])), torch.tensor([[5, 4], [0, 2]])
+        replay_choice(torch.tensor([[3, 1], [0, 2]]), torch.tensor([[5, 4], [-1, -1]])), torch.tensor([[5, 4], [0, 2]])
     )
 
 
@@ -215,11 +222,11 @@ def test_choices_are_written_down_with_the_best_first():
     with torch.no_grad():
         _, experts = CoreReplay(Router).get_replay_topk(scores, 3, None, None, backwards)
     assert torch.equal(experts, scores.topk(3).indices)
-    assert torch.equal(Router.replay.recorded()[0].long(), experts)
+    assert torch.equal(Router.replay.pop_records()[0].long(), experts)
 
 
 def test_dense_layers_have_no_router(saved, one_process):  # noqa: F811
     folder, _ = saved("qwen3_moe")
     model = opened(folder, one_process)
-    assert sorted(routers(model.chunks[0])) == [0, 2, 3]
+    assert sorted(find_routers(model.chunks[0])) == [0, 2, 3]
     assert len(model.architecture.layers) == 4

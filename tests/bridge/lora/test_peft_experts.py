@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from megaswift.bridge.checkpoint.hub import read_adapter_config, read_config
-from megaswift.bridge.checkpoint.safetensors_io import names_of
+from megaswift.bridge.checkpoint.safetensors_io import tensor_names
 from megaswift.bridge.lora.adapter_mapping import modules_of
 from peft import LoraConfig, get_peft_model
 
@@ -40,17 +40,17 @@ def saved(tmp_path, request):
 
 @pytest.mark.parametrize("saved", ASKED, indirect=True)
 def test_our_log_probabilities_are_pefts(saved, one_process):  # noqa: F811
-    from megaswift.bridge.checkpoint.adapter_files import load_adapter, settings_of
+    from megaswift.bridge.checkpoint.adapter_files import load_adapter, read_settings
     from megaswift.bridge.checkpoint.load import load_weights
-    from megaswift.bridge.lora.attach import attach
+    from megaswift.bridge.lora.attach import attach_adapters
     from megaswift.bridge.model.build import build_model
 
     folder, theirs = saved
     config, adapter = read_config(folder), folder / "adapter"
     model = build_model(config, one_process, torch.float32, adapters=True)
     load_weights(model.chunks, config, folder)
-    settings = settings_of(adapter, read_adapter_config(adapter))
-    attach(model, config, settings, seed=1, names=names_of(folder))
+    settings = read_settings(adapter, read_adapter_config(adapter))
+    attach_adapters(model, config, settings, seed=1, names=tensor_names(folder))
     load_adapter(model.chunks, config, model.lora, adapter)
     tokens = torch.randint(3, tiny.VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
     labels, places = tokens.roll(-1, 1), torch.arange(16)[None]

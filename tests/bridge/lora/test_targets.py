@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megaswift.bridge.families import family_of
-from megaswift.bridge.lora.adapter_mapping import Plan, plan_adapters
+from megaswift.bridge.lora.adapter_mapping import AdapterPlan, plan_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.param_mapping import expand_mappings
 
@@ -29,7 +29,7 @@ def transformers_model(tiny: str) -> Any:
         return AutoModelForCausalLM.from_config(tinies()[tiny].config())
 
 
-def plan(tiny: str, **changes: Any) -> Plan:
+def plan(tiny: str, **changes: Any) -> AdapterPlan:
     model = transformers_model(tiny)
     raw = model.config.to_dict() | {"architectures": [type(model).__name__]}
     family = family_of(raw)
@@ -37,7 +37,7 @@ def plan(tiny: str, **changes: Any) -> Plan:
     return plan_adapters(expand_mappings(family, raw, architecture), replace(PLAIN, **changes), architecture)
 
 
-def leaves(found: Plan) -> set[str]:
+def leaves(found: AdapterPlan) -> set[str]:
     return {name.rpartition(".")[2] for name in found.modules}
 
 
@@ -52,7 +52,7 @@ def test_all_linear_is_every_linear_layer(family):
     found = plan(family)
     assert {name for name in found.modules if ".experts." not in name} == linear
     experts = {name for name, _ in transformers_model(family).named_parameters() if ".experts." in name}
-    assert bool(experts) == (found.has_experts or bool(found.left_out))
+    assert bool(experts) == (found.has_experts or bool(found.skipped_modules))
 
 
 @pytest.mark.slow

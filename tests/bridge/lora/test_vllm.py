@@ -70,7 +70,7 @@ def _save(folder: Path, family: str, one_process) -> None:  # noqa: F811
     from megaswift.bridge.checkpoint.hub import read_config
     from megaswift.bridge.checkpoint.load import load_weights
     from megaswift.bridge.checkpoint.save import save_weights
-    from megaswift.bridge.lora.attach import attach
+    from megaswift.bridge.lora.attach import attach_adapters
     from megaswift.bridge.lora.settings import LoraSettings
     from megaswift.bridge.model.build import build_model
     from megaswift.bridge.options import LoraOptions
@@ -81,7 +81,7 @@ def _save(folder: Path, family: str, one_process) -> None:  # noqa: F811
     config = read_config(base)
     model = build_model(config, one_process, torch.float32, adapters=True)
     load_weights(model.chunks, config, base)
-    attach(model, config, LoraSettings.of_options(LoraOptions(**ADAPTERS[family])), seed=1)
+    attach_adapters(model, config, LoraSettings.of_options(LoraOptions(**ADAPTERS[family])), seed=1)
     for made in (adapter, merged):
         made.mkdir()
     save_adapter(model.chunks, config, model.lora, adapter, base=str(base))

@@ -20,7 +20,7 @@ from megaswift.bridge.checkpoint.adapter_files import load_adapter, save_adapter
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.layers import ExpertsAdapter
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
@@ -72,7 +72,7 @@ def open_model(source: Path, options: SftOptions, adapter: str | None) -> Model:
     config = read_config(source)
     model = build_model(config, options, DTYPES[options.torch_dtype or "float32"], adapters=True)
     load_weights(model.chunks, config, source)
-    attach(model, config, LoraSettings.of_options(options), seed=5)
+    attach_adapters(model, config, LoraSettings.of_options(options), seed=5)
     if adapter:
         load_adapter(model.chunks, config, model.lora, adapter)
     return model

@@ -19,7 +19,8 @@ RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def config(**flags) -> TransformerConfig:
-    return TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fp8.settings(BuildOptions(**flags)))
+    arguments = fp8.transformer_args(BuildOptions(**flags))
+    return TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **arguments)
 
 
 def test_without_the_flag_nothing_is_in_fp8():
@@ -53,14 +54,14 @@ def test_megatron_core_is_told_of_layers_in_bf16_and_weights_in_fp8():
 @pytest.mark.parametrize(
     ("dtype", "engine", "message"),
     [
-        (torch.float32, True, "needs weights in bf16: give --torch_dtype bfloat16"),
-        (torch.float16, True, "needs weights in bf16: give --torch_dtype bfloat16"),
+        (torch.float32, True, "needs weights in bf16. Set --torch_dtype bfloat16"),
+        (torch.float16, True, "needs weights in bf16. Set --torch_dtype bfloat16"),
         (torch.bfloat16, False, "needs a GPU and Transformer Engine's layers: pip install"),
     ],
 )
 def test_what_cannot_compute_in_fp8_says_so(dtype, engine, message):
     fp8.check(BuildOptions(), dtype, transformer_engine=engine)
-    with pytest.raises(ValueError, match=f"--fp8_format e4m3 {message}"):
+    with pytest.raises(ValueError, match=f"--fp8_format e4m3: it {message}"):
         fp8.check(BuildOptions(fp8_format="e4m3"), dtype, transformer_engine=engine)
 
 
@@ -77,7 +78,7 @@ def test_a_weight_in_fp8_is_not_read_or_written_by_itself(monkeypatch):
         pass
 
     monkeypatch.setattr(fp8_utils, "is_float8tensor", lambda tensor: True)
-    with pytest.raises(RuntimeError, match="without its values in bf16"):
+    with pytest.raises(RuntimeError, match="read or written outside of load_as_bf16"):
         collect_params([InFp8(2, 2)])
 
 

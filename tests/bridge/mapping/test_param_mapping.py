@@ -83,10 +83,10 @@ def test_every_other_position(ranks):
     shards = shards_of(ShardingKind(0, _alternating), [fused], 24, ranks, architecture())
     for shard, gate, up in zip(shards, fused[::2].chunk(ranks), fused[1::2].chunk(ranks), strict=True):
         assert torch.equal(shard, torch.cat((gate, up)))
-    entry = MappingEntry(ShardingKind(0, _alternating), ("w",), transposed=True, stack=7, place=3)
+    entry = MappingEntry(ShardingKind(0, _alternating), ("w",), transposed=True, num_experts=7, expert_index=3)
     shard = (24 // ranks, 5)
     shape = entry.hf_shapes(shard, entry.spans(shard, ranks, architecture()))["w"]
-    assert (shape, entry.stored(shape)) == ((5, 24), (7, 5, 24))
+    assert (shape, entry.stored_shape(shape)) == ((5, 24), (7, 5, 24))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

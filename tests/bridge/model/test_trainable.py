@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.trainable import count_parameters, freeze
@@ -285,7 +285,7 @@ def test_adapters_count_as_in_peft(options, alone):
 
     model, config = built("qwen2", tie_word_embeddings=False)
     settings = LoraSettings.of_options(SftOptions(**options))
-    attach(model, config, settings, seed=0)
+    attach_adapters(model, config, settings, seed=0)
     every = [name for name in settings.targets if not name.startswith("all")]
     every += LINEAR if "all-linear" in settings.targets else []
     every += ["embed_tokens"] if "all-embedding" in settings.targets else []

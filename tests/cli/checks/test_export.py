@@ -121,7 +121,7 @@ def test_what_is_no_mcore_folder(dense: Path, tmp_path: Path, capsys) -> None:
 
 def test_an_unknown_family(tmp_path: Path, capsys) -> None:
     model = write_model(tmp_path / "model", DENSE | {"architectures": ["OtherForCausalLM"]})
-    assert "the architecture OtherForCausalLM, which this version does not know" in message(
+    assert "the architecture OtherForCausalLM, which this version does not support" in message(
         capsys, "swift", "--to_mcore", "--model", model
     )
 

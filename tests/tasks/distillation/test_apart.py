@@ -120,13 +120,13 @@ def test_places_in_any_layout() -> None:
 def test_groups_of_another_layout(one_process) -> None:  # noqa: F811
     """What the run has is as it was, also where the other layout cannot be."""
     from megaswift.bridge.options import BuildOptions
-    from megaswift.bridge.parallel import Groups
+    from megaswift.bridge.parallel import ProcessGroups
     from megatron.core import parallel_state
 
     before = dict(vars(parallel_state))
     with pytest.raises(ValueError, match="1 processes do not divide by TP x PP x CP = 2"):
-        Groups(BuildOptions(tensor_model_parallel_size=2))
-    groups, tensor = Groups(BuildOptions()), parallel_state.get_tensor_model_parallel_group()
+        ProcessGroups(BuildOptions(tensor_model_parallel_size=2))
+    groups, tensor = ProcessGroups(BuildOptions()), parallel_state.get_tensor_model_parallel_group()
     for _ in range(2):
         with groups.entered():
             assert parallel_state.get_tensor_model_parallel_group() is not tensor

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import Model, build_model
 from megaswift.bridge.options import BuildOptions, LoraOptions
@@ -35,7 +35,7 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
     config = read_config(folder)
     model = build_model(config, options, torch.float32, adapters=True)
     load_weights(model.chunks, config, folder)
-    attach(model, config, LoraSettings.of_options(LoraOptions(**job["lora"])), seed=1)
+    attach_adapters(model, config, LoraSettings.of_options(LoraOptions(**job["lora"])), seed=1)
     settings = EngineOptions(
         vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"], vllm_enable_lora=True
     )

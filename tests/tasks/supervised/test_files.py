@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megaswift.bridge.checkpoint.adapter_files import labels_of
+from megaswift.bridge.checkpoint.adapter_files import read_num_labels
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.sentence_transformers import sentence_transformers_files
@@ -142,21 +142,23 @@ def embeddings_of(folder: Path, tokenizer: Any, pooling: str) -> torch.Tensor:
 
 def test_adapters_tell_their_labels(tmp_path):
     save_file({"base_model.model.score.weight": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
-    assert labels_of(tmp_path) == 4
+    assert read_num_labels(tmp_path) == 4
     save_file({"base_model.model.other.weight": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
-    assert labels_of(tmp_path) is None
+    assert read_num_labels(tmp_path) is None
 
 
 def test_what_adapters_of_heads_refuse(alone, causal):
-    from megaswift.bridge.lora.attach import attach
+    from megaswift.bridge.lora.attach import attach_adapters
 
     from tests.tasks.supervised.worker import LORA, open_model
 
     config = add_score_head(read_config(causal), 3)
     model = open_model(causal, config, SftOptions(), adapters=True)
     with pytest.raises(ValueError, match=r"the head \(score\) is trained whole"):
-        attach(model, config, replace(LORA, targets=("all-linear", "score")), seed=1)
+        attach_adapters(model, config, replace(LORA, targets=("all-linear", "score")), seed=1)
     with pytest.raises(ValueError, match=r"--modules_to_save lm_head: .* is embed_tokens and the head"):
-        attach(model, config, replace(LORA, modules_to_save=("lm_head",)), seed=1)
-    attach(model, config, replace(LORA, modules_to_save=("classifier", "score")), seed=1)  # as PEFT's files have it
+        attach_adapters(model, config, replace(LORA, modules_to_save=("lm_head",)), seed=1)
+    attach_adapters(
+        model, config, replace(LORA, modules_to_save=("classifier", "score")), seed=1
+    )  # as PEFT's files have it
     assert [entry.hf for entry in model.lora.plan.whole.values()] == [("base_model.model.score.weight",)]

@@ -7,7 +7,7 @@ import torch
 from megaswift.bridge import runtime
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
-from megaswift.bridge.layers.pooling import document_sums
+from megaswift.bridge.layers.pooling import sum_documents
 from megaswift.bridge.model.build import build_model
 from megaswift.tasks.options import SftOptions
 from megaswift.templates.batching.collator import Batch
@@ -40,7 +40,7 @@ def test_by_kernels_of_a_gpu(kind, place, alone):
         if kind != "sums":
             return found
         about = worker.grouped(batch)
-        return document_sums(found * batch.loss_weights, about["spans"], about["segments"]).unsqueeze(1)
+        return sum_documents(found * batch.loss_weights, about["spans"], about["segments"]).unsqueeze(1)
 
     outputs = torch.cat([outputs_of(batch) for batch in batches])
     outputs.sum().backward()  # kernels are compiled

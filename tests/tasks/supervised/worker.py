@@ -26,7 +26,7 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.layers import pooling
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import Model, build_model
@@ -160,7 +160,7 @@ def step(model: Model, chunks: Any, kind: str, fault: str | None = None, *, back
     def loss(batch: Batch, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if kind == "sums":
             about = grouped(batch)
-            sums = pooling.document_sums(outputs * batch.loss_weights, about["spans"], about["segments"])
+            sums = pooling.sum_documents(outputs * batch.loss_weights, about["spans"], about["segments"])
             outputs = sums.unsqueeze(1)
         at = 3 * (parallel_state.get_data_parallel_rank() + world * len(found))
         times = ref.coefficients(outputs.shape[1])[at : at + len(outputs)]
@@ -263,7 +263,7 @@ def save_all(folder: Path, destination: Path, options: SftOptions, *, lora: bool
 def save_adapted(folder: Path, destination: Path, options: SftOptions, config: dict[str, Any]) -> dict[str, Any]:
     source = folder / "causal"
     model = open_model(source, config, options, adapters=True)
-    attach(model, config, LORA, seed=SEED)
+    attach_adapters(model, config, LORA, seed=SEED)
     fill(model)
     for tensor in trained(model).values():
         tensor.data.mul_(0.1)
@@ -272,7 +272,7 @@ def save_adapted(folder: Path, destination: Path, options: SftOptions, config: d
     save_adapter(model.chunks, config, model.lora, adapter, base=str(source))
     saved(model, config, source, destination / "merged", merge=True)
     again = open_model(source, config, options, adapters=True)
-    attach(again, config, LORA, seed=SEED + 1)
+    attach_adapters(again, config, LORA, seed=SEED + 1)
     for tensor in trained(again).values():
         tensor.data.fill_(torch.nan)
     load_adapter(again.chunks, config, again.lora, adapter)

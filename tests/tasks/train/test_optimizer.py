@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from megaswift.bridge.lora.attach import attach
+from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.options import ParallelOptions
@@ -117,7 +117,7 @@ def adapted(**flags):
     options = SftOptions(**ADAPTED | RATES | flags)
     config = tiny.config("qwen2").to_dict()
     model = build_model(config, options, torch.float32, adapters=True)
-    attach(model, config, LoraSettings.of_options(options), seed=0)
+    attach_adapters(model, config, LoraSettings.of_options(options), seed=0)
     chunks = wrap_for_data_parallelism(model, options)
     return options, model, chunks, build_optimizer(model, chunks, options, options)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megaswift.bridge.checkpoint.shard_regions import Box, fill, regions_of_run
+from megaswift.bridge.checkpoint.shard_regions import ShardRegion, load_regions, regions_of_run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -236,13 +236,13 @@ def test_what_no_file_has_is_named(tmp_path):
     save_file({"t@0,0": tensor[:2, :3].contiguous(), "t@0,3": tensor[:2, 3:].contiguous()}, tmp_path / "a.safetensors")
     save_file({"t@2,0": tensor[2:].clone(), "other": tensor}, tmp_path / "b.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    box = Box("t", (range(1, 4), range(1, 4)), torch.zeros(3, 3), first=True)
-    fill([box], files)
+    box = ShardRegion("t", (range(1, 4), range(1, 4)), torch.zeros(3, 3), first=True)
+    load_regions([box], files)
     assert torch.equal(box.values, tensor[1:, 1:])
     with pytest.raises(ValueError, match="6 of 9 elements of t are in no file"):
-        fill([box], files[:1])
+        load_regions([box], files[:1])
     with pytest.raises(ValueError, match="of u are in no file"):
-        fill([box._replace(name="u")], files)
+        load_regions([box._replace(name="u")], files)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 1, 4), (2, 3, 2, 3)])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megaswift.bridge.checkpoint import shard_regions
 from megaswift.bridge.checkpoint.adapter_files import save_adapter
 from megaswift.bridge.checkpoint.hub import read_config
-from megaswift.bridge.checkpoint.safetensors_io import Form, write_shard
+from megaswift.bridge.checkpoint.safetensors_io import TensorSpec, write_shard
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.train import train_state
@@ -70,7 +70,7 @@ def save(training: Training, config: dict, source: Path, folder: Path) -> None:
             dtype = model.config.params_dtype
             save_weights(model.chunks, config, source, folder / "weights", dtype=dtype, max_shard_bytes=200_000)
     tensors = train_state.rank_tensors(training, config, optimizer=True, rng=True)
-    forms = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    forms = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_shard(folder / "state" / train_state.rank_file(dist.get_rank()), forms, tensors.items())
     if dist.get_rank() == 0:
         (folder / "numbers.json").write_text(json.dumps(train_state.optimizer_numbers(training)))
