@@ -78,7 +78,7 @@ def tensors(entries: dict[ParamKey, MappingEntry], about: Architecture) -> dict[
         if key.name not in shapes:
             whole = sizes(key.name, about)
             shapes[key.name] = list(entry.hf_shapes(whole, entry.spans(whole, 1, about)).values())
-        found |= {name: entry.stored(shape) for name, shape in zip(entry.hf, shapes[key.name], strict=True)}
+        found |= {name: entry.stored_shape(shape) for name, shape in zip(entry.hf, shapes[key.name], strict=True)}
     return found
 
 

@@ -90,7 +90,7 @@ def test_each_document_turns_by_the_factors_for_its_length(cp_size):
                 cp_rank=rank,
                 cp_size=cp_size,
             )
-            torch.testing.assert_close(documents.turns[0].cos[:, 0, 0], expected[here])
+            torch.testing.assert_close(documents.rotary[0].cos[:, 0, 0], expected[here])
 
 
 def test_sinks_by_a_flash_kernel_and_with_every_score_in_memory():
