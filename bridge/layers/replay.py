@@ -69,7 +69,7 @@ class ReplayedRouter(Protocol):
     """A router that replays choices: layers/router.py."""
 
     config: TransformerConfig
-    weight: Tensor
+    weight: nn.Parameter
     training: bool
     replay: Replay
 

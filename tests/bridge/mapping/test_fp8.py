@@ -56,7 +56,7 @@ def test_megatron_core_is_told_of_layers_in_bf16_and_weights_in_fp8():
     [
         (torch.float32, True, "needs weights in bf16. Set --torch_dtype bfloat16"),
         (torch.float16, True, "needs weights in bf16. Set --torch_dtype bfloat16"),
-        (torch.bfloat16, False, "needs a GPU and Transformer Engine's layers: pip install"),
+        (torch.bfloat16, False, "needs a GPU and Transformer Engine's layers. Run pip install"),
     ],
 )
 def test_what_cannot_compute_in_fp8_says_so(dtype, engine, message):
