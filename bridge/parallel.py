@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -44,6 +45,17 @@ def initialize(options: ParallelOptions, *, seed: int) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _initialize_groups(options)
     seed_ranks(options, seed)
+
+
+def current_groups() -> ProcessGroupCollection:
+    """Return megatron-core's process groups as they are now: the run's, or those of the layout that is entered."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def destroy() -> None:
+    """End all process groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _open_store(timeout: timedelta) -> tuple[Any, int, int]:

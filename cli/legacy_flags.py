@@ -21,6 +21,8 @@ RENAMED = {
     "manual_gc_interval": "manual_gc_steps",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "max_logprob_gap": "max_sampling_logp_difference",
+    "wait_for_server": "server_reconnect_timeout",
 }
 
 # older name that said the opposite -> today's

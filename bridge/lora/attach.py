@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..mapping.local_params import by_key, collect_params, shard_group, shard_position
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
-from ..model.build import DTYPES, Model, enable_grads_through_frozen
+from ..model.build import DTYPES, enable_grads_through_frozen
 from ..model.chunk_mapping import map_chunks
+from ..model.model import Model
 from ..model.score_head import seeded_generator
 from .adapter_mapping import ROUTER, WORDS, AdapterPlan, plan_adapters
 from .disable_adapter import AdapterSwitch

@@ -28,7 +28,7 @@ ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 OF_SERVERS = (
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "vllm_server_api_key", "vllm_server_timeout",
-    "wait_for_server",
+    "server_reconnect_timeout",
 )  # fmt: skip
 IN_THE_PROCESS = (
     "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager",
@@ -109,7 +109,9 @@ def _engine(options: Any, sources: Mapping[str, str]) -> None:
     given = _typed(OF_SERVERS, sources)
     _patience(options, given)
     if getattr(options, "teacher_model_server", None):
-        given = [name for name in given if name not in ("vllm_server_timeout", "wait_for_server")]  # of it as well
+        given = [
+            name for name in given if name not in ("vllm_server_timeout", "server_reconnect_timeout")
+        ]  # of it as well
     addressed = bool(options.vllm_server_host or options.vllm_server_base_url) and options.use_vllm is not False
     served = options.vllm_mode == "server" or (options.vllm_mode is None and addressed)
     if given and not served:
@@ -176,7 +178,7 @@ def _flag(name: str, options: Any) -> str:
 
 def _patience(options: Any, given: list[str]) -> None:
     """Ranks that wait for the one that waits for a server have waited for too long then."""
-    for name in ("vllm_server_timeout", "wait_for_server"):
+    for name in ("vllm_server_timeout", "server_reconnect_timeout"):
         seconds, most = getattr(options, name), options.ddp_timeout
         if name in given and seconds >= most:
             raise UsageError(

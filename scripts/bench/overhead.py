@@ -23,7 +23,7 @@ from megaswift.bridge.model.build import build_model
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from megaswift.tasks.train.step import Training, sft_loss, train_step
+from megaswift.tasks.train.step import TrainState, sft_loss, train_step
 from megaswift.templates.batching.collator import Batch, BatchLayout
 from rows import QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,7 +48,7 @@ def ours() -> Step:
     chunks = wrap_for_data_parallelism(model, options)
     optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, 1000)
-    training = Training(model, chunks, optimizer, schedule, options.clip_grad)
+    training = TrainState(model, chunks, optimizer, schedule, options.clip_grad)
     made = batches()
     return lambda step: train_step(training, made, sft_loss, step)
 

@@ -33,7 +33,8 @@ from ...bridge.checkpoint.save import save_weights
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
 from ...bridge.lora.settings import LoraSettings
-from ...bridge.model.build import Model, build_model
+from ...bridge.model.build import build_model
+from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head
 from ...bridge.options import BuildOptions
 from ...bridge.parallel import barrier, initialize

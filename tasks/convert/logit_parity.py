@@ -14,17 +14,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ...bridge import runtime
 from ...bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ...bridge.families import family_of
 from ...bridge.mapping.local_params import collect_params
 from ...bridge.mapping.param_mapping import expand_mappings
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
+from ...bridge.model.outputs import Logits
 from ...templates.batching.collator import BatchLayout
 from ..distributed.collectives import on_first_rank
 from ..train.step import run_schedule
@@ -138,7 +137,7 @@ def _run_ours(
     hf_config: dict[str, Any], build: Build, documents: list[list[int]], computed: torch.dtype, dtype: torch.dtype
 ) -> _Run | None:
     """Our model on the texts, packed, with weights of `dtype` and computing in `computed`; the result on rank 0."""
-    model = _LogitsModel(**vars(build(computed)))
+    model = build(computed)
     split = model.config.sequence_parallel
     round_weights(model, hf_config, dtype)
     batch = BatchLayout(
@@ -166,32 +165,21 @@ def _run_ours(
             chunk.eval()
             for layer in cast(Any, chunk.decoder.layers):
                 hooks.enter_context(_kept(layer, found["hidden"], layer.layer_number - 1, some))
-        run_schedule(model, model.chunks, [batch], keep, forward_only=True)  # pyright: ignore[reportArgumentType]
-    first_copy = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+        run_schedule(
+            model,
+            model.chunks,  # pyright: ignore[reportArgumentType]
+            [batch],
+            keep,
+            forward_only=True,
+            output=lambda batch: Logits(),
+        )
+    first_copy = model.groups.dp.rank() == 0 and model.groups.tp.rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(found if first_copy else {}, everyone if dist.get_rank() == 0 else None)
     if dist.get_rank():
         return None
     logits = next(one["logits"] for one in everyone if "logits" in one)
     return _Run(logits, {layer: states for one in everyone for layer, states in one.get("hidden", {}).items()})
-
-
-class _LogitsModel(Model):
-    """A model whose last stage gives logits [rows, length, vocab_size] in the place of log-probabilities."""
-
-    def _label_log_probs(
-        self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, labels: Tensor, **_: Any
-    ) -> Tensor:
-        """hidden_states [length (/ TP under sequence parallelism), rows, hidden_size]"""
-        group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-        weight = output_layer.weight if output_weight is None else output_weight
-        assert isinstance(weight, Tensor)
-        mine = (hidden_states.transpose(0, 1) @ weight.t()).float() / self.architecture.logits_scale
-        shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, mine.contiguous(), group=group)
-        return torch.cat(shards, -1)[..., : self.architecture.vocab_size]
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
 """`megatron rlhf --rlhf_type gkd`: a student learns a teacher's distributions (https://arxiv.org/abs/2306.13649).
 
-The loop is `Gkd.steps`: prompts; for a share of the steps, --lmbda, what the student writes itself, else the data's
-answers or (--seq_kd) the teacher's. How far student and teacher are apart on it, tasks/distillation/teacher.py says.
+`Gkd.train` is the whole loop. A share --lmbda of the steps is on completions of the student; the others are on the
+data's answers or, with --seq_kd, on the teacher's completions.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
@@ -23,17 +23,17 @@ from ..distributed.collectives import on_every_rank
 from ..losses.distillation import distillation_loss
 from ..options import GkdOptions
 from ..rl.episode import Episode, as_bytes, from_bytes
-from ..rl.rollout_metrics import RolloutLog
-from ..rl.sampler import Generation
+from ..rl.rollout_metrics import RolloutMetrics
+from ..rl.sampler import Sampler
 from ..rollout.engine_group import Rollout
 from ..rollout.eos import end_tokens
 from ..rollout.factory import ModelRollout, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
 from ..run.context import Run, episode_plan
-from ..train.objective import Objective, forward_flops, grouping_of, means, nothing
+from ..train.evaluation import evaluate_on
+from ..train.objective import Objective, StepRunner, forward_flops, grouping_of, means, no_flops
 from ..train.setup import train
-from ..train.step import Training
-from ..train.trainer import evaluate_on
+from ..train.step import TrainState
 from .teacher import Teacher
 
 
@@ -50,7 +50,7 @@ def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tup
 
 
 class Gkd:
-    """Where the steps of a run come from, and their loss."""
+    """The loop, its state between steps, and the loss."""
 
     def __init__(self, run: Run, model: Model, prompts: Prompts):
         options = run.options
@@ -60,84 +60,89 @@ class Gkd:
         self.teacher = Teacher(run, model, options, self.plan)
         self.notes = [f"teacher: {self.teacher.name}{self.teacher.place}"]
         self.student: ModelRollout | None = None
-        self.writers: dict[str, Generation] = {}  # who may write completions
+        self.samplers: dict[str, Sampler] = {}  # of who may generate: student, teacher
         if options.lmbda > 0:
             self.student = open_rollout(run, model, options)
             ends = end_tokens(run.model_folder, run.tokenizer)
-            self.writers["student"] = Generation(
+            self.samplers["student"] = Sampler(
                 self.student, options, options.seed, ends=ends, vocab_size=model.architecture.vocab_size
             )
             self.notes.append(self.student.note)
         # A teacher ends as it has learned to, by the tokens that its own folder names.
         if options.seq_kd and self.teacher.server:
             reader = self.teacher.server.reader if dist.get_rank() == 0 else None
-            self.writers["teacher"] = Generation(
+            self.samplers["teacher"] = Sampler(
                 Rollout(reader, None), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
             )
         elif options.seq_kd:
             # Whatever generates for the student: a server has its weights, and no others.
             engine = on_every_rank(lambda: TransformersEngine(self.teacher.folder, dtype=run.dtype))
             engine.sleep()
-            self.writers["teacher"] = Generation(
+            self.samplers["teacher"] = Sampler(
                 Rollout(engine, 1), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
             )
             self.notes.append("the teacher's completions: transformers, a copy of it in each process")
         self.sequences = Sequences([], [], [])  # of the micro batches that were made last
         self.done = 0  # steps
-        self.log = RolloutLog()
+        self.metrics = RolloutMetrics()
         self.objective = Objective(
             self.loss,
             ["loss", "jsd", *(["nll_loss", "given"] if options.sft_alpha else [])],
-            forward=lambda model, chunk, batch, scored: self.teacher.compare(
-                model, chunk, batch, scored, likelihood=self.with_likelihood(batch)
-            ),
+            output=lambda batch: self.teacher.compare(batch, likelihood=self.with_likelihood(batch)),
             prepare=self.prepare,
             means=_means,
-            more_flops=partial(forward_flops, self.teacher.flops) if self.teacher.flops else nothing,
-            source=self,
+            extra_flops=partial(forward_flops, self.teacher.flops, model.groups) if self.teacher.flops else no_flops,
+            loop=self,
         )
 
-    def steps(self, training: Training, most: int) -> Iterator[list[Batch]]:
-        """This rank's micro batches of one step after the other, of so many."""
-        for _ in range(most):
+    def train(self, trainer: StepRunner) -> None:
+        """Run the loop, in the order in which things happen."""
+        for _ in trainer.steps():
             prompts = self.prompts.next_batch(self.options.global_batch_size)
-            own = np.random.default_rng([self.options.seed, self.done]).random() < self.options.lmbda
+            is_on_policy = np.random.default_rng([self.options.seed, self.done]).random() < self.options.lmbda
             self.done += 1
-            if own and self.student:
+            if is_on_policy and self.student:
                 with self.student.awake():
-                    with self.log.timed("sync"):
-                        self.log.synced(self.student.take_weights(training))
-                    documents = self.written("student", prompts)
+                    with self._phase(trainer, "update_weights"):
+                        self.metrics.add_weight_sync(self.student.update_weights(trainer.state))
+                    documents = self.generate(trainer, "student", prompts)
             elif self.options.seq_kd:
-                self.writers["teacher"].rollout.wake()
-                documents = self.written("teacher", prompts)
-                self.writers["teacher"].rollout.sleep()
+                self.samplers["teacher"].rollout.wake()
+                documents = self.generate(trainer, "teacher", prompts)
+                self.samplers["teacher"].rollout.sleep()
             else:
                 documents = [prompt.reference_document for prompt in prompts if prompt.reference_document]
-            self.log.mean("on_policy", [own])
-            self.log.step()
-            yield self.batches(documents, given=not own)
+            self.metrics.mean("gkd/on_policy_fraction", [is_on_policy])
+            self.metrics.count_step()
+            with trainer.phase("data"):
+                batches = self.batches(documents, off_policy=not is_on_policy)
+            with self._phase(trainer, "teacher"):
+                batches = self.teacher.annotate(batches, self.sequences)
+            trainer.step(batches)
 
-    def written(self, by: str, prompts: list[Prompt]) -> list[Document]:
-        """The prompts with completions, of which all tokens are trained on."""
-        with self.log.timed("generate"):
-            found = self.writers[by](prompts)
-        episodes = [
-            Episode.of(prompt, n, each, "") for n, (prompt, each) in enumerate(zip(prompts, found, strict=True))
-        ]
-        self.log.lengths(episodes)
-        return [(episode.tokens, episode.trained) for episode in episodes]
+    @contextmanager
+    def _phase(self, trainer: StepRunner, name: str) -> Iterator[None]:
+        """Name a part of the loop, for the watchdog, the profiler and the log (`timing_s/{name}`)."""
+        with trainer.phase(name), self.metrics.timed(name):
+            yield
 
-    def batches(self, documents: list[Document], *, given: bool) -> list[Batch]:
-        """`given`: somebody else than the student has written them, which their label tells the loss."""
+    def generate(self, trainer: StepRunner, writer: str, prompts: list[Prompt]) -> list[Document]:
+        """Return the prompts with completions by the student or the teacher, whose tokens are all trained on."""
+        with self._phase(trainer, "gen"):
+            completions = self.samplers[writer](prompts)
+        rows = enumerate(zip(prompts, completions, strict=True))
+        episodes = [Episode.from_completion(prompt, n, done, "") for n, (prompt, done) in rows]
+        self.metrics.lengths(episodes)
+        return [(episode.tokens, episode.loss_mask) for episode in episodes]
+
+    def batches(self, documents: list[Document], *, off_policy: bool) -> list[Batch]:
+        """Return micro batches of the documents. off_policy: not the student's, which their label tells the loss."""
         tokens, weights = ([document[part] for document in documents] for part in range(2))
-        self.sequences = Sequences(tokens, weights, [float(given)] * len(documents))
+        self.sequences = Sequences(tokens, weights, [float(off_policy)] * len(documents))
         return self.plan.batches(self.sequences)
 
-    def prepare(self, training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        """With what the teacher makes of them."""
-        with nullcontext() if evaluates else self.log.timed("teacher"):
-            return self.teacher.looks(batches, self.sequences)
+    def prepare(self, state: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
+        return self.teacher.annotate(batches, self.sequences) if evaluates else batches
 
     def with_likelihood(self, batch: Batch) -> bool:
         return self.options.sft_alpha > 0 and bool(grouping_of(batch).labels.any())
@@ -146,49 +151,47 @@ class Gkd:
         """`output`: as `Teacher.compare` gives it."""
         weights, tokens, alpha = batch.loss_weights, batch.loss_tokens, self.options.sft_alpha
         if self.with_likelihood(batch):
-            loss, found = distillation_loss(output[0], weights, tokens, log_probs=output[1], sft_alpha=alpha)
-            return loss, found | {"given": weights.sum() / max(tokens, 1.0)}
-        loss, found = distillation_loss(output, weights, tokens)
-        return loss, found | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
+            loss, metrics = distillation_loss(output[0], weights, tokens, log_probs=output[1], sft_alpha=alpha)
+            return loss, metrics | {"given": weights.sum() / max(tokens, 1.0)}
+        loss, metrics = distillation_loss(output, weights, tokens)
+        return loss, metrics | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
 
-    def evaluate(self, training: Training, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """The same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
-        each = (
-            [p.reference_document for p in prompts if p.reference_document]
-            for prompts in val.once(self.options.global_batch_size)
-        )
-        steps = (self.batches(documents, given=True) for documents in each if documents)
-        return evaluate_on(training, islice(steps, most if most >= 0 else None), self.objective, tick)
+        prompt_batches = val.once(self.options.global_batch_size)
+        answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
+        steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
+        return evaluate_on(state, islice(steps, most if most >= 0 else None), self.objective, tick)
 
-    def metrics(self) -> dict[str, float]:
-        """What of the steps since the last line of the log is to be in it."""
-        return self.log.take()
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last line of the log."""
+        return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run needs besides to go on from here."""
-        asked = {by: writer.asked for by, writer in self.writers.items()}
-        return {"rollout/numbers": as_bytes({"done": self.done, "asked": asked, "log": self.log.state()})}
+        """Return what a checkpoint needs of the loop."""
+        drawn = {by: sampler.drawn for by, sampler in self.samplers.items()}
+        return {"rollout/numbers": as_bytes({"done": self.done, "asked": drawn, "log": self.metrics.state()})}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Resume from what `tensors` returned."""
         numbers = from_bytes(tensors["rollout/numbers"])
         self.done = numbers["done"]
-        self.log.load(numbers["log"])
-        for by, writer in self.writers.items():
-            writer.asked = numbers["asked"].get(by, 0)
+        self.metrics.load(numbers["log"])
+        for by, sampler in self.samplers.items():
+            sampler.drawn = numbers["asked"].get(by, 0)
 
     def close(self) -> None:
-        for writer in self.writers.values():
-            writer.rollout.close()
+        for sampler in self.samplers.values():
+            sampler.rollout.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.student is not None:
-            self.student.let_go()
+            self.student.release()
 
 
 def _means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """The answers' own loss: over the tokens that have one, where there were some."""
-    found = means(sums, weight)
-    given = found.pop("given", 0.0)
-    nll = found.pop("nll_loss", 0.0)
-    return found | ({"nll_loss": nll / given} if given else {})
+    """Return means; the answers' own loss is over the off-policy tokens, where there are any."""
+    values = means(sums, weight)
+    off_policy = values.pop("given", 0.0)
+    nll = values.pop("nll_loss", 0.0)
+    return values | ({"nll_loss": nll / off_policy} if off_policy else {})

@@ -28,7 +28,7 @@ class Served:
                 url,
                 api_key=options.teacher_model_server_api_key,
                 timeout=options.vllm_server_timeout,
-                wait=options.wait_for_server,
+                wait=options.server_reconnect_timeout,
             )
 
         self.reader = on_every_rank(connect, patient_group())
@@ -39,19 +39,19 @@ class Served:
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         """Places are asked for where the label behind them is trained on."""
         rank, world, starts = dist.get_rank(), dist.get_world_size(), starts_of(sequences)
-        places = [np.flatnonzero(weights[1:]) for weights in sequences.weights]
+        positions = [np.flatnonzero(weights[1:]) for weights in sequences.weights]
         have = [
-            np.concatenate([starts[n] + places[n] for n in range(r, len(places), world)] or [starts[:0]])
+            np.concatenate([starts[n] + positions[n] for n in range(r, len(positions), world)] or [starts[:0]])
             for r in range(world)
         ]
-        own = [n for n in range(rank, len(places), world) if len(places[n])]
-        found = on_every_rank(
+        assigned = [n for n in range(rank, len(positions), world) if len(positions[n])]
+        scores = on_every_rank(
             lambda: self.reader.top_log_probs(
-                [sequences.tokens[n] for n in own], [places[n] for n in own], self.top, self.vocab_size
+                [sequences.tokens[n] for n in assigned], [positions[n] for n in assigned], self.top, self.vocab_size
             ),
             patient_group(),
         )
         # fp32 has every whole number below 2^24, so any token.
-        rows = [np.concatenate([each.log_probs, each.tokens.astype(np.float32)], 1) for each in found]
-        whole = np.concatenate([np.empty((0, 2 * self.top), np.float32), *rows])
-        return have, torch.from_numpy(whole).to(runtime.device())
+        rows = [np.concatenate([each.log_probs, each.tokens.astype(np.float32)], 1) for each in scores]
+        values = np.concatenate([np.empty((0, 2 * self.top), np.float32), *rows])
+        return have, torch.from_numpy(values).to(runtime.device())

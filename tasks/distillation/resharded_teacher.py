@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...bridge.parallel import ProcessGroups
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
@@ -27,7 +27,7 @@ from ..run.context import Run, episode_plan
 
 
 class Sight(Protocol):
-    """What a teacher makes of a step's trained tokens."""
+    """Teacher outputs for a step's trained tokens."""
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         """(labels of each rank: see `BatchPlan.label_ids`, this rank's numbers of its own [labels, numbers of each])
@@ -47,20 +47,20 @@ class Elsewhere:
         self._spread = Spread(plan, split=student.config.sequence_parallel and not top)
 
     def of(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
-        """What `Teacher.looks` knows of each of this rank's micro batches; nothing but on the last pipeline stage."""
+        """Return the values of TeacherExtras for each of this rank's micro batches, on the last pipeline stage."""
         want = self._spread(sequences)
         have, values = self._sight(sequences)
         values = exchanged(have, [together(of_rank) for of_rank in want], values)
-        found, at = [], 0
+        outputs, start = [], 0
         for numbers in want[dist.get_rank()]:
-            wanted = torch.from_numpy(numbers >= 0).to(values.device)
+            mask = torch.from_numpy(numbers >= 0).to(values.device)
             count = int((numbers >= 0).sum())
-            whole = values.new_zeros(len(numbers), values.shape[1])
-            whole[wanted] = values[at : at + count]
-            at += count
+            rows = values.new_zeros(len(numbers), values.shape[1])
+            rows[mask] = values[start : start + count]
+            start += count
             # [2, 1, local length, top], or as a model has hidden states: [local length, 1, hidden size]
-            found.append(whole.unflatten(1, (2, 1, -1)).movedim(0, 2) if self._top else whole.unsqueeze(1))
-        return found
+            outputs.append(rows.unflatten(1, (2, 1, -1)).movedim(0, 2) if self._top else rows.unsqueeze(1))
+        return outputs
 
 
 class Apart:
@@ -87,10 +87,10 @@ class Apart:
         have = self._spread(sequences)
         with self.entered():
             seen = self._see(self._spread.batches(sequences))
-        config, own = self._model.config, have[dist.get_rank()]
+        config, placement = self._model.config, have[dist.get_rank()]
         dtype, width = (torch.float32, 2 * self._top) if self._top else (config.params_dtype, config.hidden_size)
         rows = [torch.empty(0, width, dtype=dtype, device=runtime.device())]
-        for numbers, values in zip(own, seen if own else [], strict=True):
+        for numbers, values in zip(placement, seen if placement else [], strict=True):
             flat = values.squeeze(1).movedim(0, 1).flatten(1) if self._top else values.squeeze(1)
             rows.append(flat[torch.from_numpy(numbers >= 0).to(flat.device)].to(dtype))
         return [together(of_rank) for of_rank in have], torch.cat(rows)
@@ -98,24 +98,23 @@ class Apart:
     def matrix_for(self, student: Model) -> Tensor | None:
         """Its output matrix, as many rows of it on each rank as the student's has there, those beyond its end 0; on
         the student's last pipeline stage. Called in the student's process groups."""
-        with self.entered():
-            held = self._model.output_matrix().detach() if parallel_state.is_pipeline_last_stage() else None
-            first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            tensor = parallel_state.get_tensor_model_parallel_rank()
-            have = np.arange(len(held)) + tensor * len(held) if held is not None and first_copy else np.arange(0)
-            total = len(held) * self._model.config.tensor_model_parallel_size if held is not None else 0
-        wants, rows = parallel_state.is_pipeline_last_stage(), 0
+        groups = self._model.groups
+        held = self._model.output_matrix().detach() if is_pp_last_stage(groups.pp) else None
+        first_copy = groups.dp_cp.rank() == 0
+        have = np.arange(len(held)) + groups.tp.rank() * len(held) if held is not None and first_copy else np.arange(0)
+        total = len(held) * groups.tp.size() if held is not None else 0
+        wants, rows = is_pp_last_stage(student.groups.pp), 0
         if wants:
             rows = len(student.output_matrix())
-        everyone: list[Any] = [None] * dist.get_world_size()
-        first = rows * parallel_state.get_tensor_model_parallel_rank()
-        dist.all_gather_object(everyone, (have, total, first, rows))
-        end = max(total for _, total, _, _ in everyone)
-        want = [np.arange(min(first, end), min(first + rows, end)) for _, _, first, rows in everyone]
+        ranks: list[Any] = [None] * dist.get_world_size()
+        first = rows * student.groups.tp.rank()
+        dist.all_gather_object(ranks, (have, total, first, rows))
+        end = max(total for _, total, _, _ in ranks)
+        want = [np.arange(min(first, end), min(first + rows, end)) for _, _, first, rows in ranks]
         config = self._model.config
         if held is None or not first_copy:
             held = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=runtime.device())
-        found = exchanged([have for have, _, _, _ in everyone], want, held)
+        matrix = exchanged([have for have, _, _, _ in ranks], want, held)
         if not wants:
             return None
-        return torch.cat((found, found.new_zeros(rows - len(found), found.shape[1])))
+        return torch.cat((matrix, matrix.new_zeros(rows - len(matrix), matrix.shape[1])))

@@ -8,28 +8,37 @@ server, finds them elsewhere: resharded_teacher.py has them brought to the stude
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.divergence import divergence, reshard_rows, top_divergence, top_log_probs
 from ...bridge.layers.logprobs import label_log_probs
-from ...bridge.model.build import Model, OfHiddenStates
+from ...bridge.model.model import Model
+from ...bridge.model.outputs import HiddenStates
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ..observability.flops import Flops
 from ..options import GkdOptions
-from ..reference.frozen_model import build_frozen, offloaded, passed
+from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
 from ..run.planning import Layout, teacher_layout
+from ..train.objective import extras_of
 from .remote_teacher import Served
 from .resharded_teacher import Apart, Elsewhere
+
+
+@dataclass(frozen=True)
+class TeacherExtras:
+    """Teacher outputs for a micro batch, on the last pipeline stage."""
+
+    values: Tensor  # hidden states before its output layer; or fp32 [2, 1, local length, top] log-probabilities, tokens
 
 
 class Teacher:
@@ -55,14 +64,14 @@ class Teacher:
         self._groups = Apart(run, apart) if apart else None
         with self._groups.entered() if self._groups else nullcontext():
             self._build(replace(run, options=apart or options), options)
-        theirs = self.model.architecture
-        self.vocab_size, self.scale = min(self.vocab_size, theirs.vocab_size), theirs.logits_scale
+        architecture = self.model.architecture
+        self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
         if self.top and self.top > self.vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: there are {self.vocab_size} tokens. Give fewer")
         if self._groups is None:
-            if parallel_state.is_pipeline_last_stage() and not self.top:
-                rows, group = len(student.output_matrix()), parallel_state.get_tensor_model_parallel_group()
+            if is_pp_last_stage(student.groups.pp) and not self.top:
+                rows, group = len(student.output_matrix()), student.groups.tp
                 self.weight = reshard_rows(self.model.output_matrix(), rows, group)
         else:
             self._groups.begin(self.model, self._pass, top=self.top)
@@ -77,29 +86,24 @@ class Teacher:
         source = {"model": options.teacher_model or "", "mcore_model": options.mcore_teacher_model}
         self.model, self.folder = build_frozen(run, source, f"{flag} {self.name}", [])
 
-    def looks(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:
-        """The micro batches with what the teacher makes of each, as `known["teacher"]`: hidden states as the output
-        layer is given them, or fp32 [2, 1, local length, top] log-probabilities and tokens. `sequences`: the step's,
-        of all ranks."""
-        found = self.elsewhere.of(batches, sequences) if self.elsewhere else self._pass(batches)
-        if not found:  # the last pipeline stage has it
+    def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:
+        """Return the micro batches with TeacherExtras. sequences: the step's, of all ranks."""
+        outputs = self.elsewhere.of(batches, sequences) if self.elsewhere else self._pass(batches)
+        if not outputs:  # the last pipeline stage has it
             return batches
-        return [replace(b, known=b.known | {"teacher": seen}) for b, seen in zip(batches, found, strict=True)]
+        return [replace(b, extras=TeacherExtras(values)) for b, values in zip(batches, outputs, strict=True)]
 
     def _pass(self, batches: list[Batch]) -> list[Tensor]:
         """Its own passes over micro batches of its own layout."""
+        output = HiddenStates(self._likeliest if self.top else _as_they_are)
         with self.there():
-            return passed(self.model, self.model.chunks, batches, lambda batch, values: values, self._forward)
+            return forward_only(self.model, self.model.chunks, batches, lambda batch: output)
 
-    def compare(
-        self, model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None, *, likelihood: bool
-    ) -> Tensor:
-        """The student's divergence from the teacher at each token, fp32 [1, local length], 0 where it is not scored;
-        with `likelihood` [2, 1, local length], then the log-probabilities of the labels."""
-        return _through(model, chunk, batch, scored, partial(self._compared, batch, likelihood=likelihood))
-
-    def _forward(self, model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
-        return _through(model, chunk, batch, scored, self._likeliest if self.top else _as_they_are)
+    def compare(self, batch: Batch, *, likelihood: bool) -> HiddenStates:
+        """Return the output that computes the student's divergence from the teacher at each token: fp32 [1, local
+        length], 0 where it is not scored; with `likelihood` [2, 1, local length], the second the log-probabilities of
+        the labels."""
+        return HiddenStates(partial(self._compared, batch, likelihood=likelihood))
 
     def _likeliest(self, hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
         # fp32 has every whole number below 2^24, so any token.
@@ -109,36 +113,24 @@ class Teacher:
 
     def _compared(self, batch: Batch, hidden: Tensor, weight: Tensor, *, likelihood: bool, **how: Any) -> Tensor:
         how |= {"accumulate": self.accumulate}
-        alike: dict[str, Any] = how | {"vocab_size": self.vocab_size, "beta": self.beta}
-        own, theirs = self.own_scale * self.temperature, self.scale * self.temperature
+        settings: dict[str, Any] = how | {"vocab_size": self.vocab_size, "beta": self.beta}
+        student_scale, teacher_scale = self.own_scale * self.temperature, self.scale * self.temperature
         if self.top:
-            log_probs, tokens = batch.known["teacher"]
-            alike |= {"temperatures": (own, self.temperature)}
-            found = top_divergence(hidden, weight, log_probs, tokens.long(), **alike)
+            log_probs, tokens = extras_of(batch, TeacherExtras).values
+            settings |= {"temperatures": (student_scale, self.temperature)}
+            divergences = top_divergence(hidden, weight, log_probs, tokens.long(), **settings)
         else:
             assert self.weight is not None
-            alike |= {"temperatures": (own, theirs)}
-            found = divergence(hidden, weight, batch.known["teacher"], self.weight, **alike)
+            settings |= {"temperatures": (student_scale, teacher_scale)}
+            divergences = divergence(hidden, weight, extras_of(batch, TeacherExtras).values, self.weight, **settings)
         if not likelihood:
-            return found
+            return divergences
         vocab_size = self.student.architecture.vocab_size
         log_probs = label_log_probs(
             hidden, weight, batch.labels, vocab_size=vocab_size, temperature=self.own_scale, **how
         )
-        return torch.stack((found, log_probs))
+        return torch.stack((divergences, log_probs))
 
 
 def _as_they_are(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
     return hidden
-
-
-def _through(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None, make: OfHiddenStates) -> Tensor:
-    return model.of_hidden_states(
-        chunk,
-        tokens=batch.tokens,
-        position_ids=batch.position_ids,
-        cu_seqlens=batch.cu_seqlens,
-        max_seqlen=batch.max_seqlen,
-        make=make,
-        scored=scored,
-    )

@@ -13,10 +13,10 @@ def multi_hot(labels: Tensor, num_labels: int) -> Tensor:
 
     Raises ValueError for a number that is no class.
     """
-    given = ~labels.isnan()
-    numbers = _class_numbers(torch.where(given, labels, 0.0), num_labels)
+    present = ~labels.isnan()
+    numbers = _class_numbers(torch.where(present, labels, 0.0), num_labels)
     hot = torch.zeros(len(labels), num_labels + 1, device=labels.device)  # the last column takes what is missing
-    return hot.scatter(1, torch.where(given, numbers, num_labels), 1.0)[:, :num_labels]
+    return hot.scatter(1, torch.where(present, numbers, num_labels), 1.0)[:, :num_labels]
 
 
 def class_numbers(labels: Tensor, num_labels: int) -> Tensor:
@@ -42,7 +42,7 @@ def _class_numbers(labels: Tensor, num_labels: int) -> Tensor:
 
 
 def classification_losses(scores: Tensor, labels: Tensor, problem_type: str) -> Tensor:
-    """Of each sample, as transformers' ForSequenceClassificationLoss has them: [samples].
+    """Return each sample's loss as transformers' ForSequenceClassificationLoss: [samples].
 
     scores [samples, outputs]; labels by `problem_type`: single_label_classification [samples] (`class_numbers`),
     multi_label_classification [samples, outputs] (`multi_hot`), regression [samples, outputs].
@@ -82,12 +82,12 @@ def accuracy(scores: Tensor, labels: Tensor, problem_type: str) -> Tensor:
 
 
 def pointwise_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Of each document by itself: the cross entropy of "it answers the query" (1) or not (0): [documents] each."""
+    """Return each document's binary cross entropy of "it answers the query" (1) or not (0): [documents]."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
 
 
 def listwise_losses(scores: Tensor, samples: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of each sample: -log softmax of its first document's score, the positive, among its own documents: [samples].
+    """Return -log softmax of each sample's first document's score, the positive, among its documents: [samples].
 
     scores [documents]; samples [documents] int64: which sample each is of, those of one side by side. On the CPU, so
     that the device need not be waited for. ListNet's loss with one relevant document, https://doi.org/10.1145/1273496.1273513.
@@ -97,8 +97,8 @@ def listwise_losses(scores: Tensor, samples: Tensor, temperature: float = 1.0) -
     _, sizes = samples.unique_consecutive(return_counts=True)
     first = sizes.cumsum(0) - sizes
     group = torch.repeat_interleave(sizes)
-    place = torch.arange(len(samples), device=samples.device) - first[group]
+    column = torch.arange(len(samples), device=samples.device) - first[group]
     table = scores.new_full((len(sizes), int(sizes.max())), -torch.inf)
-    indices = (group.to(scores.device), place.to(scores.device))
+    indices = (group.to(scores.device), column.to(scores.device))
     table = table.index_put(indices, scores / temperature)
     return table.logsumexp(dim=1) - table[:, 0]

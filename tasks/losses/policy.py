@@ -26,7 +26,7 @@ SCALES = ("group", "batch", "none")
 
 @dataclass(frozen=True)
 class Policy:
-    """What `policy_losses` computes, by the flags' names."""
+    """Settings of `policy_losses`, by the flags' names."""
 
     loss_type: str = "grpo"  # of LOSS_TYPES
     epsilon: float = 0.2
@@ -47,7 +47,7 @@ class Policy:
 
 
 class Completions(NamedTuple):
-    """Which of a micro batch's tokens are trained, and whose they are."""
+    """Trained tokens of a micro batch, and the completions they belong to."""
 
     sample: Tensor  # [tokens] int64: of the micro batch's samples; any where the mask is 0
     mask: Tensor  # [tokens] fp32: loss weights, 0 on prompts and padding
@@ -56,7 +56,7 @@ class Completions(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Of the global batch: over all micro batches of all data-parallel ranks."""
+    """Counts of the global batch: over all micro batches of all data-parallel ranks."""
 
     samples: float
     tokens: float  # sum of the mask
@@ -65,7 +65,7 @@ class Totals(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Of each token, what is to be averaged: into the loss, and (without gradients) into metrics by TRL's names."""
+    """Values per token to be averaged: into the loss, and (without gradients) into metrics by TRL's names."""
 
     losses: Tensor  # [tokens]
     by_token: dict[str, Tensor]  # [tokens] each: the mean over tokens is logged
@@ -81,7 +81,7 @@ def spread(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor, groups: Tensor, *, estimator: str = "grpo", scale: str | None = None) -> Tensor:
-    """How much better each sample is than its group: [samples]. All samples of a generation batch, from every rank.
+    """Return the advantage of each sample over its group: [samples]. Takes all samples of a rollout batch.
 
     rewards [samples], fp64 or fp32; groups [samples] int64: samples of one prompt have the same number (of any).
     `estimator`: grpo (https://arxiv.org/abs/2402.03300) and reinforce_plus_plus (https://arxiv.org/abs/2501.03262, with
@@ -90,20 +90,22 @@ def advantages(rewards: Tensor, groups: Tensor, *, estimator: str = "grpo", scal
     batch, or nothing; of rewards, for reinforce_plus_plus of what is divided. None: as the estimator's paper has it.
     """
     count, mean = _of_groups(rewards, groups)
-    found = rewards - mean
+    centered = rewards - mean
     if estimator == "rloo":
-        found = found * count / (count - 1).clamp(min=1)
+        centered = centered * count / (count - 1).clamp(min=1)
     match scale or {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}[estimator]:
         case "group":
-            return found / (spread(found if estimator == "reinforce_plus_plus" else rewards, groups) + SMALLEST_SPREAD)
+            return centered / (
+                spread(centered if estimator == "reinforce_plus_plus" else rewards, groups) + SMALLEST_SPREAD
+            )
         case "batch":
-            measured = found if estimator == "reinforce_plus_plus" else rewards
-            return found / (spread(measured, torch.zeros_like(groups)) + SMALLEST_SPREAD)
-    return found
+            measured = centered if estimator == "reinforce_plus_plus" else rewards
+            return centered / (spread(measured, torch.zeros_like(groups)) + SMALLEST_SPREAD)
+    return centered
 
 
 def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each sample's group the number of samples and their mean: [samples] each."""
+    """Return the size and the mean reward of each sample's group: [samples] each."""
     count = _sums(torch.ones_like(values), groups)
     return count, _sums(values, groups) / count
 
@@ -115,7 +117,7 @@ def _sums(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def rollout_weights(policy: Policy, old: Tensor, sampled: Tensor, completions: Completions) -> Tensor:
-    """What tokens' losses are multiplied by since an engine, not the model itself, has sampled them: [tokens].
+    """Return the importance weights of tokens that an engine sampled, not the model itself: [tokens].
 
     old, sampled [tokens]: log-probabilities of the model at the time, and of the engine. The importance weight
     model / engine of a token, or of its whole sample, is cut off at the threshold (`truncate`, as
@@ -232,16 +234,16 @@ def normalised(
 
 @torch.no_grad()
 def clipped_shares(terms: Terms, completions: Completions) -> dict[str, Tensor]:
-    """Of each sample with a token, the share of its tokens that are clipped below and above: [samples] each, by the
+    """Return the share of each sample's tokens that are clipped below and above: [samples with a token] each, by the
     names clip_ratio/low and /high; of losses that do not clip nothing."""
-    counted, found = completions.counts > 0, {}
+    counted, shares = completions.counts > 0, {}
     for side in ("low", "high"):
         name = f"clip_ratio/{side}_mean"
         values = terms.by_token.get(name, terms.by_sample.get(name))
         if values is not None:
             sums = completions.by_sample(values * completions.mask)
-            found[f"clip_ratio/{side}"] = sums[counted] / completions.counts[counted]
-    return found
+            shares[f"clip_ratio/{side}"] = sums[counted] / completions.counts[counted]
+    return shares
 
 
 def _trained(values: Tensor, completions: Completions) -> Tensor:

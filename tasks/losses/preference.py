@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Dpo:
-    """Which losses `dpo_losses` adds up, by the flags' names."""
+    """Settings of `dpo_losses`, by the flags' names."""
 
     beta: float = 0.1
     loss_type: tuple[str, ...] = ("sigmoid",)
@@ -199,27 +199,27 @@ LOSS_TYPES = (*_DPO, "sft")
 
 
 def dpo_losses(pairs: Pairs, options: Dpo) -> Tensor:
-    """Of each pair, the sum over loss types of weight x loss: [pairs]. `sft` is of tokens, and 0 here.
+    """Return each pair's sum over loss types of weight x loss: [pairs]. `sft` is per token, and 0 here.
 
     The aot losses are of all pairs together: what they sort are these pairs, and only their sum means something.
     Label smoothing must be above 0 for exo_pair, below 0.5 for robust.
     """
-    found = _compared(pairs, options)
+    compared = _compared(pairs, options)
     total = torch.zeros_like(pairs.chosen)
     for name, weight in options.terms:
         if name != "sft":
-            total = total + weight * _DPO[name](found, options)
+            total = total + weight * _DPO[name](compared, options)
     return total
 
 
 def dpo_rewards(pairs: Pairs, options: Dpo) -> tuple[Tensor, Tensor]:
     """beta x log ratio of the chosen and of the rejected answers, [pairs] each, without gradients: for the log."""
-    found = _compared(pairs, options)
-    return options.beta * found.chosen_ratio.detach(), options.beta * found.rejected_ratio.detach()
+    compared = _compared(pairs, options)
+    return options.beta * compared.chosen_ratio.detach(), options.beta * compared.rejected_ratio.detach()
 
 
 def kto_kl(policy: Tensor, ref: Tensor) -> Tensor:
-    """What KTO estimates the KL divergence by, [samples] without gradients: log ratios of the mismatched answers.
+    """Return KTO's estimate of the KL divergence, [samples] without gradients: log ratios of mismatched answers.
 
     `kto_losses` takes their mean over the global batch, 0 where that is below 0.
     """

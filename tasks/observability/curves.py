@@ -10,8 +10,8 @@ import numpy as np
 Rows = Sequence[dict[str, Any]]  # rows of logging.jsonl
 OVERVIEW = "overview.png"
 AT_MOST = 6  # plots in the overview
-POSITIONS = ("step", "max_steps", "elapsed", "remaining", "tokens")
-UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "sync_", "seconds/", "memory/")  # beginnings of names
+POSITIONS = ("step", "max_steps", "elapsed", "eta", "tokens")
+UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "weight_sync/", "timing_s/", "memory/")  # beginnings of names
 COLORS = ("#2563eb", "#dc2626")
 SMOOTHED_FROM = 20  # points
 

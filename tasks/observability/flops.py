@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from ...bridge.model.build import Model
+    from ...bridge.model.model import Model
 
 # Dense bf16 peaks of the makers' data sheets, FLOP/s; the first pattern that is found in the device's name.
 PEAK_BF16 = [

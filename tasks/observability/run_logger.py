@@ -13,7 +13,7 @@ The keys of logging.jsonl are a promise to its readers:
     memory_gib        the most memory that this process has held: of its GPU (not what a vLLM in it has let go), or of
                       the host where there is none
     data_wait         seconds that a step waited for its data, mean since the row before
-    elapsed, remaining   seconds since the start, and an estimate of those to come
+    elapsed, eta      seconds since the start, and an estimate of those to come
 
     skipped_steps     steps so far whose update was skipped as a spike, where there are any
 
@@ -146,7 +146,7 @@ class RunLog:
         from ..system.memory import memory_gib  # here, because it imports torch and cli/ imports this file
 
         row |= {"memory_gib": memory_gib(), "elapsed": self.elapsed()}
-        row["remaining"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
+        row["eta"] = (rates["seconds_per_step"] or 0.0) * (self.max_steps - step)
         row |= metrics | ({"skipped_steps": self.spikes} if self.spikes else {})
         self._write(row, "train")
         self.note(train_line(row, on_gpu=self._on_gpu))
@@ -276,13 +276,13 @@ def train_line(row: dict[str, Any], *, on_gpu: bool) -> str:
     fields += [_rates_text(row, on_gpu=on_gpu), f"{row['memory_gib']:.2f} GiB"]
     if on_gpu or row["data_wait"] > LONG_WAIT * row["seconds_per_step"]:
         fields.append(f"data wait {row['data_wait']:.3f} s")
-    fields.append(f"left {duration(row['remaining'])}")
+    fields.append(f"left {duration(row['eta'])}")
     return "  ".join(fields)
 
 
 COMMON = {
     "step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu", "tflops_per_gpu",
-    "mfu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "remaining",
+    "mfu", "seconds_per_step", "memory_gib", "data_wait", "elapsed", "eta",
 }  # fmt: skip
 LONG_WAIT = 0.05  # share of a step
 SHORT_NAMES = {"rewards/margins": "margin", "rewards/accuracies": "accuracy", "completions/mean_length": "length"}

@@ -1,4 +1,4 @@
-"""What the training loop reads, and the option set of each command. No torch here: the command line imports this."""
+"""Options of the training loop, and the option set of each command. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal

@@ -270,7 +270,7 @@ class SamplingOptions(CompletionOptions):
     steps_per_generation: Annotated[int, "Optimizer steps that share what was generated at a time.", "[1, inf)"] = None  # type: ignore[assignment]
     num_iterations: Annotated[int, "Times that what was generated is gone through.", "[1, inf)"] = 1
     log_completions: Annotated[bool, "Write every completion with its rewards to completions.jsonl."] = False
-    max_logprob_gap: Annotated[
+    max_sampling_logp_difference: Annotated[
         float | None,
         "Stop where the engine's and the trainer's log-probabilities of a batch differ by more, in the mean over "
         "tokens.",

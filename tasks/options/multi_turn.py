@@ -1,4 +1,4 @@
-"""What episodes of several turns read. No torch: the command line imports this."""
+"""Options of multi-turn episodes. No torch: the command line imports this."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What rewards read. No torch: the command line imports this."""
+"""Options of rewards. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What `swift rollout` reads, and what a run that generates reads to reach its engine. No torch: the command line
+"""Options of `swift rollout`, and of a run that generates to reach its engine. No torch: the command line
 imports this."""
 
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class EngineOptions(VllmOptions):
         "Seconds to wait for the servers when the run begins, also for another run to let go of them.",
         "(0, 1e9]",
     ] = 240.0
-    wait_for_server: Annotated[
+    server_reconnect_timeout: Annotated[
         float,
         "Seconds, fewer than --ddp_timeout, to wait for a server that was lost while training; 0: the run ends with an "
         "error.",

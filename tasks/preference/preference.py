@@ -4,17 +4,18 @@ Log-probabilities of whole answers are sums over their trained tokens. Losses ar
 batch, whatever the number of ranks, of micro batches, and of samples in a pack.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
 from ..losses.preference import Dpo, Pairs, dpo_losses, dpo_rewards, kto_losses, reward_losses
@@ -23,9 +24,20 @@ from ..options import DpoOptions, KtoOptions, RmOptions
 from ..reference.reference_model import make_reference, sums_by_document, sums_of
 from ..run.context import Run
 from ..supervised.heads import scores
-from ..train.objective import Objective, copied, detached, forward_flops, grouping_of, means, nothing, samples, share
+from ..train.objective import (
+    Objective,
+    copied,
+    detached,
+    extras_of,
+    forward_flops,
+    grouping_of,
+    mean_share,
+    means,
+    no_flops,
+    samples,
+)
 from ..train.setup import train
-from ..train.step import Training
+from ..train.step import TrainState
 
 PAIR_METRICS = ["loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"]
 
@@ -54,15 +66,14 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     likelihood = sum(weight for name, weight in settings.terms if name == "sft") + (options.rpo_alpha or 0.0)
     reference = None if options.reference_free else make_reference(run, model, options, train, val)
 
-    def prepare(training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        found = reference(training, batches, evaluates) if reference else []
-        return _knowing(batches, of_each={"reference": found}, of_all={})
+    def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
+        return _with_reference(batches, reference(training, batches, evaluates) if reference else [])
 
     def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         sums = sums_by_document(batch, log_probs)
         tokens = to_device(grouping_of(batch).tokens, sums.device)
-        theirs = batch.known.get("reference", torch.zeros_like(sums))
-        pairs = Pairs(sums[::2], sums[1::2], theirs[::2], theirs[1::2], tokens[::2], tokens[1::2])
+        ref = extras_of(batch, PreferenceExtras).ref_log_probs if reference else torch.zeros_like(sums)
+        pairs = Pairs(sums[::2], sums[1::2], ref[::2], ref[1::2], tokens[::2], tokens[1::2])
         chosen, rejected = dpo_rewards(pairs, settings)
         of_each = {
             "loss": dpo_losses(pairs, settings),
@@ -70,17 +81,17 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
         }
-        found = {name: share(values, batch) for name, values in of_each.items()}
+        shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
         if likelihood:
-            found["nll_loss"] = copied(-pairs.chosen.sum()) / max(batch.loss_tokens, 1.0)
-            found["loss"] = found["loss"] + likelihood * found["nll_loss"]
-        return found["loss"], detached(found)
+            shares["nll_loss"] = copied(-pairs.chosen.sum(), model.groups) / max(batch.loss_tokens, 1.0)
+            shares["loss"] = shares["loss"] + likelihood * shares["nll_loss"]
+        return shares["loss"], detached(shares)
 
     names = [*PAIR_METRICS, "logps/chosen", "logps/rejected", *(["nll_loss"] if likelihood else [])]
     flops = reference and reference.flops
-    more = partial(forward_flops, flops) if flops else nothing
+    extra = partial(forward_flops, flops, model.groups) if flops else no_flops
     follower = reference and reference.follower
-    objective = Objective(loss, names, prepare=prepare, weight=samples, more_flops=more, follower=follower)
+    objective = Objective(loss, names, prepare=prepare, weight=samples, extra_flops=extra, follower=follower)
     return objective, [reference.note] if reference else []
 
 
@@ -93,29 +104,30 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     options = run.options
     assert isinstance(options, KtoOptions)
     reference = make_reference(run, model, options, train, val)
-    own = Flops.of_model(model)
+    policy_flops = Flops.of_model(model)
     measures = options.loss_type == "kto"
 
-    def prepare(training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        of_all = {}
+    def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
+        kl = None
         if measures:
             besides = _besides(batches)
             policy = sums_of(model, training.chunks, besides)
-            of_all["kl"] = _divergence(batches, policy, reference(training, besides, evaluates))
-        return _knowing(batches, of_each={"reference": reference(training, batches, evaluates)}, of_all=of_all)
+            kl = _divergence(model.groups, batches, policy, reference(training, besides, evaluates))
+        return _with_reference(batches, reference(training, batches, evaluates), kl)
 
-    def more_flops(batches: list[Batch]) -> float:
+    def extra_flops(batches: list[Batch]) -> float:
         besides = _besides(batches) if measures else []
-        theirs = forward_flops(reference.flops, [*batches, *besides]) if reference.flops else 0.0
-        return theirs + forward_flops(own, besides)
+        reference_flops = forward_flops(reference.flops, model.groups, [*batches, *besides]) if reference.flops else 0.0
+        return reference_flops + forward_flops(policy_flops, model.groups, besides)
 
     def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         sums = sums_by_document(batch, log_probs)
         desirable = to_device(grouping_of(batch).labels[:, 0] == 1, sums.device)
-        theirs, kl = batch.known["reference"], batch.known.get("kl", sums.new_zeros(()))
+        extras = extras_of(batch, PreferenceExtras)
+        ref, kl = extras.ref_log_probs, sums.new_zeros(()) if extras.kl is None else extras.kl
         losses = kto_losses(
             sums,
-            theirs,
+            ref,
             desirable,
             kl,
             beta=options.beta,
@@ -123,11 +135,11 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
             desirable_weight=options.desirable_weight,
             undesirable_weight=options.undesirable_weight,
         )
-        rewards = options.beta * (sums - theirs)
-        found = {"loss": losses, "kl": kl.expand(len(sums))}
+        rewards = options.beta * (sums - ref)
+        by_name = {"loss": losses, "kl": kl.expand(len(sums))}
         for side, mask in (("chosen", desirable), ("rejected", ~desirable)):
-            found |= {f"rewards/{side}": rewards * mask, f"logps/{side}": sums * mask, f"count/{side}": mask.float()}
-        shares = {name: share(values, batch) for name, values in found.items()}
+            by_name |= {f"rewards/{side}": rewards * mask, f"logps/{side}": sums * mask, f"count/{side}": mask.float()}
+        shares = {name: mean_share(values, batch, model.groups) for name, values in by_name.items()}
         return shares["loss"], detached(shares)
 
     names = ["loss", "kl", *(f"{what}/{side}" for side in ("chosen", "rejected") for what in KTO_SUMS)]
@@ -137,7 +149,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         prepare=prepare,
         means=_kto_means,
         weight=samples,
-        more_flops=more_flops,
+        extra_flops=extra_flops,
         follower=reference.follower,
     )
     return objective, [reference.note]
@@ -152,15 +164,15 @@ KTO_SUMS = "rewards", "logps", "count"
 
 
 def _kto_means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Of rewards and log-probabilities over the answers of their kind, where there were some."""
-    found = means({name: sums[name] for name in ("loss", "kl")}, weight)
+    """Return means; rewards and log-probabilities are over the answers of their side, where there are any."""
+    values = means({name: sums[name] for name in ("loss", "kl")}, weight)
     sides = [side for side in ("chosen", "rejected") if sums[f"count/{side}"]]
-    found |= {
+    values |= {
         f"{what}/{side}": sums[f"{what}/{side}"] / sums[f"count/{side}"] for side in sides for what in KTO_SUMS[:2]
     }
     if len(sides) == 2:
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+        values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
+    return values
 
 
 def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
@@ -174,35 +186,44 @@ def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tupl
         margins = to_device(labels[:, 0], found.device) if labels.shape[1] else None
         losses = reward_losses(chosen, rejected, margins, options.center_rewards_coefficient)
         of_each = {"loss": losses} | _pair_metrics(chosen, rejected)
-        shares = {name: share(values, batch) for name, values in of_each.items()}
+        shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
         return shares["loss"], detached(shares)
 
-    return Objective(loss, PAIR_METRICS, forward=scores, weight=samples, scores_tokens=False), []
+    return Objective(loss, PAIR_METRICS, output=scores, weight=samples, scores_tokens=False), []
 
 
-def _knowing(batches: list[Batch], *, of_each: dict[str, list[Tensor]], of_all: dict[str, Tensor]) -> list[Batch]:
-    """The micro batches with what a pass before has found of each (nothing but on the last pipeline stage), and of
-    all."""
-    return [
-        replace(batch, known=of_all | {name: found[number] for name, found in of_each.items() if found})
-        for number, batch in enumerate(batches)
-    ]
+@dataclass(frozen=True)
+class PreferenceExtras:
+    """The reference's part of a micro batch's loss, on the last pipeline stage."""
+
+    ref_log_probs: Tensor  # fp32 [documents]: summed over each answer's tokens
+    kl: Tensor | None = None  # KTO's reference point, a scalar of the global batch
 
 
-def _divergence(batches: list[Batch], policy: list[Tensor], reference: list[Tensor]) -> Tensor:
+def _with_reference(batches: list[Batch], ref_log_probs: list[Tensor], kl: Tensor | None = None) -> list[Batch]:
+    """Return the micro batches with their PreferenceExtras; as they are on stages before the last one."""
+    if not ref_log_probs:
+        return batches
+    extras = [PreferenceExtras(log_probs, kl) for log_probs in ref_log_probs]
+    return [replace(batch, extras=extra) for batch, extra in zip(batches, extras, strict=True)]
+
+
+def _divergence(
+    groups: ProcessGroupCollection, batches: list[Batch], policy: list[Tensor], reference: list[Tensor]
+) -> Tensor:
     """KTO's reference point: the mean log ratio of answers to other prompts, over the global batch, at least 0."""
     device = runtime.device()
     total = torch.stack(
         [(ours - theirs).sum() for ours, theirs in zip(policy, reference, strict=True)]
         or [torch.zeros((), device=device)]
     ).sum()
-    if parallel_state.is_pipeline_last_stage():
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    if is_pp_last_stage(groups.pp):
+        dist.all_reduce(total, group=groups.dp)
     return (total / max(samples(batches[0]), 1.0)).clamp(min=0)
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Of rewards [pairs]."""
+    """Return the metrics of rewards [pairs]."""
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -16,26 +16,27 @@ from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
 from ...bridge.mapping.fp8 import load_as_bf16
-from ...bridge.model.build import Model, build_model
+from ...bridge.model.build import build_model
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ..distributed.collectives import first_of_each_node, on_every_rank, on_first_rank
 from ..run.context import Run
 from ..run.load_weights import read_weights
 from ..run.vocabulary import check_vocabulary
-from ..train.step import Forward, through_pipeline
+from ..train.step import Output, through_pipeline
 
 
-def build_frozen(run: Run, source: dict[str, Any], given: str | None, adapters: list[str]) -> tuple[Model, Path]:
-    """A model and its folder, in the run's layout of processes. Every rank calls this; errors reach every rank.
+def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
+    """Return a model and its folder, in the run's layout. Every rank calls this; errors reach every rank.
 
-    source: the options that name it, `model` and `mcore_model`. given: the flag that does, as it was typed, whose
-    vocabulary is looked at; None: it is what the run began from. adapters: what is put on it.
+    source: the options that name it, `model` and `mcore_model`. typed_flag: the flag and value that name it, for
+    messages; its vocabulary is checked; None: the run began from it. adapters: adapters to put on it.
     """
-    asked = replace(run.options, **source)
-    folder = first_of_each_node(lambda: _folder(asked, given))
-    hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(asked.mcore_model)))
-    if given:
-        on_first_rank(lambda: check_vocabulary(run.tokenizer, folder, given))
+    options = replace(run.options, **source)
+    folder = first_of_each_node(lambda: _folder(options, typed_flag))
+    hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
+    if typed_flag:
+        on_first_rank(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
     built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
     model = on_every_rank(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
@@ -51,11 +52,11 @@ def build_frozen(run: Run, source: dict[str, Any], given: str | None, adapters: 
     return model, folder
 
 
-def _folder(asked: Any, given: str | None) -> Path:
+def _folder(options: Any, typed_flag: str | None) -> Path:
     try:
-        return hub.source_folder(asked, asked.mcore_model)
+        return hub.source_folder(options, options.mcore_model)
     except FileNotFoundError as error:
-        if given:
+        if typed_flag:
             raise
         raise FileNotFoundError(
             f"the reference is what the run began from, and that is not there any more ({error}). Give it as "
@@ -91,22 +92,24 @@ def offloaded(model: Model) -> Callable[[], Any]:
 
 
 @torch.no_grad()
-def passed(
+def forward_only(
     model: Model,
     chunks: Sequence[torch.nn.Module],
     batches: list[Batch],
-    of: Callable[[Batch, Tensor], Tensor],
-    forward: Forward,
+    output: Output,
+    reduce: Callable[[Batch, Tensor], Tensor] = lambda batch, values: values,
+    *,
+    replays: bool = False,
 ) -> list[Tensor]:
-    """What `of` makes of each micro batch and of what `forward` gives of it, without dropout and without gradients.
+    """Return `reduce(batch, output)` of each micro batch, without dropout and gradients.
 
-    On the last pipeline stage; elsewhere nothing.
+    On the last pipeline stage; elsewhere nothing. replays: routers repeat Batch.experts.
     """
 
-    def found(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return values.new_zeros(()), {"found": of(batch, values)}
+    def no_loss(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return values.new_zeros(()), {"values": reduce(batch, values)}
 
     for chunk in chunks:
         chunk.eval()
-    outputs = through_pipeline(model, chunks, batches, found, forward_only=True, forward=forward)
-    return [output["found"] for output in outputs]
+    metrics = through_pipeline(model, chunks, batches, no_loss, forward_only=True, output=output, replays=replays)
+    return [of_batch["values"] for of_batch in metrics]

@@ -77,7 +77,7 @@ class Unjudged:
         self._told = True
         return (
             f"--reward_funcs {self._names}: {self._first}. Such completions have no advantage and do not count; how "
-            "many there are is in logging.jsonl (completions/unjudged_ratio). This is said once."
+            "many there are is in logging.jsonl (completions/unscored_ratio). This is said once."
         )
 
     @staticmethod

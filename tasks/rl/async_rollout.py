@@ -1,12 +1,10 @@
-"""What is generated for the steps to come, while those at hand are trained on: --async_generate.
+"""`--async_generate`: the next rollout batch is generated while the policy trains on the present one.
 
-A thread of each rank does it, and the ranks' threads find each other in a group of their own: nothing of it meets
-training's collectives. Completions are drawn by servers, whose weights nobody changes meanwhile.
+A thread of each rank does it, and the threads of all ranks have a process group of their own: nothing of it meets
+training's collectives. Servers generate, and nobody changes their weights meanwhile.
 """
 
-import copy
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,84 +15,79 @@ from ...bridge import runtime
 from ..distributed.collectives import grouped_apart, new_patient_group, on_every_rank, patient_group
 from ..rollout.server_connection import WeightsLost
 from .episode import Episode, from_tensors, to_tensors
-from .rollout_metrics import RolloutLog
+from .rollout_metrics import RolloutMetrics
+from .rollout_worker import RolloutWorker
 
 
 @dataclass
-class Drawn:
-    """What was generated at a time."""
+class RolloutBatch:
+    """Scored episodes of one generation, and where their worker was after them."""
 
     episodes: list[Episode]
-    log: RolloutLog  # of it
-    given: int = 0  # prompts taken
-    asked: int = 0  # completions asked for
+    metrics: RolloutMetrics
+    prompts_taken: int = 0
+    completions_drawn: int = 0
 
     def numbers(self) -> dict[str, Any]:
-        """What is logged of it, for a checkpoint, as JSON; without the seconds, which were another process's."""
-        return {name: sums for name, sums in self.log.state().items() if not name.startswith("seconds/")}
+        """Return its metrics for a checkpoint, as JSON; without times, which are this process's."""
+        return {name: sums for name, sums in self.metrics.state().items() if not name.startswith("timing_s/")}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The episodes, for a checkpoint."""
+        """Return its episodes, for a checkpoint."""
         return {f"ahead/{name}": value for name, value in to_tensors(self.episodes).items()}
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> "Drawn":
-        """As `tensors` and `numbers` gave it."""
-        own = {name.removeprefix("ahead/"): value for name, value in tensors.items() if name.startswith("ahead/")}
-        found = cls(from_tensors(own), RolloutLog())
-        found.log.load(numbers)
-        return found
+    def load(cls, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> "RolloutBatch":
+        """Return the batch that `tensors` and `numbers` describe."""
+        prefix = "ahead/"
+        of_batch = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        batch = cls(from_tensors(of_batch), RolloutMetrics())
+        batch.metrics.load(numbers)
+        return batch
 
 
-class Ahead:
-    """One piece of such work at a time. Every rank has one, and every method is called by all alike."""
+class AsyncRollout:
+    """Generates one rollout batch at a time in the background. Every rank has one; all call its methods alike."""
 
     def __init__(self):
         self._group = new_patient_group()
         self._thread: threading.Thread | None = None
-        self._found: Drawn | None = None
+        self._batch: RolloutBatch | None = None
         self._error: Exception | None = None
 
-    def start(self, source: Any) -> None:
-        """Have a copy of `source` (a Grpo) generate and score, by the weights that the servers have."""
-        own = copy.copy(source)
-        own.log, own.prompts, own.complete = RolloutLog(), copy.copy(source.prompts), source.complete.without_weights()
-        own.rollout = own.complete.rollout
-
-        def draw() -> Drawn:
-            episodes = own.generate_and_score()
-            return Drawn(episodes, own.log, own.prompts.consumed, own.complete.asked)
-
-        self._found = None
-        self._thread = threading.Thread(target=self._run, args=(draw,), name="ahead", daemon=True)
+    def start(self, worker: RolloutWorker) -> None:
+        """Begin to generate by the weights that the servers have. worker: a detached one."""
+        self._batch = None
+        self._thread = threading.Thread(target=self._run, args=(worker,), name="async rollout", daemon=True)
         self._thread.start()
 
-    def _run(self, draw: Callable[[], Drawn]) -> None:
-        if torch.cuda.is_available():  # which each thread chooses for itself
+    def _run(self, worker: RolloutWorker) -> None:
+        if torch.cuda.is_available():  # each thread chooses its device
             torch.cuda.set_device(runtime.device())
         try:
             with grouped_apart(self._group):
-                self._found = draw()
-        except WeightsLost:  # and those that they had are not there any more
+                episodes = worker.collect(worker.metrics.timed)
+                self._batch = RolloutBatch(episodes, worker.metrics, worker.prompts.consumed, worker.sampler.drawn)
+        except WeightsLost:  # the server came back without the weights: the batch is generated again
             pass
         except Exception as error:
             self._error = error
 
     @property
-    def under_way(self) -> bool:
+    def is_running(self) -> bool:
         return self._thread is not None
 
-    def look(self) -> None:
-        """Raise, on every rank, what the work has met so far; does not wait for it."""
+    def raise_if_failed(self) -> None:
+        """Raise, on every rank, the error of the background work so far; does not wait for it."""
         on_every_rank(self._raise, patient_group())
 
-    def wait(self) -> Drawn | None:
-        """What was drawn, once; None where a server was lost meanwhile, which is back by now and has no weights."""
+    def wait(self) -> RolloutBatch | None:
+        """Wait for the batch, and return it once; None where a server was lost, which has no weights now."""
         if self._thread is not None:
             self._thread.join()
         self._raise()
         self._thread = None
-        return self._found
+        return self._batch
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""Completions as text, for those who judge them and for users."""
+"""Completions as text, for reward functions and users."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class Texts:
     def __call__(
         self, columns: Sequence[dict[str, Any]], before: Sequence[Sequence[int]], drawn: Sequence[Completion]
     ) -> list[str]:
-        """Of each completion: the columns of its row, the tokens that it was drawn behind, and itself."""
+        """Return the texts of completions, from the columns of their rows and the tokens before them."""
         texts = self._tokenizer.batch_decode([each.tokens for each in drawn], skip_special_tokens=True)
         rows = zip(columns, before, texts, strict=True)
         return [self._openings(of_row, tokens) + text for of_row, tokens, text in rows]

@@ -16,114 +16,126 @@ from ..rollout.engine import Completion
 
 @dataclass
 class Episode:
-    """A prompt and one completion of it, or several answers with what others say in between (tasks/turns)."""
+    """A prompt and its completion, or the turns of a dialogue (tasks/multi_turn)."""
 
-    place: str  # of the prompt's row, to name it in a message
-    group: int  # completions of the same group are compared
-    tokens: np.ndarray  # int32 [length], the prompt's and the completion's
-    trained: np.ndarray  # float32 [length]: 1 on tokens that the model drew
-    sampled: np.ndarray  # float32 [length]: their log-probabilities by the engine, else 0
-    finish: str  # "length": it was cut off
+    source_row: str  # names the prompt's row in messages
+    group: int  # completions of a group are compared with each other
+    tokens: np.ndarray  # int32 [length]: prompt and completion
+    loss_mask: np.ndarray  # float32 [length]: 1 on tokens that the model generated
+    rollout_log_probs: np.ndarray  # float32 [length]: log-probabilities of these by the engine, else 0
+    finish_reason: str  # "length": the completion was cut off
     columns: dict[str, Any]  # of the prompt's row
-    text: str = ""  # of the completion, as Texts has it; of several answers the last one's
-    turns: list[dict[str, Any]] = field(default_factory=list)  # of several: the messages behind the prompt's
-    info: dict[str, Any] = field(default_factory=dict)  # what the scheduler of turns says of it
+    text: str = ""  # of the completion; of several turns the last one's
+    turns: list[dict[str, Any]] = field(default_factory=list)  # messages after the prompt's, where there are several
+    info: dict[str, Any] = field(default_factory=dict)  # from the scheduler of turns
     rewards: dict[str, float | None] = field(default_factory=dict)  # by function
-    reward: float = 0.0  # the functions' weighted sum; NaN where none says anything of it
-    penalty: float = 0.0  # that --kl_in_reward takes off it before completions are compared
+    reward: float = 0.0  # weighted sum of the rewards; NaN where no function scores the episode
+    kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
     advantage: float = 0.0
-    old: np.ndarray | None = None  # float32 [length]: log-probabilities by the model that drew them
-    experts: np.ndarray | None = None  # int16 [length, layers, topk]: where its tokens go; -1: the model chooses
+    old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
+    experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
 
     @classmethod
-    def of(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
+    def from_completion(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
         before, after = len(prompt.tokens), len(completion.tokens)
         return cls(
             prompt.source_row,
             group,
             tokens=np.array([*prompt.tokens, *completion.tokens], np.int32),
-            trained=np.repeat(np.array([0, 1], np.float32), [before, after]),
-            sampled=np.concatenate([np.zeros(before, np.float32), np.array(completion.log_probs, np.float32)]),
-            finish=completion.finish,
+            loss_mask=np.repeat(np.array([0, 1], np.float32), [before, after]),
+            rollout_log_probs=np.concatenate(
+                [np.zeros(before, np.float32), np.array(completion.log_probs, np.float32)]
+            ),
+            finish_reason=completion.finish,
             columns=prompt.columns,
             text=text,
             experts=completion.experts_of(before + after),
         )
 
-    def go_on(self, messages: list[dict[str, Any]], between: list[int], completion: Completion, text: str) -> None:
-        """Put messages, whose tokens are `between`, behind the last answer, and the next one behind these."""
-        log_probs = np.concatenate([np.zeros(len(between), np.float32), np.array(completion.log_probs, np.float32)])
-        trained = np.repeat(np.array([0, 1], np.float32), [len(between), len(completion.tokens)])
+    def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
+        """Append messages, which have these tokens, and the model's answer to them."""
+        log_probs = np.concatenate([np.zeros(len(tokens), np.float32), np.array(completion.log_probs, np.float32)])
+        mask = np.repeat(np.array([0, 1], np.float32), [len(tokens), len(completion.tokens)])
         self.turns = [*self.messages, *messages, {"role": "assistant", "content": text}]
-        self.tokens = np.concatenate([self.tokens, np.array([*between, *completion.tokens], np.int32)])
-        self.trained = np.concatenate([self.trained, trained])
-        self.sampled = np.concatenate([self.sampled, log_probs])
-        self.finish, self.text = completion.finish, text
+        self.tokens = np.concatenate([self.tokens, np.array([*tokens, *completion.tokens], np.int32)])
+        self.loss_mask = np.concatenate([self.loss_mask, mask])
+        self.rollout_log_probs = np.concatenate([self.rollout_log_probs, log_probs])
+        self.finish_reason, self.text = completion.finish, text
         experts = completion.experts_of(len(self.tokens))
-        if experts is not None and self.experts is not None:  # those by which a token was drawn stay
-            known = experts[: len(self.experts)]
-            known[:] = np.where(self.experts < 0, known, self.experts)
+        if experts is not None and self.experts is not None:  # keep those by which a token was generated
+            earlier = experts[: len(self.experts)]
+            earlier[:] = np.where(self.experts < 0, earlier, self.experts)
         self.experts = experts
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Behind the prompt's."""
+        """Messages after the prompt's."""
         return self.turns or [{"role": "assistant", "content": self.text}]
 
     @property
-    def last(self) -> np.ndarray:
-        """The tokens of the last answer."""
-        return self.tokens[int(np.flatnonzero(self.trained == 0)[-1]) + 1 :]
+    def last_answer(self) -> np.ndarray:
+        """Tokens of the last answer."""
+        return self.tokens[int(np.flatnonzero(self.loss_mask == 0)[-1]) + 1 :]
 
     @property
     def length(self) -> int:
-        """Tokens that the model drew."""
-        return int(self.trained.sum())
+        """Number of tokens that the model generated."""
+        return int(self.loss_mask.sum())
 
 
 def sequences_of(episodes: Sequence[Episode], *, drop_cut_off: bool) -> Sequences:
-    """What a step trains on. `drop_cut_off`: completions that were cut off have no loss."""
-    known = {"sampled": [episode.sampled for episode in episodes]}
-    if all(episode.old is not None for episode in episodes):
-        known["old"] = [episode.old for episode in episodes if episode.old is not None]
+    """Return what a step trains on. drop_cut_off: completions that were cut off have no loss."""
+    old = [episode.old_log_probs for episode in episodes if episode.old_log_probs is not None]
     experts = [episode.experts for episode in episodes if episode.experts is not None]
     return Sequences(
         [episode.tokens for episode in episodes],
-        [episode.trained * float(not (drop_cut_off and episode.finish == "length")) for episode in episodes],
+        [episode.loss_mask * float(not (drop_cut_off and episode.finish_reason == "length")) for episode in episodes],
         [episode.advantage for episode in episodes],
-        known,
-        experts if len(experts) == len(episodes) else [],
+        rollout_log_probs=[episode.rollout_log_probs for episode in episodes],
+        old_log_probs=old if len(old) == len(episodes) else [],
+        experts=experts if len(experts) == len(episodes) else [],
     )
 
 
-ARRAYS = "tokens", "trained", "sampled", "old", "experts"
+ARRAYS = "tokens", "loss_mask", "rollout_log_probs", "old_log_probs", "experts"
+# Names in checkpoints before version 0.2.
+EARLIER_NAMES = {
+    "trained": "loss_mask",
+    "sampled": "rollout_log_probs",
+    "old": "old_log_probs",
+    "place": "source_row",
+    "finish": "finish_reason",
+    "penalty": "kl_penalty",
+}
 
 
 def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """For a checkpoint."""
+    """Return the episodes as tensors, for a checkpoint."""
     rows = [{name: value for name, value in vars(episode).items() if name not in ARRAYS} for episode in episodes]
-    found = {"rows": as_bytes(rows)}
+    tensors = {"rows": as_bytes(rows)}
     if episodes:
-        found["lengths"] = torch.tensor([len(episode.tokens) for episode in episodes])
+        tensors["lengths"] = torch.tensor([len(episode.tokens) for episode in episodes])
     for name in ARRAYS:
-        values = [getattr(episode, name) for episode in episodes if getattr(episode, name) is not None]
+        values = [array for episode in episodes if (array := getattr(episode, name)) is not None]
         if values:
-            found[name] = torch.from_numpy(np.concatenate(values))
-    return found
+            tensors[name] = torch.from_numpy(np.concatenate(values))
+    return tensors
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
-    """What `to_tensors` was given."""
+    """Return the episodes that `to_tensors` was given."""
+    tensors = {EARLIER_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
     rows: list[dict[str, Any]] = from_bytes(tensors["rows"])
     if not rows:
         return []
     ends = np.cumsum(tensors["lengths"].numpy())[:-1]
     arrays: dict[str, Any] = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
-    return [Episode(**row, **{name: of_each[i] for name, of_each in arrays.items()}) for i, row in enumerate(rows)]
+    fields = [{EARLIER_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
+    return [Episode(**row, **{name: of_each[i] for name, of_each in arrays.items()}) for i, row in enumerate(fields)]
 
 
 def as_bytes(value: Any) -> Tensor:
-    """JSON, as uint8."""
+    """Return JSON, as uint8."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

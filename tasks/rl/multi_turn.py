@@ -1,6 +1,7 @@
-"""Episodes go on, turn after turn: the scheduler's messages behind an answer, then the model's next answer."""
+"""Multi-turn episodes: the scheduler's messages after an answer, then the model's next answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from ...templates.batching.prompt_dataloader import Prompt
@@ -15,12 +16,14 @@ from ..rollout.eos import end_tokens
 from ..run.context import Run
 from .completion_text import Texts
 from .episode import Episode
-from .rollout_metrics import RolloutLog
-from .sampler import Generation
+from .rollout_metrics import RolloutMetrics
+from .sampler import Sampler
+
+Phase = Callable[[str], AbstractContextManager[None]]  # names a part of the loop: gen, reward, multi_turn, ...
 
 
 class Next(NamedTuple):
-    """How an episode goes on."""
+    """Continuation of an episode."""
 
     messages: list[dict[str, Any]]  # none: it is over
     tokens: list[int]  # of the messages, to the generation prompt
@@ -28,8 +31,8 @@ class Next(NamedTuple):
     info: dict[str, Any]
 
 
-class Turns:
-    """What follows the first answers. The scheduler runs on the first rank, for all."""
+class MultiTurn:
+    """Plays the turns after the first answers. The scheduler runs on the first rank, for all."""
 
     def __init__(self, run: Run, options: GrpoOptions):
         self._tokenizer, self._texts = run.tokenizer, Texts(run, options)
@@ -48,9 +51,14 @@ class Turns:
         )
 
     def __call__(
-        self, complete: Generation, prompts: Sequence[Prompt], episodes: Sequence[Episode], log: RolloutLog
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        episodes: Sequence[Episode],
+        metrics: RolloutMetrics,
+        phase: Phase,
     ) -> None:
-        """Let these episodes, one of each prompt, go on to their ends. Every rank calls it alike.
+        """Play the episodes, one of each prompt, to their ends. Every rank calls it alike.
 
         Raises TurnError, on every rank, for a scheduler that fails.
         """
@@ -58,49 +66,52 @@ class Turns:
         states: dict[int, dict[str, Any]] = {}  # on the first rank, by episode
         number = 1
         while going:
-            with log.timed("turns"):
-                found = on_first_rank(lambda: self._next(going, number, states), patient_group())  # noqa: B023  at once
-            for (_, episode), each in zip(going, found, strict=True):
+            with phase("multi_turn"):
+                continuations = on_first_rank(lambda: self._next(going, number, states), patient_group())  # noqa: B023  at once
+            for (_, episode), each in zip(going, continuations, strict=True):
                 episode.info = each.info | {"num_turns": number}
-                episode.finish = "length" if each.full else episode.finish
-            asked = [(pair, each) for pair, each in zip(going, found, strict=True) if each.tokens]
-            if asked:
-                with log.timed("generate"):
-                    self._answer(complete, asked)
-            going, number = [pair for pair, _ in asked], number + 1
-        log.mean("num_turns", [episode.info["num_turns"] for episode in episodes])
+                episode.finish_reason = "length" if each.full else episode.finish_reason
+            continued = [(pair, each) for pair, each in zip(going, continuations, strict=True) if each.tokens]
+            if continued:
+                with phase("gen"):
+                    self._answer(sampler, continued)
+            going, number = [pair for pair, _ in continued], number + 1
+        metrics.mean("num_turns", [episode.info["num_turns"] for episode in episodes])
 
-    def _answer(self, complete: Generation, asked: list[tuple[tuple[Prompt, Episode], Next]]) -> None:
+    def _answer(self, sampler: Sampler, asked: list[tuple[tuple[Prompt, Episode], Next]]) -> None:
         tokens = [[*episode.tokens.tolist(), *each.tokens] for (_, episode), each in asked]
         limits = [
             self._room - (len(ids) - len(prompt.tokens)) for ids, ((prompt, _), _) in zip(tokens, asked, strict=True)
         ]
-        completions = complete.of(tokens, limits)
+        completions = sampler.of(tokens, limits)
         texts = self._texts([episode.columns for (_, episode), _ in asked], tokens, completions)
         for ((_, episode), each), completion, text in zip(asked, completions, texts, strict=True):
-            episode.go_on(each.messages, each.tokens, completion, text)
+            episode.append_turn(each.messages, each.tokens, completion, text)
 
     def _next(self, going: list[tuple[Prompt, Episode]], number: int, states: dict[int, dict[str, Any]]) -> list[Next]:
         assert self._scheduler is not None
-        asked = [self._asked(episode, number, states.setdefault(id(episode), {})) for _, episode in going]
-        said = self._scheduler(asked)
-        return [self._after(*pair, each, messages) for pair, each, messages in zip(going, asked, said, strict=True)]
+        requests = [self._asked(episode, number, states.setdefault(id(episode), {})) for _, episode in going]
+        replies = self._scheduler(requests)
+        return [
+            self._after(*pair, request, messages)
+            for pair, request, messages in zip(going, requests, replies, strict=True)
+        ]
 
     def _asked(self, episode: Episode, number: int, state: dict[str, Any]) -> Asked:
-        ids = episode.last.tolist()
+        ids = episode.last_answer.tolist()
         turn = Turn(
             number,
             [*episode.columns["messages"], *episode.messages],
             episode.text,
             self._tokenizer.decode(ids, skip_special_tokens=False),
             ids,
-            "length" if episode.finish == "length" else "stop",
-            episode.finish == "length" or number == self._most,
+            "length" if episode.finish_reason == "length" else "stop",
+            episode.finish_reason == "length" or number == self._most,
             {name: episode.columns.get(name) for name in self._columns},
             state,
             episode.info,
         )
-        return Asked(episode.place, turn)
+        return Asked(episode.source_row, turn)
 
     def _after(self, prompt: Prompt, episode: Episode, asked: Asked, messages: list[dict[str, Any]]) -> Next:
         assert self._continuation is not None

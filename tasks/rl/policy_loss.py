@@ -1,23 +1,22 @@
-"""The loss of a micro batch of completions, and what of a step is no sum over its micro batches."""
+"""The policy loss of a micro batch of completions."""
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.layers.pooling import sum_documents
 from ...templates.batching.collator import Batch, Grouping
-from ...templates.batching.episode_batches import Sequences
+from ...templates.batching.episode_batches import RolloutExtras, Sequences
 from ..losses.policy import Completions, Policy, Totals, clipped_shares, normalised, policy_losses
 from ..options import GrpoOptions
-from ..train.objective import grouping_of
+from ..train.objective import extras_of, grouping_of
 
 
 class PolicyLoss:
-    """`Objective.loss` of GRPO. A batch has in `known` log-probabilities [1, local length]: `sampled`, the engine's,
-    and where they are needed those of the policy that generated (`old`) and of the reference (`ref`)."""
+    """`Objective.loss` of GRPO. Batches have RolloutExtras."""
 
     def __init__(self, options: GrpoOptions):
         assert options.epsilon_high is not None
@@ -38,8 +37,8 @@ class PolicyLoss:
         self.with_entropies = options.log_entropy or options.top_entropy_quantile < 1
         self.names = ["loss", *self._more_names()]
         self.micro_batches = self.trained_samples = 1  # of the step, on all data-parallel ranks
-        self.least_entropy: float | None = None  # of a token that has a loss, in this step
-        self.seen = Seen()
+        self.entropy_threshold: float | None = None  # of a token that has a loss, in this step
+        self.stats = PolicyStats()
 
     def _more_names(self) -> list[str]:
         policy, names = self.policy, []
@@ -55,7 +54,7 @@ class PolicyLoss:
         return [*names, "kl"] if policy.beta else names
 
     def begin_step(self, sequences: Sequences, batches: list[Batch]) -> None:
-        """A step is to be made on these, of all data-parallel ranks and of this one."""
+        """Begin a step on the sequences of all data-parallel ranks, and the micro batches of this one."""
         peers = [documents for batch in batches for documents in grouping_of(batch).documents_per_rank]
         self.micro_batches = sum(documents > 0 for documents in peers)  # others are there for the layout's sake
         self.trained_samples = sum(bool(weights.any()) for weights in sequences.weights)
@@ -68,27 +67,32 @@ class PolicyLoss:
             nothing = values.sum() * 0.0
             return nothing, {name: nothing.detach() for name in self.names}
         completions = completions_of(batch, grouping)
-        known = {name: to_device(of_name, values.device)[0] for name, of_name in batch.known.items()}
+        extras = extras_of(batch, RolloutExtras)
+        sampled, old, ref = (
+            None if log_probs is None else to_device(log_probs, values.device)[0]
+            for log_probs in (extras.rollout_log_probs, extras.old_log_probs, extras.ref_log_probs)
+        )
+        assert sampled is not None
         advantages = to_device(grouping.labels[:, 0], values.device)[completions.sample]
-        self.seen.gaps(known.get("old", values.detach()) - known["sampled"], completions.mask)
+        self.stats.add_mismatch((values.detach() if old is None else old) - sampled, completions.mask)
         terms = policy_losses(
             self.policy,
             values,
             advantages,
             completions,
-            old=known.get("old"),
-            ref=known.get("ref"),
-            sampled=known["sampled"],
+            old=old,
+            ref=ref,
+            sampled=sampled,
             entropies=entropies,
-            least_entropy=self.least_entropy,
+            least_entropy=self.entropy_threshold,
         )
-        self.seen.clipped(clipped_shares(terms, completions))
+        self.stats.add_clip(clipped_shares(terms, completions))
         totals = Totals(grouping.loss_samples, batch.loss_tokens, self.micro_batches, self.trained_samples)
         return normalised(terms, self.policy, completions, totals)
 
 
 def completions_of(batch: Batch, grouping: Grouping) -> Completions:
-    """Of a micro batch whose samples have one document each."""
+    """Return the completions of a micro batch whose samples have one document each."""
     device = batch.tokens.device
     documents = torch.zeros(len(grouping.spans), dtype=torch.int64)  # of each segment: padding is anybody's
     documents[grouping.segments] = torch.arange(len(grouping.segments))
@@ -100,23 +104,26 @@ def completions_of(batch: Batch, grouping: Grouping) -> Completions:
     )
 
 
-class Seen:
-    """What of some steps is no sum of the micro batches' shares: how far the engine's log-probabilities of what it drew
-    are from the trainer's, and the least and the largest share of a completion's tokens that are clipped."""
+class PolicyStats:
+    """Statistics of steps that are no sums over micro batches.
+
+    The difference between the engine's log-probabilities and the trainer's, and the extremes of the share of a
+    completion's tokens that are clipped.
+    """
 
     def __init__(self):
         self._sums: Tensor | None = None  # of distances, of tokens
         self._largest: dict[str, Tensor] = {}
 
-    def gaps(self, differences: Tensor, mask: Tensor) -> None:
+    def add_mismatch(self, differences: Tensor, mask: Tensor) -> None:
         """differences, mask [tokens]"""
         distances = (differences.abs() * (mask != 0)).detach()
-        own = torch.stack([distances.sum(), (mask != 0).sum().float()]).double()
-        self._sums = own if self._sums is None else self._sums + own
-        self._at_least("logprob_gap/max", distances)
+        sums = torch.stack([distances.sum(), (mask != 0).sum().float()]).double()
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._at_least("sampling/sampling_logp_difference/max", distances)
 
-    def clipped(self, shares: dict[str, Tensor]) -> None:
-        """As `clipped_shares` gives them."""
+    def add_clip(self, shares: dict[str, Tensor]) -> None:
+        """Add the extremes of `clipped_shares`."""
         if shares and len(shares["clip_ratio/low"]):
             self._at_least("-clip_ratio/low_min", -shares["clip_ratio/low"])
             self._at_least("clip_ratio/high_max", shares["clip_ratio/high"])
@@ -125,20 +132,20 @@ class Seen:
         largest = values.max().double()
         self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
 
-    def take(self) -> dict[str, float]:
-        """Mean and extremes since this was last asked, over all ranks. Every rank asks."""
+    def pop(self, groups: ProcessGroupCollection) -> dict[str, float]:
+        """Return means and extremes over all ranks, and start anew. Every rank calls this."""
         nothing = torch.zeros(2, dtype=torch.float64, device=runtime.device())
-        counts = parallel_state.get_tensor_model_parallel_rank() == 0
+        counts = groups.tp.rank() == 0
         sums = (nothing if self._sums is None else self._sums) * counts
         largest = torch.stack([self._largest.get(name, nothing[0] - torch.inf) for name in LARGEST])
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         self._sums, self._largest = None, {}
         total, tokens = sums.tolist()
-        found = {name: value for name, value in zip(LARGEST, largest.tolist(), strict=True) if value > -torch.inf}
-        found = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in found.items()}
-        return {"logprob_gap/mean": total / tokens} | found if tokens else {}
+        stats = {name: value for name, value in zip(LARGEST, largest.tolist(), strict=True) if value > -torch.inf}
+        stats = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in stats.items()}
+        return {"sampling/sampling_logp_difference/mean": total / tokens} | stats if tokens else {}
 
 
-# What `Seen` finds the largest of; of a name with a minus, of what is below 0 by so much.
-LARGEST = "logprob_gap/max", "-clip_ratio/low_min", "clip_ratio/high_max"
+# Maxima of PolicyStats; a minus marks the maximum of the negated values.
+LARGEST = "sampling/sampling_logp_difference/max", "-clip_ratio/low_min", "clip_ratio/high_max"

@@ -19,8 +19,8 @@ from ..run.context import Run
 from .episode import Episode
 
 
-class Judge:
-    """Called with episodes, gives each its rewards. Every rank calls it alike.
+class RewardScorer:
+    """Sets the rewards of episodes. Every rank calls it alike.
 
     A function is called once with all completions that were generated at a time, in one process: it may compare them,
     or ask a service. Raises ValueError, on every rank, for one that wants what no row has.
@@ -31,8 +31,8 @@ class Judge:
         self.weights = reward_weights(options)
         folder = None
         if options.reward_model:
-            asked = replace(run.options, model=options.reward_model, mcore_model=None)
-            folder = first_of_each_node(lambda: hub.source_folder(asked, None))
+            reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
+            folder = first_of_each_node(lambda: hub.source_folder(reward_options, None))
         self.columns = kept_by_first_rank(lambda: run.data.columns) or []
         self.rewards = kept_by_first_rank(lambda: load_rewards(options, _model(folder)))
         evaluates = run.options.eval_iters != 0
@@ -45,17 +45,17 @@ class Judge:
         scores = on_first_rank(lambda: self._scored(episodes), patient_group())
         for number, episode in enumerate(episodes):
             episode.reward = float(scores.rewards[number])
-            found = {name: float(values[number]) for name, values in scores.by_function.items()}
-            episode.rewards = {name: None if math.isnan(value) else value for name, value in found.items()}
+            rewards = {name: float(values[number]) for name, values in scores.by_function.items()}
+            episode.rewards = {name: None if math.isnan(value) else value for name, value in rewards.items()}
 
     def _scored(self, episodes: Sequence[Episode]) -> Scores:
         samples = []
         for episode in episodes:
-            drawn = episode.trained > 0
+            drawn = episode.loss_mask > 0
             first = int(drawn.argmax()) if drawn.any() else len(drawn)
             samples.append(
                 Sample(
-                    place=episode.place,
+                    place=episode.source_row,
                     prompt=self.tokenizer.decode(episode.tokens[:first].tolist()),
                     messages=episode.columns["messages"],
                     completion=episode.text,

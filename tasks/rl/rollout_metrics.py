@@ -1,4 +1,4 @@
-"""What a user sees of what was generated: rewards, lengths, seconds; completions.jsonl."""
+"""Metrics of rollouts: rewards, lengths, times; completions.jsonl."""
 
 import json
 import math
@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ..rollout.weight_sync import Sync
+from ..rollout.weight_sync import SyncStats
 from ..system.append_file import AppendFile
 from .episode import Episode
 
 COMPLETIONS = "completions.jsonl"
 
 
-class RolloutLog:
-    """Sums since the last line of the log; their names are TRL's."""
+class RolloutMetrics:
+    """Sums since the last line of the log. Names are TRL's; those of times verl's."""
 
     def __init__(self):
         self._sums: dict[str, list[float]] = {}  # (sum, weight)
 
     def add(self, episodes: Sequence[Episode], group: int) -> None:
-        """What was generated at a time: `group` completions of each prompt, one prompt after the other."""
+        """Add episodes that were generated together: `group` of each prompt, one prompt after the other."""
         rewards = np.array([episode.reward for episode in episodes])
         judged = ~np.isnan(rewards)
         groups = [each[~np.isnan(each)] for each in rewards.reshape(-1, group)]
@@ -32,17 +32,17 @@ class RolloutLog:
         if group > 1 and judged.sum() > 1:
             self.mean("reward_std", [rewards[judged].std(ddof=1)])  # of all together, as TRL has it
             self.mean("frac_reward_zero_std", [np.ptp(each) == 0 for each in groups if len(each)])
-        self.mean("completions/unjudged_ratio", ~judged)
+        self.mean("completions/unscored_ratio", ~judged)
         for name in episodes[0].rewards:
-            given = [value for episode in episodes if (value := episode.rewards[name]) is not None]
-            self.mean(f"rewards/{name}/mean", given)
-            self.mean(f"rewards/{name}/std", [np.std(given, ddof=1)] if len(given) > 1 else [])
+            scored_values = [value for episode in episodes if (value := episode.rewards[name]) is not None]
+            self.mean(f"rewards/{name}/mean", scored_values)
+            self.mean(f"rewards/{name}/std", [np.std(scored_values, ddof=1)] if len(scored_values) > 1 else [])
         self.lengths(episodes)
 
     def lengths(self, episodes: Sequence[Episode]) -> None:
-        """Of what was generated at a time."""
+        """Add the lengths of completions that were generated together."""
         lengths = np.array([episode.length for episode in episodes])
-        cut_off = np.array([episode.finish == "length" for episode in episodes])
+        cut_off = np.array([episode.finish_reason == "length" for episode in episodes])
         self.mean("completions/mean_length", lengths)
         self.mean("completions/min_length", [lengths.min()])
         self.mean("completions/max_length", [lengths.max()])
@@ -51,54 +51,52 @@ class RolloutLog:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """A phase of the loop, whose seconds are to be in the log."""
+        """Add the seconds within to `timing_s/{phase}`, which is a mean over the steps since the last line."""
         began = time.perf_counter()
         yield
-        self.seconds(phase, time.perf_counter() - began)
+        entry = self._sums.setdefault(f"timing_s/{phase}", [0.0, 0.0])
+        entry[0] += time.perf_counter() - began
 
-    def seconds(self, phase: str, seconds: float) -> None:
-        """That a phase of the loop took: summed, and given as a mean over the steps of the line."""
-        entry = self._sums.setdefault(f"seconds/{phase}", [0.0, 0.0])
-        entry[0] += seconds
-
-    def step(self) -> None:
-        """A step has begun."""
+    def count_step(self) -> None:
         self._sums.setdefault("steps", [0.0, 1.0])[0] += 1
 
-    def synced(self, found: Sync) -> None:
-        """Weights have gone to this rank's engine, if it has one."""
-        if found.bytes:
-            self.mean("sync_gb", [found.bytes / 1e9])
-            self.mean("sync_gb_per_second", [found.gigabytes_per_second])
-        for state, gib in found.held.items():
+    def add_weight_sync(self, stats: SyncStats) -> None:
+        """Add what was sent to this rank's engine, if it has one."""
+        if stats.bytes:
+            self.mean("weight_sync/gb", [stats.bytes / 1e9])
+            self.mean("weight_sync/gb_per_s", [stats.gigabytes_per_second])
+        for state, gib in stats.held.items():
             self.mean(f"memory/{state}_gib", [gib])
 
-    def seen(self, found: dict[str, float], most: float | None) -> None:
-        """In a step, as policy.py's `Seen` gives it. Raises ValueError where engine and trainer are more than `most`
-        apart."""
-        for name, value in found.items():
+    def add_policy_stats(self, stats: dict[str, float], most: float | None) -> None:
+        """Add a step's PolicyStats.
+
+        Raises ValueError where the log-probabilities of engine and trainer differ by more than `most` in the mean.
+        """
+        for name, value in stats.items():
             self.mean(name, [value])
-        if most is not None and found.get("logprob_gap/mean", 0.0) > most:
+        difference = stats.get("sampling/sampling_logp_difference/mean", 0.0)
+        if most is not None and difference > most:
             raise ValueError(
-                f"the engine's log-probabilities are {found['logprob_gap/mean']:.4g} from the trainer's, in the mean "
-                f"over the tokens of a step (--max_logprob_gap {most}). Is the engine the same model, in the same "
-                "--torch_dtype? (With --async_generate true it is an earlier one, by a generation.)"
+                f"--max_sampling_logp_difference {most}: the engine's log-probabilities differ from the trainer's by "
+                f"{difference:.4g}, in the mean over the tokens of a step. Use the same model and --torch_dtype in "
+                "both. (With --async_generate true the engine's weights are one rollout batch older.)"
             )
 
     def means(self) -> dict[str, float]:
         steps = max(self._sums.get("steps", [1.0])[0], 1.0)
-        found = {name: total / (weight or steps) for name, (total, weight) in self._sums.items()}
-        found.pop("steps", None)
-        return found
+        values = {name: total / (weight or steps) for name, (total, weight) in self._sums.items()}
+        values.pop("steps", None)
+        return values
 
-    def take(self) -> dict[str, float]:
-        """The means; sums begin anew."""
-        found = self.means()
+    def pop(self) -> dict[str, float]:
+        """Return the means, and start anew."""
+        values = self.means()
         self._sums = {}
-        return found
+        return values
 
-    def add_all(self, other: "RolloutLog") -> None:
-        """What another one has, too."""
+    def merge(self, other: "RolloutMetrics") -> None:
+        """Add the sums of another one."""
         for name, (total, weight) in other._sums.items():
             entry = self._sums.setdefault(name, [0.0, 0.0])
             entry[0] += total
@@ -108,10 +106,11 @@ class RolloutLog:
         return self._sums
 
     def load(self, state: dict[str, Any]) -> None:
-        self._sums = state
+        """Resume from what `state` returned. Metrics under earlier names are dropped."""
+        self._sums = {name: sums for name, sums in state.items() if not name.startswith(("seconds/", "sync_"))}
 
     def mean(self, name: str, values: Any) -> None:
-        """These are among what the mean of this name is over."""
+        """Add values to the mean of this name."""
         values = np.asarray(values, np.float64)
         if len(values):
             entry = self._sums.setdefault(name, [0.0, 0.0])
@@ -119,32 +118,32 @@ class RolloutLog:
             entry[1] += len(values)
 
 
-def of_this_machine(name: str) -> bool:
-    """Whether it says how a run went, and not what came of it."""
-    return name.startswith(("seconds", "sync", "memory/"))
+def depends_on_machine(name: str) -> bool:
+    """Return whether a metric is a time, a rate or a size of memory."""
+    return name.startswith(("timing_s/", "weight_sync/", "memory/"))
 
 
 def write_completions(file: AppendFile, generation: int, episodes: Sequence[Episode]) -> None:
-    """--log_completions: a row for each, behind those of earlier generations."""
+    """Append a row for each episode: `--log_completions`."""
     for episode in episodes:
         row = {
             "generation": generation,
             "messages": episode.columns.get("messages"),
             "completion": episode.text,
-            "completion_ids": episode.tokens[episode.trained > 0].tolist(),
+            "completion_ids": episode.tokens[episode.loss_mask > 0].tolist(),
             **({"turns": episode.turns, "info": episode.info} if episode.info else {}),
             "rewards": episode.rewards,
             "reward": None if math.isnan(episode.reward) else episode.reward,
             "advantage": episode.advantage,
-            "finish": episode.finish,
+            "finish_reason": episode.finish_reason,
             "length": episode.length,
         }
-        row |= {"kl_penalty": episode.penalty} if episode.penalty else {}
+        row |= {"kl_penalty": episode.kl_penalty} if episode.kl_penalty else {}
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def forget_completions(folder: Path, generation: int) -> None:
-    """Leave out those after a generation: a run goes on from there, and makes them again."""
+def truncate_completions(folder: Path, generation: int) -> None:
+    """Remove the rows after a generation: the run resumes there, and makes them again."""
     file = folder / COMPLETIONS
     if file.exists():
         rows = file.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half a row

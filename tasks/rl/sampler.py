@@ -1,4 +1,4 @@
-"""Completions of a run's prompts, with random numbers that go on from one time to the next."""
+"""Sampler: completions of prompts, with random numbers that go on from call to call."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -12,8 +12,8 @@ from ..rollout.engine_group import Rollout
 from ..run.vocabulary import check_tokens
 
 
-class Generation:
-    """Asks engines as the options say. Every rank has one, and asks for the same.
+class Sampler:
+    """Has engines complete prompts as the options say. Every rank has one, and calls it alike.
 
     `ends`: tokens that end a completion, whatever the engine's folder says of it; None: as that says. `vocab_size`:
     tokens that the model's embedding has.
@@ -40,12 +40,18 @@ class Generation:
             experts,
             None if ends is None else tuple(sorted(ends)),
         )
-        self.asked = 0  # completions so far, by which their random numbers differ
+        self.drawn = 0  # completions so far: each has random numbers of its own
 
-    def without_weights(self) -> "Generation":
-        """One that goes on from here by itself. Where a server is lost it raises WeightsLost: it has none to give."""
+    def without_weights(self) -> "Sampler":
+        """Return a sampler that goes on from here by itself; it raises WeightsLost where a server is lost."""
         other = copy.copy(self)
         other.rollout = self.rollout.without_weights()
+        return other
+
+    def restarted(self) -> "Sampler":
+        """Return a sampler with the random numbers of the first call."""
+        other = copy.copy(self)
+        other.drawn = 0
         return other
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
@@ -58,14 +64,14 @@ class Generation:
         Raises ValueError for a token that the model does not have.
         """
         check_tokens(max((max(ids) for ids in tokens if len(ids)), default=0), self.vocab_size)
-        seeds = np.random.SeedSequence([self.seed, self.asked]).generate_state(len(tokens), np.uint64) >> 1
-        self.asked += len(tokens)
+        seeds = np.random.SeedSequence([self.seed, self.drawn]).generate_state(len(tokens), np.uint64) >> 1
+        self.drawn += len(tokens)
         most = limits or [None] * len(tokens)
         requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, most, strict=True)]
-        found = self.rollout.generate(requests, self.sampling)
-        if self.sampling.experts and any(completion.experts is None for completion in found):
+        completions = self.rollout.generate(requests, self.sampling)
+        if self.sampling.experts and any(completion.experts is None for completion in completions):
             raise RuntimeError(
                 "--router_replay_mode R3: the engine did not say which experts its tokens went to. Give R2, or another "
                 "engine"
             )
-        return found
+        return completions

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ...bridge.checkpoint.hub import vocab_size_of
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ..distributed.collectives import kept_by_first_rank, on_every_rank
 from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import held_gib
 from ..train.offload import Parked, Trainer, free_memory
-from ..train.step import Training
+from ..train.step import TrainState
 from .addresses import flags_given, server_urls
 from .client import ServerEngine
 from .engine import Completion, Engine, Request, Sampling
@@ -24,7 +24,7 @@ from .lora_support import refused
 from .memory_budget import room_beside
 from .server_connection import WeightsLost
 from .transformers_engine import TransformersEngine
-from .weight_sync import Beneath, Sync, sync
+from .weight_sync import Beneath, SyncStats, sync
 
 
 def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: bool = False) -> "ModelRollout":
@@ -39,7 +39,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
                 urls,
                 api_key=options.vllm_server_api_key,
                 timeout=options.vllm_server_timeout,
-                wait=options.wait_for_server,
+                wait=options.server_reconnect_timeout,
                 sleep_level=level,
                 adapters=rank,
                 vocab_size=vocab_size_of(run.hf_config),
@@ -142,7 +142,7 @@ class ModelRollout(Rollout[Engine]):
         self._adapter = model.lora if alone else None  # which is sent without the rest
         self._compared = False  # what is beneath the adapter
         self._trainer: Trainer | None = None
-        self._training: Training | None = None
+        self._training: TrainState | None = None
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class ModelRollout(Rollout[Engine]):
         if self._trainer is not None:
             self._trainer.come_back()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the servers, for the next run, where this one fails."""
         if isinstance(self.engine, ServerEngine):
             self.engine.release()
@@ -166,9 +166,9 @@ class ModelRollout(Rollout[Engine]):
                 return super().generate(requests, sampling)
             except WeightsLost:
                 assert self._training is not None
-                self.take_weights(self._training)
+                self.update_weights(self._training)
 
-    def take_weights(self, training: Training) -> Sync:
+    def update_weights(self, training: TrainState) -> SyncStats:
         """Every rank calls this. Raises RuntimeError on every rank where an engine has other weights afterwards."""
         self.syncs, self._training = self.syncs + 1, training
         self.held["train"] = held_gib()
@@ -185,7 +185,7 @@ class ModelRollout(Rollout[Engine]):
         self._trainer.leave_weights()
         return replace(found, held=dict(self.held))
 
-    def _sent(self, training: Training) -> Sync:
+    def _sent(self, training: TrainState) -> SyncStats:
         adapter = self._adapter
         while True:
             try:
@@ -197,7 +197,7 @@ class ModelRollout(Rollout[Engine]):
             except WeightsLost:  # a server went, and has come back
                 self._compared = False
 
-    def _send(self, engine: Engine | None, **what: Any) -> Sync:
+    def _send(self, engine: Engine | None, **what: Any) -> SyncStats:
         run = self.run
         settings = {"dtype": run.dtype, "seed": self.syncs}
         return sync(engine, self.model.chunks, run.hf_config, run.model_folder, **settings, **what)

@@ -22,8 +22,8 @@ def cure(wait: float) -> str:
     if wait:
         return f"See what it printed, and start it again: the run waits for it, for {wait:.0f} s."
     return (
-        "See what it printed, start it again and resume the run; with --wait_for_server SECONDS a run waits for it "
-        "instead."
+        "See what it printed, start it again and resume the run; with --server_reconnect_timeout SECONDS a run waits "
+        "for it instead."
     )
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import GIB

@@ -179,7 +179,7 @@ class Server:
         if self._run is not None and not hmac.compare_digest(run.encode(), self._run.encode()):
             if time.monotonic() - self._seen < self.silence:
                 raise Refused(409, "claimed", self._taken())
-            await self._let_go(f"{self._who} has been silent for {self.silence:.0f} s")
+            await self._release(f"{self._who} has been silent for {self.silence:.0f} s")
         new = self._run is None
         if new:
             log.info("claimed by %s", who)
@@ -200,10 +200,10 @@ class Server:
 
     async def release(self) -> dict[str, Any]:
         """The run is done with the server."""
-        await self._let_go(f"released by {self._who}")
+        await self._release(f"released by {self._who}")
         return {}
 
-    async def _let_go(self, why: str) -> None:
+    async def _release(self, why: str) -> None:
         log.info("free again: %s", why)
         self._run = self._process = None
         if self._updating:
@@ -214,7 +214,7 @@ class Server:
     async def _free_of_ended_process(self) -> None:
         """Free the server at once where the run's process was on this host, and has ended."""
         if self._process is not None and start_of_process(self._process[0]) != self._process[1]:
-            await self._let_go(f"{self._who} has ended")
+            await self._release(f"{self._who} has ended")
 
     async def _watch(self) -> None:
         """Free the server of a run that has ended or is silent, so that what waits for its update need not wait on; end
@@ -228,7 +228,7 @@ class Server:
             try:
                 await self._free_of_ended_process()
                 if self._run is not None and time.monotonic() - self._seen > self.silence:
-                    await self._let_go(f"{self._who} has been silent for {self.silence:.0f} s")
+                    await self._release(f"{self._who} has been silent for {self.silence:.0f} s")
             except Exception:
                 log.exception("freeing the server of its run failed")
 

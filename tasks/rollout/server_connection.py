@@ -95,7 +95,7 @@ class Link:
                 if held is not None:
                     raise Claimed(
                         f"{held} It was waited for, for {patience:.0f} s: wait longer with "
-                        f"{'--vllm_server_timeout' if lost is None else '--wait_for_server'}."
+                        f"{'--vllm_server_timeout' if lost is None else '--server_reconnect_timeout'}."
                     )
                 if lost is not None:
                     raise ServerLost(f"{lost} It was waited for {patience:.0f} s.")

@@ -25,7 +25,7 @@ MIXER = 0xBF58476D1CE4E5B9 - 2**64  # SplitMix64's first factor (https://doi.org
 
 
 @dataclass(frozen=True)
-class Sync:
+class SyncStats:
     """What a synchronisation took, on this rank."""
 
     seconds: float
@@ -82,7 +82,7 @@ def sync(
     adapter: Lora | None = None,
     compare: int = 1,
     seed: int = 0,
-) -> Sync:
+) -> SyncStats:
     """Send the model's weights to this rank's engine (None: it has none), as `stream_weights` has them; or its
     `adapter` alone, as `scaled` has it.
 
@@ -114,7 +114,7 @@ def sync(
             lost, what = failed
             kind = WeightsLost if lost else RuntimeError
             raise kind(f"the rollout engine of rank {rank} did not take the weights: {what}")
-    return Sync(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
+    return SyncStats(time.perf_counter() - started, sample.bytes if engine is not None else 0, compared)
 
 
 def scaled(adapter: Iterable[tuple[str, Tensor]], scaling: float, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

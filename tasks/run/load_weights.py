@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ...bridge.checkpoint.distributed import load_distributed
 from ...bridge.checkpoint.hub import has_weights, in_mcore_format, no_weights, read_config
 from ...bridge.checkpoint.load import load_weights
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head, count_labels
 from ..system.atomic_dir import loading
 

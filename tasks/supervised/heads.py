@@ -5,7 +5,7 @@ of ranks and micro batches. Other samples' documents count as negatives within a
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
-from ...bridge.model.build import Model
+from ...bridge.model.model import LastStage, Model, OutputProcessor
+from ...bridge.model.outputs import Choices, Embeddings, Scores
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.dataloader import Batches
 from ...templates.plural import plural
@@ -39,9 +40,9 @@ from ..losses.embedding import (
 )
 from ..options import EmbeddingOptions, GenerativeRerankerOptions, RerankerOptions, SeqClsOptions
 from ..run.context import Run
-from ..train.objective import Objective, copied, detached, grouping_of, samples, share
+from ..train.objective import Objective, copied, detached, extras_of, grouping_of, mean_share, samples
 from ..train.setup import train
-from ..train.step import Training
+from ..train.step import TrainState
 
 
 def run(options: SeqClsOptions | EmbeddingOptions | RerankerOptions, sources: dict[str, str]) -> int:
@@ -55,99 +56,91 @@ def run(options: SeqClsOptions | EmbeddingOptions | RerankerOptions, sources: di
     return train(options, sources, make[options.task_type])
 
 
-def scores(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
-    """What the head gives each document: fp32 [documents, labels]."""
-    return model.scores(chunk, **_row(batch), ends=grouping_of(batch).ends)
-
-
-def _row(batch: Batch) -> dict:
-    names = "tokens", "position_ids", "cu_seqlens", "max_seqlen"
-    return {name: getattr(batch, name) for name in names}
+def scores(batch: Batch) -> Scores:
+    """Return the output of a head: fp32 [documents, labels]."""
+    return Scores(grouping_of(batch).ends)
 
 
 def make_seq_cls(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Classes, of which a document has one or any number, or numbers."""
+    """Return the objective of classifiers: one class, several classes, or regression."""
     problem = run.hf_config["problem_type"]
     hits = "mse" if problem == "regression" else "accuracy"
 
-    def loss(batch: Batch, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        labels = to_device(_labels(grouping_of(batch).labels, found.shape[1], problem), found.device)
-        losses = classification_losses(found, labels, problem)
-        right = losses if problem == "regression" else accuracy(found, labels, problem)
-        shares = {name: share(values, batch) for name, values in {"loss": losses, hits: right}.items()}
+    def loss(batch: Batch, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = to_device(_labels(grouping_of(batch).labels, outputs.shape[1], problem), outputs.device)
+        losses = classification_losses(outputs, labels, problem)
+        right = losses if problem == "regression" else accuracy(outputs, labels, problem)
+        shares = {
+            name: mean_share(values, batch, model.groups) for name, values in {"loss": losses, hits: right}.items()
+        }
         return shares["loss"], detached(shares)
 
-    return Objective(loss, ["loss", hits], forward=scores, weight=samples, scores_tokens=False), [f"problem: {problem}"]
+    return Objective(loss, ["loss", hits], output=scores, weight=samples, scores_tokens=False), [f"problem: {problem}"]
 
 
 def _labels(labels: Tensor, outputs: int, problem: str) -> Tensor:
-    """As `classification_losses` wants them, from labels [samples, k] on the CPU."""
+    """Return labels [samples, k] on the CPU in the form that `classification_losses` takes."""
     if problem == "single_label_classification":
         return class_numbers(labels, outputs)
     return multi_hot(labels, outputs) if problem == "multi_label_classification" else labels
 
 
 def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Vectors: what belongs together is near."""
+    """Return the objective of embeddings."""
     options = run.options
     assert isinstance(options, EmbeddingOptions)
     contrasts = options.loss_type == "infonce"
-    measure = partial(_infonce, options=options) if contrasts else partial(_pairs, options=options)
+    measure = partial(_infonce, options=options, groups=model.groups) if contrasts else partial(_pairs, options=options)
     names = ["loss", "accuracy"] if contrasts else ["loss"]
 
-    def forward(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
+    def output(batch: Batch) -> Embeddings:
         grouping = grouping_of(batch)
-        return model.embeddings(
-            chunk,
-            **_row(batch),
-            ends=grouping.ends,
-            spans=grouping.spans,
-            segments=grouping.segments,
-            lengths=batch.lengths,
-            pooling=options.pooling,
-        )
+        return Embeddings(options.pooling, grouping.ends, grouping.spans, grouping.segments, batch.lengths)
 
-    def loss(batch: Batch, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        dims = options.mrl_dims or [found.shape[1]]
+    def loss(batch: Batch, vectors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        dims = options.mrl_dims or [vectors.shape[1]]
         weights = options.mrl_weights or [1.0] * len(dims)
-        of_each = [measure(short, grouping_of(batch)) for short in matryoshka(found, dims)]
+        of_each = [measure(short, grouping_of(batch)) for short in matryoshka(vectors, dims)]
         losses = torch.stack([weight * values["loss"] for weight, values in zip(weights, of_each, strict=True)]).sum(0)
         longest = of_each[dims.index(max(dims))]
-        shares = {name: share(values, batch) for name, values in (longest | {"loss": losses}).items()}
+        shares = {
+            name: mean_share(values, batch, model.groups) for name, values in (longest | {"loss": losses}).items()
+        }
         return shares["loss"], detached(shares)
 
-    return Objective(loss, names, forward=forward, weight=samples, scores_tokens=False), []
+    return Objective(loss, names, output=output, weight=samples, scores_tokens=False), []
 
 
-def _infonce(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
-    """Of each anchor, among its own documents or those of all samples on all data-parallel ranks."""
+def _infonce(
+    vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions, groups: ProcessGroupCollection
+) -> dict[str, Tensor]:
+    """Return each anchor's InfoNCE loss, among its own documents or those of all data-parallel ranks."""
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
     others = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = _of_all_ranks(vectors, others, grouping.documents_per_rank)
+        candidates, usable, first = _of_all_ranks(vectors, others, grouping.documents_per_rank, groups.dp)
         mask = to_device(usable, vectors.device).expand(len(anchors), -1)
     else:
         candidates, first = vectors, 0
         mask = to_device((grouping.samples == grouping.samples[anchors, None]) & others, vectors.device)
     target = to_device(first + anchors + 1, vectors.device)
-    own = vectors.index_select(0, to_device(anchors, vectors.device))
-    losses = infonce_losses(own, candidates, target, options.infonce_temperature, mask)
-    cosines = (own.detach() @ candidates.detach().t()).masked_fill(~mask, -torch.inf)
+    anchor_vectors = vectors.index_select(0, to_device(anchors, vectors.device))
+    losses = infonce_losses(anchor_vectors, candidates, target, options.infonce_temperature, mask)
+    cosines = (anchor_vectors.detach() @ candidates.detach().t()).masked_fill(~mask, -torch.inf)
     nearest = F.pad(cosines, (0, 1), value=-torch.inf).argmax(1)  # of a micro batch of fillers there are none
     return {"loss": losses, "accuracy": (nearest == target).float()}
 
 
-def _of_all_ranks(own: Tensor, others: Tensor, peers: list[int]) -> tuple[Tensor, Tensor, int]:
+def _of_all_ranks(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
     """The vectors of the documents of all data-parallel ranks, [ranks x most, dimensions], with gradients for all;
     which of them are to be looked for; and where this rank's begin."""
-    group: Any = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) == 1:
-        return own, others, 0
+        return vectors, others, 0
     most, rank = max(peers), dist.get_rank(group)
     # What a document is goes along, in a column of its own.
-    marked = torch.cat([own, to_device(others, own.device).to(own)[:, None]], dim=1)
-    whole = torch.cat(differentiable.all_gather(F.pad(marked, (0, 0, 0, most - len(own))), group))
-    return whole[:, :-1], whole[:, -1] > 0, rank * most
+    marked = torch.cat([vectors, to_device(others, vectors.device).to(vectors)[:, None]], dim=1)
+    gathered = torch.cat(differentiable.all_gather(F.pad(marked, (0, 0, 0, most - len(vectors))), group))
+    return gathered[:, :-1], gathered[:, -1] > 0, rank * most
 
 
 def _pairs(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
@@ -162,20 +155,25 @@ def _pairs(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) ->
             return {"loss": online_contrastive_losses(first, second, labels, options.contrastive_margin)}
 
 
+@dataclass(frozen=True)
+class RerankerExtras:
+    documents: Tensor  # fp32 []: documents of the global batch
+
+
 def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """How well documents answer a query, by a head or by the odds of one answer over another."""
+    """Return the objective of rerankers: scores by a head, or by the odds of one answer over another."""
     options = run.options
     assert isinstance(options, RerankerOptions)
-    forward, notes = scores, []
+    output, notes = scores, []
     if isinstance(options, GenerativeRerankerOptions):
         yes, no = (_token(run, flag) for flag in ("positive_token", "negative_token"))
-        forward = partial(_odds, choices=[yes, no])
+        output = partial(_odds, tokens=[yes, no])
         notes = [f"a document's score: log odds of token {yes} over {no}"]
     pointwise = options.loss_type == "pointwise_reranker"
 
-    def prepare(training: Training, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        documents = _documents(batches)
-        return [replace(batch, known={"documents": documents}) for batch in batches]
+    def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
+        extras = RerankerExtras(_documents(batches, model.groups))
+        return [replace(batch, extras=extras) for batch in batches]
 
     def loss(batch: Batch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         grouping, values = grouping_of(batch), output[:, 0]
@@ -183,14 +181,19 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
         if pointwise:
             losses = pointwise_losses(values, labels)
             right = ((values > 0) == (labels > 0.5)).float()
-            found = {"loss": losses, "accuracy": right, "documents": torch.ones_like(losses)}
-            total = copied(losses.sum()) / batch.known["documents"]
-            return total, detached({name: share(each, batch) for name, each in found.items()})
+            values_by_name = {"loss": losses, "accuracy": right, "documents": torch.ones_like(losses)}
+            total = copied(losses.sum(), model.groups) / extras_of(batch, RerankerExtras).documents
+            return total, detached(
+                {name: mean_share(each, batch, model.groups) for name, each in values_by_name.items()}
+            )
         losses = listwise_losses(values, grouping.samples, options.listwise_temperature)
-        shares = {"loss": share(losses, batch), "mrr": share(_reciprocal_ranks(values.detach(), grouping), batch)}
+        shares = {
+            "loss": mean_share(losses, batch, model.groups),
+            "mrr": mean_share(_reciprocal_ranks(values.detach(), grouping), batch, model.groups),
+        }
         return shares["loss"], detached(shares)
 
-    objective = Objective(loss, ["loss", "mrr"], forward=forward, weight=samples, scores_tokens=False)
+    objective = Objective(loss, ["loss", "mrr"], output=output, weight=samples, scores_tokens=False)
     if pointwise:
         names = ["loss", "accuracy", "documents"]
         objective = replace(objective, names=names, prepare=prepare, means=_over_documents)
@@ -202,12 +205,15 @@ def _over_documents(sums: dict[str, float], weight: float) -> dict[str, float]:
     return {name: sums[name] / max(sums["documents"], 1e-12) for name in ("loss", "accuracy")}
 
 
-def _odds(
-    model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None, *, choices: Sequence[int]
-) -> Tensor:
-    """log p of the first of two tokens, less that of the second: [documents, 1]."""
-    found = model.choices(chunk, **_row(batch), ends=grouping_of(batch).ends, choices=choices)
-    return found[:, :1] - found[:, 1:] if found.shape[1:] == (2,) else found  # hidden states: for the next stage
+def _odds(batch: Batch, *, tokens: Sequence[int]) -> OutputProcessor:
+    """Return the output log p of the first of two tokens, less that of the second: [documents, 1]."""
+    choices = Choices(grouping_of(batch).ends, tokens)
+
+    def odds(stage: LastStage) -> Tensor:
+        values = choices(stage)
+        return values[:, :1] - values[:, 1:]
+
+    return odds
 
 
 def _token(run: Run, flag: str) -> int:
@@ -218,17 +224,17 @@ def _token(run: Run, flag: str) -> int:
     return tokens[0]
 
 
-def _documents(batches: list[Batch]) -> Tensor:
-    """Of the whole global batch."""
+def _documents(batches: list[Batch], groups: ProcessGroupCollection) -> Tensor:
+    """Return the number of documents of the global batch."""
     count = torch.tensor(float(sum(len(grouping_of(batch).samples) for batch in batches)), device=runtime.device())
-    dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(count, group=groups.dp)
     return count.clamp(min=1)
 
 
 def _reciprocal_ranks(values: Tensor, grouping: Grouping) -> Tensor:
-    """Of each sample's first document among its documents, by scores [documents]: [samples]."""
+    """Return the reciprocal rank of each sample's first document, by scores [documents]: [samples]."""
     first = (grouping.parts == 0).nonzero().squeeze(1)
     positive = values.index_select(0, to_device(first, values.device))
-    own = to_device(grouping.samples, values.device)
-    above = torch.zeros_like(positive).index_add(0, own, (values > positive.index_select(0, own)).float())
+    sample = to_device(grouping.samples, values.device)
+    above = torch.zeros_like(positive).index_add(0, sample, (values > positive.index_select(0, sample)).float())
     return 1 / (1 + above)

@@ -57,7 +57,7 @@ class AdamW(torch.optim.Optimizer):
                 _plain(rows, **settings)
 
     def sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
-        """Of some or all of the parameters' gradients, fp32 []."""
+        """Return the norm of the gradients of some or all parameters, fp32 []."""
         if not fused.usable(gradients[0]):
             return torch.nn.utils.get_total_norm(gradients).square()
         from ...bridge.kernels import adamw as kernels
@@ -72,11 +72,11 @@ class AdamW(torch.optim.Optimizer):
         return table
 
     def state_dict(self) -> dict[str, Any]:
-        """With a step for each parameter too, as torch's own AdamW has it: megatron-core asks for it."""
-        found = super().state_dict()
-        steps = {number: group["step"] for group in found["param_groups"] for number in group["params"]}
-        states = {n: state | {"step": torch.tensor(float(steps[n]))} for n, state in found["state"].items()}
-        return found | {"state": states}
+        """Return the state with a step per parameter, as torch's AdamW: megatron-core reads it."""
+        state = super().state_dict()
+        steps = {number: group["step"] for group in state["param_groups"] for number in group["params"]}
+        states = {n: values | {"step": torch.tensor(float(steps[n]))} for n, values in state["state"].items()}
+        return state | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states = {

@@ -27,7 +27,7 @@ from ...bridge.checkpoint.save import stage_weights
 from ...bridge.checkpoint.sentence_transformers import sentence_transformers_files
 from ...bridge.checkpoint.writer import RankReport, ShardWriter, StagedFolder
 from ...bridge.mapping.fp8 import masters_as_bf16
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ..distributed.collectives import on_first_rank
 from ..distributed.watchdog import Watchdog
 from ..options import EmbeddingOptions
@@ -37,7 +37,7 @@ from ..run.resume import tidy_for
 from ..run.run_dir import STATE, last_save, merged_beside
 from ..system.atomic_dir import Entry, FolderError, begin, commit_together, explained
 from .reference_sync import REFERENCE
-from .step import Training
+from .step import TrainState
 from .train_state import rank_file
 
 POLL = 0.02  # seconds between two looks at the others' reports
@@ -54,7 +54,7 @@ class Checkpoints:
     def __init__(
         self,
         run: Run,
-        training: Training,
+        training: TrainState,
         watchdog: Watchdog,
         note: Callable[[str], None],
         following: Model | None = None,
@@ -200,7 +200,7 @@ class _Saving:
         self._thread.start()
 
     def ended(self) -> bool:
-        """Whether it is whole, or not to be."""
+        """Return whether the checkpoint is in its place, or has failed."""
         return self._store.check([self._key("outcome")])
 
     def result(self) -> None:
@@ -248,25 +248,25 @@ class _Saving:
         ]
 
     def _finish(self, ranks: list[dict[Path, list[RankReport]]]) -> None:
-        known: dict[Path, dict[str, Entry]] = {}
+        entries: dict[Path, dict[str, Entry]] = {}
         for path, folders in self._folders.items():
-            known[path] = {}
+            entries[path] = {}
             for number, folder in enumerate(folders):
                 reports = [reports[path][number] for reports in ranks]
                 names = folder.complete(reports)
                 for shard in (shard for report in reports for shard in report.shards):
                     name = f"{folder.within}{'/' if folder.within else ''}{names.get(shard.name, shard.name)}"
-                    known[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
+                    entries[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
         run, path = self._run, self.paths[-1]
         (self._temporary / path.name / STATE / "state.json").write_text(json.dumps(self._state, indent=2) + "\n")
         for each in self.paths:
             (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
-        commit_together(self._temporary, self.paths, known)
+        commit_together(self._temporary, self.paths, entries)
         tidy_for(run.options, path)
 
 
 def _embedding(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
-    """With what sentence-transformers reads."""
+    """Add the files that sentence-transformers reads."""
 
     def complete(ranks: list[RankReport]) -> dict[str, str]:
         names = staged.complete(ranks)

@@ -1,11 +1,11 @@
-"""What has come since the last log line: sums on the device, of metrics, tokens and FLOPs."""
+"""Sums on the device since the last log line: metrics, tokens, FLOPs."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import Tensor
 
@@ -13,32 +13,33 @@ from ...bridge import runtime
 from ...templates.batching.collator import Batch
 from ..observability.flops import Flops
 from .objective import Objective, scored_tokens
-from .step import Fetched, Training, sum_over_ranks
+from .step import AsyncScalars, TrainState, sum_over_ranks
 
-Sums = Callable[[], tuple[dict[str, float], float, float]]  # means of metrics, tokens, FLOPs: waits for the device
+# Waits for the device, and returns means of metrics, tokens and FLOPs over all ranks.
+Reduced = Callable[[], tuple[dict[str, float], float, float]]
 
 
-def balancing(training: Training) -> dict[str, Tensor]:
-    """MoE: the router's auxiliary losses of the step, summed over this rank's layers and micro batches."""
+def load_balancing(training: TrainState) -> dict[str, Tensor]:
+    """Return the routers' auxiliary losses of the step, summed over this rank's layers and micro batches."""
     if training.model.config.num_moe_experts is None:
         return {}
-    tracker, data_parallel = get_moe_metrics_tracker(), parallel_state.get_data_parallel_world_size()
+    tracker, data_parallel = get_moe_metrics_tracker(), training.model.groups.dp.size()
     sums = {}
     for name, entry in tracker.metrics.items():
-        # What Window sums over all ranks and divides by the data-parallel ones is to be this entry's own mean.
+        # What the accumulator sums over all ranks and divides by the data-parallel ones is to be this entry's own mean.
         share = data_parallel / entry.avg_group.size() if entry.avg_group is not None else 1.0
         sums[name] = entry.values.sum() * (share if entry.needs_dp_avg else data_parallel)
     tracker.clear()
     return sums
 
 
-class Window:
+class MetricsAccumulator:
     """Sums since the last log line, on the device."""
 
-    def __init__(self, objective: Objective):
-        self.objective, self.names = objective, objective.names
+    def __init__(self, objective: Objective, groups: ProcessGroupCollection):
+        self.objective, self.names, self.groups = objective, objective.names, groups
         self.balancing_names: list[str] = []  # those of all ranks, found at the first line
-        self.asked = False
+        self.names_are_gathered = False
         self._reset()
 
     def _reset(self) -> None:
@@ -51,20 +52,20 @@ class Window:
         self.steps += 1
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
-        self.flops += flops.training(lengths, scored_tokens(batches)) + self.objective.more_flops(batches)
+        self.flops += flops.training(lengths, scored_tokens(batches, self.groups)) + self.objective.extra_flops(batches)
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank has of it, by names for its file."""
+        """Return this rank's sums, by names for its file."""
         sums = {f"window/metrics/{name}": value for name, value in self.metrics.items()}
         sums |= {f"window/balancing/{name}": value for name, value in self.balancing.items()}
         numbers = [self.steps, self.micro_batches, self.tokens, self.flops]
         return sums | {"window/numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Resume from what `tensors` returned."""
         for name, value in tensors.items():
             kind, _, metric = name.removeprefix("window/").partition("/")
             if name == "window/numbers":
@@ -73,10 +74,9 @@ class Window:
             elif name.startswith("window/"):
                 getattr(self, kind)[metric] = value.to(runtime.device())
 
-    def close(self, training: Training) -> Sums:
-        """Means of the metrics over the steps, then tokens and FLOPs, all over all ranks. Every rank calls this; only
-        what it returns waits for the device."""
-        steps, sums = self.steps, sum_over_ranks(self.metrics, self.names, self.tokens, self.flops)
+    def reduce(self, training: TrainState) -> Reduced:
+        """Begin to sum over all ranks, and start anew. Every rank calls this; only what it returns waits."""
+        steps, sums = self.steps, sum_over_ranks(self.groups, self.metrics, self.names, self.tokens, self.flops)
         balance = self._balancing_means(training)
         self._reset()
 
@@ -89,22 +89,22 @@ class Window:
 
         return wait
 
-    def _balancing_means(self, training: Training) -> Fetched | None:
+    def _balancing_means(self, training: TrainState) -> AsyncScalars | None:
         config = training.model.config
         if config.num_moe_experts is None:
             return None
-        if not self.asked:  # a rank has its own layers (pipeline)
+        if not self.names_are_gathered:  # a rank has its own layers (pipeline)
             names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names, sorted(self.balancing))
-            self.balancing_names, self.asked = sorted({name for some in names for name in some}), True
+            self.balancing_names, self.names_are_gathered = sorted({name for some in names for name in some}), True
         if not self.balancing_names:
             return None
         frequency = config.moe_layer_freq
         pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
         # A rank has a share of each value (tensor and context parallelism); data-parallel ranks have their own.
-        parts = sum(map(bool, pattern)) * self.micro_batches * parallel_state.get_data_parallel_world_size()
+        parts = sum(map(bool, pattern)) * self.micro_batches * self.groups.dp.size()
         vector = torch.zeros(len(self.balancing_names), dtype=torch.float64, device=runtime.device())
-        for place, name in enumerate(self.balancing_names):
-            vector[place] = self.balancing.get(name, 0.0)
+        for index, name in enumerate(self.balancing_names):
+            vector[index] = self.balancing.get(name, 0.0)
         dist.all_reduce(vector)
-        return Fetched(vector / parts)
+        return AsyncScalars(vector / parts)

@@ -1,22 +1,24 @@
-"""What a task trains for: the one thing in which tasks differ, as the loop and the step see them."""
+"""The interface of a task to the trainer: output of the model, loss, metrics, and a loop of its own if it generates."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron.core import parallel_state
+import numpy as np
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch, Grouping
 from ..observability.flops import Flops
 from .reference_sync import Follower
-from .step import Forward, Loss, Training, log_probs, sft_loss
+from .step import Loss, Output, TrainState, log_probs, sft_loss
 
 
 def means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Metrics of which these are the sums over micro batches and ranks, and over steps (or evaluated batches) of
-    `weight` together."""
+    """Return means of metrics from their sums over micro batches, ranks, and steps (or evaluated batches) of a total
+    weight."""
     return {name: value / max(weight, 1e-12) for name, value in sums.items()}
 
 
@@ -25,95 +27,128 @@ def _tokens(batch: Batch) -> float:
 
 
 def samples(batch: Batch) -> float:
-    """Of the global batch."""
+    """Return the number of samples of the global batch."""
     return grouping_of(batch).loss_samples
 
 
-def nothing(batches: list[Batch]) -> float:
+def no_flops(batches: list[Batch]) -> float:
     return 0.0
 
 
-class Source(Protocol):
-    """Where the steps of a task come from that makes its data while it trains. Every rank calls these alike."""
+class Data(Protocol):
+    """Training or evaluation data: Batches, or Prompts of tasks that generate."""
 
-    def steps(self, training: Training, most: int) -> Iterator[list[Batch]]:
-        """This rank's micro batches of one step after the other, of so many."""
+    loss_tokens_are_local: bool  # of a stream: each rank counts its own
+
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def padding_share(self) -> float | None: ...
+    @property
+    def epoch(self) -> int: ...
+    def samples_until(self, epochs: float) -> int | None: ...
+    def position(self) -> dict[str, Any]: ...
+    def cursors(self) -> dict[str, np.ndarray]: ...
+    def resume(self, position: dict[str, Any], cursors: dict[str, np.ndarray]) -> list[str]: ...
+
+
+class StepRunner(Protocol):
+    """The trainer (trainer.py), as the loop of a task sees it."""
+
+    state: TrainState
+    max_steps: int
+
+    def steps(self) -> Iterator[int]: ...
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+    def step(self, batches: list[Batch]) -> None: ...
+
+
+class Loop(Protocol):
+    """The loop of a task that makes its data while it trains. Every rank calls these alike."""
+
+    def train(self, trainer: StepRunner) -> None:
+        """Call trainer.step once for each of trainer.steps()."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """What is to be in the log beside the loss's metrics, of the steps since this was last asked."""
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics for the log beside the loss's, of the steps since this was last called."""
         ...
 
-    def evaluate(self, training: Training, val: Any, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """As `evaluate` in trainer.py."""
+    def evaluate(self, state: TrainState, val: Any, most: int, tick: Callable[[], None]) -> dict[str, float]:
+        """Evaluate on `most` global batches (-1: all), calling `tick` for each; return `eval_<name>`."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint needs of it, the same on every rank; names begin with `rollout/`."""
+        """Return what a checkpoint needs of it, the same on every rank; names begin with `rollout/`."""
         ...
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Resume from what `tensors` returned."""
         ...
 
     def close(self) -> None:
-        """After the last step."""
+        """Close engines and files, after the last step."""
         ...
 
-    def let_go(self) -> None:
-        """Where the run fails: free what is not its own, in seconds, for the next run. Waits for no other rank."""
+    def release(self) -> None:
+        """Free servers for the next run, where this one fails: in seconds, waiting for no other rank."""
         ...
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`forward` says what is asked of the model for a micro batch, `loss` what is made of it."""
+    """A task: `output` selects what the model computes of a micro batch, `loss` reduces it."""
 
     loss: Loss
     names: Sequence[str]  # of the metrics that `loss` returns, each divided by what the global batch counts
-    forward: Forward = log_probs
-    # What is to be known of a step's micro batches before training's own pass (Batch.known), of an evaluation's too.
-    prepare: Callable[[Training, list[Batch], bool], list[Batch]] = lambda training, batches, evaluates: batches
+    output: Output = log_probs
+    # Called with a step's micro batches before training's own pass, and with an evaluation's (True): sets Batch.extras.
+    prepare: Callable[[TrainState, list[Batch], bool], list[Batch]] = lambda state, batches, evaluates: batches
     means: Callable[[dict[str, float], float], dict[str, float]] = means
     weight: Callable[[Batch], float] = _tokens  # of a global batch among others, in an evaluation
     scores_tokens: bool = True  # whether the output layer is a part of its work
-    more_flops: Callable[[list[Batch]], float] = nothing  # of what `prepare` does on this rank
-    source: Source | None = None  # None: the steps are those of the data
+    extra_flops: Callable[[list[Batch]], float] = no_flops  # of passes beside training's, on this rank
+    loop: Loop | None = None  # None: the steps are those of the data
     follower: Follower | None = None  # of a reference that follows the policy: called after each step
 
 
 def sft(model: Model) -> Objective:
-    """The next token, and those that layers of multi-token prediction see further ahead."""
+    """Return the objective of language models: the next token, and those of multi-token prediction."""
     return Objective(sft_loss, ["loss", "mtp_loss"] if model.architecture.mtp_depths else ["loss"])
 
 
 def grouping_of(batch: Batch) -> Grouping:
-    """Of a stage whose samples have one document or several."""
+    """Return the batch's grouping, of a stage that has one."""
     assert batch.grouping is not None
     return batch.grouping
 
 
-def share(values: Tensor, batch: Batch) -> Tensor:
-    """This rank's share of a mean over the samples of the global batch, of whose samples here these are the values."""
-    return copied(values.sum()) / max(samples(batch), 1.0)
+def extras_of[T](batch: Batch, kind: type[T]) -> T:
+    """Return the batch's extras, which are of this class."""
+    assert isinstance(batch.extras, kind)
+    return batch.extras
 
 
-def copied(value: Tensor) -> Tensor:
-    """The share of a value that each rank of a context-parallel group has whole."""
-    return value / parallel_state.get_context_parallel_world_size()
+def mean_share(values: Tensor, batch: Batch, groups: ProcessGroupCollection) -> Tensor:
+    """Return this rank's share of a mean over the samples of the global batch, from the values of its samples."""
+    return copied(values.sum(), groups) / max(samples(batch), 1.0)
+
+
+def copied(value: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Return this rank's share of a value that every rank of a context-parallel group has."""
+    return value / groups.cp.size()
 
 
 def detached(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in metrics.items()}
 
 
-def forward_flops(flops: Flops, batches: Sequence[Batch]) -> float:
-    """Of a forward pass over these micro batches, whose context-parallel group this rank counts for."""
+def forward_flops(flops: Flops, groups: ProcessGroupCollection, batches: Sequence[Batch]) -> float:
+    """Return the FLOPs of a forward pass over these micro batches, of this rank's context-parallel group."""
     lengths = [length for batch in batches for length in batch.lengths]
-    return flops.forward(lengths, scored_tokens(batches))
+    return flops.forward(lengths, scored_tokens(batches, groups))
 
 
-def scored_tokens(batches: Sequence[Batch]) -> int:
-    """How many labels are scored. Of a context-parallel group each rank holds a share, about as many of them."""
-    shares = parallel_state.get_context_parallel_world_size()
-    return shares * sum(int(batch.loss_weights.count_nonzero()) for batch in batches)
+def scored_tokens(batches: Sequence[Batch], groups: ProcessGroupCollection) -> int:
+    """Return how many labels have a loss: this rank's times the context-parallel ranks, which have about as many."""
+    return groups.cp.size() * sum(int(batch.loss_weights.count_nonzero()) for batch in batches)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from .optimizer import parts
-from .step import Training
+from .step import TrainState
 
 ALIGNED = 512  # bytes: where a storage's may begin on the host
 
@@ -82,20 +82,20 @@ class _Host:
 
 
 class Trainer:
-    """What of a training there is to be moved: `leave_step` and `leave_weights`, and all comes back by `come_back`.
+    """Offloading of a trainer's state: `leave_step` and `leave_weights`; `come_back` loads all of it.
 
     Arguments:
         weights, optimizer: whether these leave; gradients, which the next step begins with zeros, always do
     """
 
-    def __init__(self, training: Training, *, weights: bool, optimizer: bool):
+    def __init__(self, training: TrainState, *, weights: bool, optimizer: bool):
         self._training = training
         self._weights = Parked() if weights else None
         self._optimizer = Parked() if optimizer else None
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []  # without bytes: how many they had
 
     def leave_step(self) -> None:
-        """What only a step needs. Called twice it does nothing."""
+        """Offload what only a step needs. A second call does nothing."""
         if self._gradients:
             return
         self._training.optimizer.zero_grad()  # copies in fp32
@@ -126,7 +126,7 @@ class Trainer:
         self._gradients = []
 
 
-def weights(training: Training) -> Iterator[Tensor]:
+def weights(training: TrainState) -> Iterator[Tensor]:
     """Parameters and buffers, trained or not, with the buffers that megatron-core keeps parameters in."""
     for chunk in training.chunks:
         yield from chunk.module.parameters()
@@ -139,15 +139,17 @@ def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
         yield from (buffer.grad_data for buffer in _buffers(chunk))
 
 
-def optimizer_state(training: Training) -> Iterator[Tensor]:
+def optimizer_state(training: TrainState) -> Iterator[Tensor]:
     """The optimizer's state and fp32 masters; not those that are (parts of) the parameters."""
-    theirs = _distinct(weights(training))
+    weight_storages = _distinct(weights(training))
     for part in parts(training.optimizer):
         if part.optimizer is None:
             continue
-        found = [value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        found += [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-        yield from (each for each in found if each.untyped_storage()._cdata not in theirs)
+        tensors = [
+            value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        ]
+        tensors += [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+        yield from (each for each in tensors if each.untyped_storage()._cdata not in weight_storages)
 
 
 def _buffers(chunk: Any) -> list[Any]:
@@ -156,12 +158,12 @@ def _buffers(chunk: Any) -> list[Any]:
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The tensors' storages, each once, without those that have no memory of their own here (of a file, say)."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.device.type == runtime.device().type and storage.resizable() and storage.nbytes():
-            found[storage._cdata] = storage
-    return found
+            storages[storage._cdata] = storage
+    return storages
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -169,6 +171,6 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def free_memory() -> None:
-    """What torch keeps of freed memory is not another allocator's to take."""
+    """Return torch's cached free memory to the device, for other allocators."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -22,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...bridge.options import ParallelOptions
 from ...templates.plural import plural
 from ..options.groups import OptimizerOptions, ScheduleOptions
@@ -36,8 +35,7 @@ def wrap_for_data_parallelism(
 
     `bucket_size`: parameters that are reduced and gathered together; None: megatron-core's choice.
     """
-    data_parallel = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    experts = parallel_state.get_expert_data_parallel_world_size()
+    data_parallel, experts = model.groups.dp_cp.size(), model.groups.expt_dp.size()
     shared = max(data_parallel, experts if model.config.num_moe_experts else 1)
     overlap_reduce, overlap_gather = _overlaps(options, shared)
     config = DistributedDataParallelConfig(
@@ -67,7 +65,7 @@ def wrap_for_data_parallelism(
 
 
 def _overlaps(options: ParallelOptions, shared: int) -> tuple[bool, bool]:
-    """Whether gradients are reduced while others are computed, and parameters gathered while others are used."""
+    """Return whether to overlap gradient reduction with the backward pass, and parameter gathering with the forward."""
     reduce, gather = options.overlap_grad_reduce, options.overlap_param_gather
     if reduce is None:
         reduce = shared > 1 or bool(gather)
@@ -193,7 +191,7 @@ def update(
     """
     if optimizer.prepare_grads():  # of fp16 alone: waits for the device
         return None
-    norm, own = _gradient_norm(optimizer)
+    norm, rank_norm = _gradient_norm(optimizer)
     grad_scale = ((norm + 1e-6) / clip_grad).clamp(min=1.0) if clip_grad > 0 else torch.ones_like(norm)
     found_inf = (~norm.isfinite()).float()
     if skips is not None:
@@ -202,11 +200,11 @@ def update(
         if part.optimizer is not None:
             part.optimizer.grad_scale, part.optimizer.found_inf = grad_scale, found_inf
     optimizer.step_with_ready_grads()
-    return norm, own
+    return norm, rank_norm
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
-    """Of all parameters over all ranks, and of this rank's share of them."""
+    """Return the gradient norm over all ranks, and over this rank's share of the parameters."""
     squares: dict[Any, Tensor] = {}  # for each group of processes that share parameters out: experts may have their own
     for part in parts(optimizer):
         group, gradients = part.get_grad_stats_parallel_group(), part.get_grads_for_grad_norm()
@@ -215,15 +213,15 @@ def _gradient_norm(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
             total += part.optimizer.sum_of_squares(gradients)
         elif gradients:
             total += torch.nn.utils.get_total_norm(gradients).square()
-    own = torch.stack(list(squares.values())).sum().sqrt()
+    rank_norm = torch.stack(list(squares.values())).sum().sqrt()
     for group, square in squares.items():
         if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)
-    return torch.stack(list(squares.values())).sum().sqrt(), own
+    return torch.stack(list(squares.values())).sum().sqrt(), rank_norm
 
 
 class Shard(NamedTuple):
-    """What of a parameter this rank's optimizer updates."""
+    """Part of a parameter that this rank's optimizer updates."""
 
     parameter: Tensor  # the model's
     start: int  # the first of its elements

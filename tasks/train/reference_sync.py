@@ -13,10 +13,10 @@ from ...bridge.lora.merge import merge_functions
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.mapping.local_params import collect_params, iter_params
 from ...bridge.mapping.param_mapping import ParamKey
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ..distributed.collectives import on_every_rank
 from ..options.groups import ReferenceOptions
-from .step import Training
+from .step import TrainState
 
 REFERENCE = "reference"  # the folder in a checkpoint's training state
 
@@ -33,17 +33,17 @@ class Follower:
         on_every_rank(lambda: _check_alike(model, reference))
 
     @torch.no_grad()
-    def __call__(self, training: Training, step: int) -> None:
+    def __call__(self, training: TrainState, step: int) -> None:
         """After a step: reference = (1 - share) reference + share policy, of parameters, in their dtype."""
         if step % self._every:
             return
         masters = masters_as_bf16(training.optimizer, training.chunks)
         with training.parameters_gathered(), masters:
             chunks = training.model.chunks
-            ours, with_adapters = collect_params(chunks), merge_functions(chunks)
-            for key, theirs in _parameters(self.reference):
-                own = with_adapters[key](ours[key]) if key in with_adapters else ours[key]
-                theirs.mul_(1.0 - self._share).add_(own.to(theirs.device), alpha=self._share)
+            params, with_adapters = collect_params(chunks), merge_functions(chunks)
+            for key, reference_param in _parameters(self.reference):
+                policy_param = with_adapters[key](params[key]) if key in with_adapters else params[key]
+                reference_param.mul_(1.0 - self._share).add_(policy_param.to(reference_param.device), alpha=self._share)
 
 
 def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
@@ -53,13 +53,13 @@ def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
 
 
 def _check_alike(model: Model, reference: Model) -> None:
-    ours = {key: tensor.shape for key, tensor in collect_params(model.chunks).items()}
-    theirs = {key: tensor.shape for key, tensor in collect_params(reference.chunks).items()}
-    for key in (key for key in [*theirs, *ours] if ours.get(key) != theirs.get(key)):
+    shapes = {key: tensor.shape for key, tensor in collect_params(model.chunks).items()}
+    ref_shapes = {key: tensor.shape for key, tensor in collect_params(reference.chunks).items()}
+    for key in (key for key in [*ref_shapes, *shapes] if shapes.get(key) != ref_shapes.get(key)):
         raise ValueError(
             f"--sync_ref_model true: the reference follows the model tensor by tensor, and {key} is "
-            f"{_shown(ours.get(key))} in the model and {_shown(theirs.get(key))} in the reference. Give a reference of "
-            "the same shape, or leave it out"
+            f"{_shown(shapes.get(key))} in the model and {_shown(ref_shapes.get(key))} in the reference. Use a "
+            "reference of the same shape"
         )
 
 

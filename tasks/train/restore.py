@@ -1,4 +1,4 @@
-"""Giving a run that is resumed what its checkpoint has: the data's place, optimizer, schedule, random numbers."""
+"""Resuming a run: position in the data, optimizer, schedule, random numbers."""
 
 import math
 from typing import Any
@@ -12,12 +12,12 @@ from ..distributed.collectives import on_every_rank
 from ..run.context import Run
 from ..run.planning import steps_of
 from ..run.resume import Resumed
-from .step import Training
+from .step import TrainState
 from .train_state import load_optimizer, load_rng, read_prefixed
 
 
 def place_data(run: Run, train: Batches) -> list[str]:
-    """Have `train` go on where the checkpoint was, in any layout. Notes for the user.
+    """Move `train` to the checkpoint's position, in any layout. Return notes for the user.
 
     Every rank calls this. Raises ValueError, on every rank, where the data is another.
     """
@@ -37,7 +37,7 @@ def place_data(run: Run, train: Batches) -> list[str]:
 
 
 def steps_left(run: Run, train: Batches) -> int:
-    """The number of the run's last step."""
+    """Return the number of the run's last step."""
     options = run.options
     goes_by_samples = not getattr(options, "dynamic_sample", False)  # which takes other prompts in the place of some
     if (
@@ -53,8 +53,8 @@ def steps_left(run: Run, train: Batches) -> int:
     return run.resumed.step + math.ceil(samples / options.global_batch_size - 1e-9)
 
 
-def restore(run: Run, training: Training) -> list[str]:
-    """Give optimizer, schedule and random numbers their state, in any layout. Notes for the user.
+def restore(run: Run, training: TrainState) -> list[str]:
+    """Restore optimizer, schedule and random numbers, in any layout. Return notes for the user.
 
     Every rank calls this, last before the first step. Raises ValueError, on every rank, where files lack something.
     """
@@ -78,6 +78,6 @@ def restore(run: Run, training: Training) -> list[str]:
 
 
 def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
-    """Where the readers of a stream were, on all ranks of then."""
+    """Return the positions of a stream's readers, from all ranks of the run that saved them."""
     files = sorted(resumed.folder.glob("*.safetensors"))
     return {name: tensor.numpy() for file in files for name, tensor in read_prefixed(file, "data/").items()}

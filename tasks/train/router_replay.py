@@ -9,26 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ...bridge.layers.replay import replay_experts
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan
 from ..distributed.collectives import patient_group
-from .step import Forward
-
-
-def replaying(forward: Forward) -> Forward:
-    """`forward`, by the experts of a micro batch that has some (Batch.experts)."""
-
-    def replay(model: Model, chunk: torch.nn.Module, batch: Batch, scored: Tensor | None) -> Tensor:
-        if batch.experts is not None:
-            replay_experts(chunk, batch.experts)
-        return forward(model, chunk, batch, scored)
-
-    return replay
 
 
 def check_replay(model: Model, mode: str) -> None:
@@ -38,23 +25,27 @@ def check_replay(model: Model, mode: str) -> None:
 
 
 def by_episode(
-    plan: BatchPlan, batches: Sequence[Batch], recorded: dict[int, list[Tensor]], layers: int
+    plan: BatchPlan,
+    batches: Sequence[Batch],
+    recorded: dict[int, list[Tensor]],
+    layers: int,
+    groups: ProcessGroupCollection,
 ) -> list[np.ndarray]:
-    """Of all episodes, on every rank, the experts of their tokens: int16 [length, layers, topk], -1 in dense layers.
+    """Return the experts of all episodes' tokens, on every rank: int16 [length, layers, topk], -1 in dense layers.
 
     recorded: what this rank's routers chose, as `recording` (bridge/layers/replay.py) tells it. Every rank calls this.
     """
-    numbers, own = sorted(recorded), {}
-    if numbers and parallel_state.get_tensor_model_parallel_rank() == 0:
-        for at, batch in enumerate(batches):
-            of_batch = torch.stack([recorded[number][at] for number in numbers], dim=1)
-            own |= plan.token_values_by_document(batch, of_batch.numpy())
-    everyone: list[tuple[list[int], dict[int, np.ndarray]]] = [([], {})] * dist.get_world_size()
-    dist.all_gather_object(everyone, (numbers, own), group=patient_group())
-    found: dict[int, np.ndarray] = {}
-    for of_stage, of_rank in everyone:
+    numbers, of_rank_documents = sorted(recorded), {}
+    if numbers and groups.tp.rank() == 0:
+        for index, batch in enumerate(batches):
+            of_batch = torch.stack([recorded[number][index] for number in numbers], dim=1)
+            of_rank_documents |= plan.token_values_by_document(batch, of_batch.numpy())
+    ranks: list[tuple[list[int], dict[int, np.ndarray]]] = [([], {})] * dist.get_world_size()
+    dist.all_gather_object(ranks, (numbers, of_rank_documents), group=patient_group())
+    episodes: dict[int, np.ndarray] = {}
+    for of_stage, of_rank in ranks:
         for item, experts in of_rank.items():
             shape = len(experts), layers, experts.shape[-1]
-            whole = found.setdefault(item, np.full(shape, -1, np.int16))
-            whole[:, of_stage] = np.maximum(whole[:, of_stage], experts)  # -1: another context-parallel rank has it
-    return [found[item] for item in sorted(found)]
+            episode = episodes.setdefault(item, np.full(shape, -1, np.int16))
+            episode[:, of_stage] = np.maximum(episode[:, of_stage], experts)  # -1: another context-parallel rank has it
+    return [episodes[item] for item in sorted(episodes)]

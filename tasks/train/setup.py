@@ -1,4 +1,4 @@
-"""From options to a run that trains: what every task does alike."""
+"""Setup of a training run, from options to the trainer, the same for every task."""
 
 import gc
 from collections.abc import Callable
@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from ...bridge import parallel
 from ...bridge.mapping.fp8 import load_as_bf16
-from ...bridge.model.build import Model, build_model
+from ...bridge.model.build import build_model
+from ...bridge.model.model import Model
 from ...templates.plural import plural
 from ..distributed.collectives import on_every_rank, on_first_rank
 from ..distributed.signals import EXIT_STOPPED
@@ -24,8 +25,8 @@ from .loss_spikes import SpikeFilter
 from .objective import Objective
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from .restore import place_data, restore, steps_left
-from .step import Training
-from .trainer import fit
+from .step import TrainState
+from .trainer import Trainer
 from .tuner import choose_trained
 
 # What a run trains for, with notes for the user: made when the model has its weights, and no optimizer yet.
@@ -58,16 +59,15 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, steps)
     spikes = SpikeFilter(options.loss_spike_sigma) if options.loss_spike_sigma else None
-    training = Training(model, chunks, optimizer, schedule, options.clip_grad, spikes)
+    training = TrainState(model, chunks, optimizer, schedule, options.clip_grad, spikes)
     notes += about + restore(opened, training)
     on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
         print(*trained, *notes, sep="\n")
         print(f"{model.kernels}; weights: {str(opened.dtype).removeprefix('torch.')}")
         print(f"Run folder: {opened.folder}", flush=True)
-    stopped = fit(opened, training, objective, train, val, steps)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    stopped = Trainer(opened, training, objective, train, val, steps).fit()
+    parallel.destroy()
     return EXIT_STOPPED if stopped else 0
 
 

@@ -14,32 +14,32 @@ from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model, ModelInputs, OutputProcessor
+from ...bridge.model.outputs import LogProbs
 from ...templates.batching.collator import Batch
 from ..losses.tokens import cross_entropy
 from ..run.vocabulary import check_tokens
 from .loss_spikes import SpikeFilter
 from .optimizer import update
 
-# (micro batch, what `Forward` gives of it) -> (this micro batch's share of the loss, metrics)
+# (micro batch, model output) -> (this micro batch's share of the loss, metrics)
 Loss = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-# (model, chunk, micro batch, the places of it to score) -> what a loss sees on the last pipeline stage, else what the
-# next stage wants
-Forward = Callable[[Model, torch.nn.Module, Batch, Tensor | None], Tensor]
+# micro batch -> the output processor that computes what its loss takes
+Output = Callable[[Batch], OutputProcessor]
 
 
 @dataclasses.dataclass
-class Training:
-    """What a step works on."""
+class TrainState:
+    """State that a step changes."""
 
     model: Model
     chunks: list[DistributedDataParallel]
@@ -47,15 +47,15 @@ class Training:
     schedule: OptimizerParamScheduler
     clip_grad: float
     spikes: SpikeFilter | None = None  # --loss_spike_sigma
-    outcome: "Outcome | None" = None  # of the last step
+    outcome: "StepResult | None" = None  # of the last step
     batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's, of the last step
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def look(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the outcome of the last step. Raises NonFiniteError, on every rank."""
         if self.outcome is not None:
             _ = self.outcome.grad_norm
@@ -78,8 +78,8 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is not finite. The weights are those of the step before."""
 
 
-class Outcome:
-    """What came of a step: numbers on their way to the host, which waits for them only where it looks."""
+class StepResult:
+    """Result of a step: numbers on their way to the host, which waits for them only where it reads them."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Outcome:
         self.skipped = norms is None  # fp16: too high a scale makes gradients infinite, and never the loss
         zero = torch.zeros((), device=runtime.device())
         losses = torch.stack([zero, *metrics.values()]).sum()
-        self._numbers = Fetched(torch.stack([*(norms or (zero, zero)), losses, zero if spike is None else spike]))
+        self._numbers = AsyncScalars(torch.stack([*(norms or (zero, zero)), losses, zero if spike is None else spike]))
         self.arrival = self._numbers.arrival
 
     @cached_property
@@ -136,7 +136,7 @@ class Outcome:
         return self._numbers.wait()[3] > 0
 
 
-class Fetched:
+class AsyncScalars:
     """A tensor's numbers on their way from the device: the copy is in line behind what the device was given before."""
 
     def __init__(self, tensor: Tensor):
@@ -149,16 +149,16 @@ class Fetched:
         return self._numbers.tolist()
 
 
-class Clock:
-    """When steps end on the device, in the host's time: the host runs ahead of it, and says little by itself."""
+class StepTimer:
+    """Ends of steps on the device, in the host's time: the host itself runs ahead."""
 
     def __init__(self):
         runtime.synchronize()
         self._time = time.perf_counter()
         self._event = recorded_event() if runtime.device().type == "cuda" else None
 
-    def end_of(self, outcome: Outcome) -> float:
-        """Of a step that has ended. Asked for each step in turn."""
+    def end_of(self, outcome: StepResult) -> float:
+        """Return when a step ended. Called for each step in turn."""
         if self._event is None or outcome.arrival is None:
             return time.perf_counter()
         self._time += self._event.elapsed_time(outcome.arrival) / 1000
@@ -172,28 +172,9 @@ def recorded_event() -> torch.cuda.Event:
     return event
 
 
-def log_probs(
-    model: Model,
-    chunk: torch.nn.Module,
-    batch: Batch,
-    scored: Tensor | None,
-    *,
-    temperature: float = 1.0,
-    entropies: bool = False,
-) -> Tensor:
-    """log p of the labels, fp32 [rows, local length], 0 where they are not scored; of which: see Model.log_probs."""
-    return model.log_probs(
-        chunk,
-        tokens=batch.tokens,
-        labels=batch.labels,
-        position_ids=batch.position_ids,
-        cu_seqlens=batch.cu_seqlens,
-        max_seqlen=batch.max_seqlen,
-        loss_weights=batch.loss_weights,
-        scored=scored,
-        temperature=temperature,
-        entropies=entropies,
-    )
+def log_probs(batch: Batch) -> LogProbs:
+    """Return the output of language models: log-probabilities of the labels."""
+    return LogProbs()
 
 
 def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,14 +184,14 @@ def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]
 
 
 def train_step(
-    training: Training,
+    training: TrainState,
     batches: list[Batch],
     loss: Loss,
     step: int,
-    forward: Forward = log_probs,
+    output: Output = log_probs,
     *,
     passed_over: bool = False,
-) -> tuple[dict[str, Tensor], Outcome]:
+) -> tuple[dict[str, Tensor], StepResult]:
     """One optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
 
     passed_over: the weights stay as they are.
@@ -225,8 +206,8 @@ def train_step(
             chunk.train()
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False, forward=forward)
-    training.look()
+    metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False, output=output)
+    training.synchronize()
     spike: Tensor | None = None
 
     def skips(norm: Tensor) -> Tensor:
@@ -234,25 +215,25 @@ def train_step(
         if passed_over:
             return torch.ones_like(norm)
         assert training.spikes is not None
-        spike = training.spikes.judge(_loss_of_all_ranks(metrics), norm)
+        spike = training.spikes.judge(_loss_of_all_ranks(training.model.groups, metrics), norm)
         return spike
 
     norms = update(training.optimizer, training.clip_grad, skips if passed_over or training.spikes else None)
-    training.outcome, training.batches = Outcome(step, norms, metrics, spike, passed_over=passed_over), batches
+    training.outcome, training.batches = StepResult(step, norms, metrics, spike, passed_over=passed_over), batches
     if norms is not None:
         training.schedule.step(1)
     return metrics, training.outcome
 
 
-def _loss_of_all_ranks(metrics: dict[str, Tensor]) -> Tensor:
+def _loss_of_all_ranks(groups: ProcessGroupCollection, metrics: dict[str, Tensor]) -> Tensor:
     """The loss of the global batch, fp32 [] on the device."""
-    counts = "loss" in metrics and parallel_state.get_tensor_model_parallel_rank() == 0
+    counts = "loss" in metrics and groups.tp.rank() == 0
     loss = metrics["loss"].float().clone() if counts else torch.zeros((), device=runtime.device())
     dist.all_reduce(loss)
     return loss
 
 
-def run_again(training: Training, loss: Loss, forward: Forward = log_probs) -> str:
+def run_again(training: TrainState, loss: Loss, output: Output = log_probs) -> str:
     """Compute the last step once more, which was not finite, and return what this tells of the cause.
 
     Its weights are still there. Every rank calls this; no weight changes.
@@ -261,9 +242,9 @@ def run_again(training: Training, loss: Loss, forward: Forward = log_probs) -> s
     for chunk in training.chunks:
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    metrics = run_schedule(training.model, training.chunks, training.batches, loss, forward_only=False, forward=forward)
+    metrics = run_schedule(training.model, training.chunks, training.batches, loss, forward_only=False, output=output)
     norms = update(training.optimizer, training.clip_grad, torch.ones_like)
-    outcome = Outcome(training.outcome.step, norms, metrics, passed_over=True)
+    outcome = StepResult(training.outcome.step, norms, metrics, passed_over=True)
     losses_finite = not _ranks_where(not outcome.is_loss_finite)
     if outcome.grad_norm is None or not losses_finite:
         return (
@@ -277,12 +258,12 @@ def run_again(training: Training, loss: Loss, forward: Forward = log_probs) -> s
 
 @torch.no_grad()
 def evaluate_step(
-    training: Training, batches: list[Batch], loss: Loss, forward: Forward = log_probs
+    training: TrainState, batches: list[Batch], loss: Loss, output: Output = log_probs
 ) -> dict[str, Tensor]:
     """The metrics of a global batch, by the same schedule without its backward half."""
     for chunk in training.chunks:
         chunk.eval()
-    return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, forward=forward)
+    return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, output=output)
 
 
 def run_schedule(
@@ -292,12 +273,15 @@ def run_schedule(
     loss: Loss,
     *,
     forward_only: bool,
-    forward: Forward = log_probs,
+    output: Output = log_probs,
 ) -> dict[str, Tensor]:
-    """Every micro batch through the pipeline, forward and (unless `forward_only`) backward; metrics are summed."""
-    outputs = through_pipeline(model, chunks, batches, loss, forward_only=forward_only, forward=forward)
-    names = outputs[0].keys() if outputs else ()
-    return {name: torch.stack([output[name] for output in outputs]).sum() for name in names}
+    """Run the pipeline schedule over the micro batches: forward and (unless `forward_only`) backward.
+
+    Returns the metrics, summed; empty but on the last pipeline stage.
+    """
+    metrics = through_pipeline(model, chunks, batches, loss, forward_only=forward_only, output=output)
+    names = metrics[0].keys() if metrics else ()
+    return {name: torch.stack([values[name] for values in metrics]).sum() for name in names}
 
 
 def through_pipeline(
@@ -307,30 +291,33 @@ def through_pipeline(
     loss: Loss,
     *,
     forward_only: bool,
-    forward: Forward = log_probs,
+    output: Output = log_probs,
+    replays: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """As `run_schedule`: the metrics of each micro batch; empty but on the last pipeline stage."""
+    """Run the schedule and return the metrics of each micro batch. replays: routers repeat Batch.experts."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    inputs = [(_to_device(batch), scored_places(batch.loss_weights)) for batch in batches]
+    moved = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
     # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
-    scale = len(batches) * parallel_state.get_data_parallel_world_size()
+    scale = len(batches) * model.groups.dp.size()
 
     def forward_step(micro_batches, chunk):
-        batch, scored = next(micro_batches)
-        return forward(model, chunk, batch, scored), partial(scaled_loss, batch)
+        batch, positions = next(micro_batches)
+        inputs = _inputs(batch, positions, replays=replays)
+        return model.forward(chunk, inputs, output(batch)), partial(scaled_loss, batch)
 
-    def scaled_loss(batch: Batch, output: Tensor):
+    def scaled_loss(batch: Batch, values: Tensor):
         if not model.architecture.mtp_depths:
-            value, metrics = loss(batch, output)
+            value, metrics = loss(batch, values)
             return value * scale, metrics
-        value, metrics = loss(batch, output[0])
-        further = -output[1:].sum() / len(output[1:]) / max(batch.loss_tokens, 1.0)
-        return (value + model.prediction_scale * further) * scale, metrics | {"mtp_loss": further.detach()}
+        value, metrics = loss(batch, values[0])
+        depths_loss = -values[1:].sum() / len(values[1:]) / max(batch.loss_tokens, 1.0)
+        value = value + model.prediction_scale * depths_loss
+        return value * scale, metrics | {"mtp_loss": depths_loss.detach()}
 
     rows, length = batches[0].tokens.shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(inputs) for _ in chunks] if len(chunks) > 1 else iter(inputs),
+        data_iterator=[iter(moved) for _ in chunks] if len(chunks) > 1 else iter(moved),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
@@ -339,10 +326,23 @@ def through_pipeline(
     )
 
 
-def scored_places(weights: Tensor) -> Tensor | None:
-    """Where a micro batch's labels are to be scored, [n]: where their weights [rows, length] are not 0.
+def _inputs(batch: Batch, positions: Tensor | None, *, replays: bool) -> ModelInputs:
+    return ModelInputs(
+        tokens=batch.tokens,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        labels=batch.labels,
+        loss_weights=batch.loss_weights,
+        loss_positions=positions,
+        experts=batch.experts if replays else None,
+    )
 
-    And at some places more, up to a sixteenth of all: sizes that are few let memory be used again. None: everywhere.
+
+def loss_positions(weights: Tensor) -> Tensor | None:
+    """Return the positions of a micro batch whose weights [rows, length] are not 0: [n], or None for all.
+
+    Padded by further positions to a multiple of a sixteenth of all: with few sizes the allocator reuses its memory.
     """
     scored = weights.flatten() != 0
     step = -(-len(scored) // 16)
@@ -351,20 +351,21 @@ def scored_places(weights: Tensor) -> Tensor | None:
     return None if scored.all() else scored.nonzero().squeeze(1)
 
 
-def sum_over_ranks(values: dict[str, Tensor], names: Sequence[str], *local: float) -> Fetched:
+def sum_over_ranks(
+    groups: ProcessGroupCollection, values: dict[str, Tensor], names: Sequence[str], *local: float
+) -> AsyncScalars:
     """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
 
     Every rank calls this. The metrics in the order of `names`, then the numbers; nothing waits for the device.
     """
-    first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-    counts = first_of_tp and parallel_state.get_context_parallel_rank() == 0
-    counts = counts and parallel_state.is_pipeline_first_stage()
+    first_of_tp = groups.tp.rank() == 0
+    counts = first_of_tp and groups.cp.rank() == 0 and groups.pp.rank() == 0
     numbers = torch.tensor([0.0] * len(names) + [each * counts for each in local], dtype=torch.float64)
     vector = to_device(numbers, runtime.device())
     if values and first_of_tp:
         vector[: len(names)] = torch.stack([values[name] for name in names]).double()
     dist.all_reduce(vector)
-    return Fetched(vector)
+    return AsyncScalars(vector)
 
 
 def _check_vocabulary(batches: list[Batch], size: int) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from ...bridge import runtime
-from .step import Fetched, Training, recorded_event
+from .step import AsyncScalars, TrainState, recorded_event
 
 SLOW = 1.3  # times the median of the ranks with the same work
 LEAST = 0.02  # seconds above the median: less is noise
@@ -28,10 +27,10 @@ class StepTimes:
     text = times.close()()      # on every rank, at a line of the log: which ranks are slow, or ""
     """
 
-    def __init__(self, training: Training):
+    def __init__(self, training: TrainState):
         """Every rank makes one. Where no two ranks have the same work nothing is measured."""
         config = training.model.config
-        group: Any = parallel_state.get_data_parallel_group()
+        group: Any = training.model.groups.dp
         groups: list[list[int]] = [[]] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(group))
         self._groups = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in groups}) if len(ranks) > 1]
@@ -67,7 +66,7 @@ class StepTimes:
         self._marks, self._data = self._marks[len(done) :], 0.0
         times: Tensor = seconds.to(runtime.device(), non_blocking=True)
         dist.all_reduce(times)
-        numbers = Fetched(times)
+        numbers = AsyncScalars(times)
 
         def text() -> str:
             slow = slow_ranks(numbers.wait(), self._groups)  # pyright: ignore[reportArgumentType]

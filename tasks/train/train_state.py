@@ -1,4 +1,4 @@
-"""What a run needs beside its weights to go on as if it had never stopped: optimizer, schedule, random numbers.
+"""Training state: everything but the weights that makes a resumed run the same: optimizer, schedule, random numbers.
 
 Each rank writes what it holds into a file of its own. The optimizer's state is read from those of all ranks, in any
 layout, since they have boxes of whole tensors (shard_regions.py); the rest from that of the same rank.
@@ -25,18 +25,18 @@ from ...bridge.checkpoint.shard_regions import ShardRegion, TrainedParams, load_
 from ...bridge.mapping.fp8 import read_scales, set_scales
 from ..distributed.collectives import on_every_rank
 from .optimizer import parts, put_masters, shards
-from .step import Training
+from .step import TrainState
 
 OPTIMIZER, RNG, FP8 = "optimizer/", "rng/", "fp8/"
 
 
 def rank_file(rank: int) -> str:
-    """What the file of a rank is called."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05}.safetensors"
 
 
-def rank_tensors(training: Training, hf_config: dict[str, Any], *, optimizer: bool, rng: bool) -> dict[str, Tensor]:
-    """What this rank's file has, by name: of the optimizer views of what the next step changes, where they are.
+def rank_tensors(training: TrainState, hf_config: dict[str, Any], *, optimizer: bool, rng: bool) -> dict[str, Tensor]:
+    """Return the tensors of this rank's file, by name. Those of the optimizer are views, which the next step changes.
 
     `optimizer`: its state, and the scales of FP8. `rng`: the generators of random numbers. No rank waits for another.
     """
@@ -48,8 +48,8 @@ def rank_tensors(training: Training, hf_config: dict[str, Any], *, optimizer: bo
     return tensors | (_rng() if rng else {})
 
 
-def optimizer_numbers(training: Training) -> dict[str, Any]:
-    """What all ranks have alike: steps of the optimizer and of the schedule, fp16's loss scale. For JSON."""
+def optimizer_numbers(training: TrainState) -> dict[str, Any]:
+    """Return what all ranks share, for JSON: steps of the optimizer and the schedule, fp16's loss scale."""
     numbers: dict[str, Any] = {"schedule_steps": training.schedule.num_steps}
     if training.spikes:
         numbers["spikes"] = training.spikes.state()
@@ -63,7 +63,7 @@ def optimizer_numbers(training: Training) -> dict[str, Any]:
 
 
 def load_optimizer(
-    training: Training, hf_config: dict[str, Any], folder: Path, numbers: dict[str, Any], *, same_layout: bool
+    training: TrainState, hf_config: dict[str, Any], folder: Path, numbers: dict[str, Any], *, same_layout: bool
 ) -> None:
     """Give optimizer and schedule what the files of `folder` have, and the weights what the optimizer's masters are.
 
@@ -108,7 +108,7 @@ def load_rng(folder: Path, rank: int) -> None:
     })  # fmt: skip
 
 
-def _boxes(training: Training, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
+def _boxes(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
     """All that this rank's optimizer holds."""
     model = training.model
     trained = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
@@ -118,7 +118,7 @@ def _boxes(training: Training, hf_config: dict[str, Any]) -> Iterator[ShardRegio
             yield from trained.regions(parameter, start, runs, sharded=sharded)
 
 
-def _load_numbers(training: Training, numbers: dict[str, Any]) -> None:
+def _load_numbers(training: TrainState, numbers: dict[str, Any]) -> None:
     for number, part in enumerate(parts(training.optimizer)):
         for group in part.param_groups:
             if "step" in group:
@@ -132,7 +132,7 @@ def _load_numbers(training: Training, numbers: dict[str, Any]) -> None:
     training.schedule.step(0)  # the learning rate of the next step
 
 
-def _in_fp8(training: Training) -> Iterator[tuple[str, Any]]:
+def _in_fp8(training: TrainState) -> Iterator[tuple[str, Any]]:
     """The modules that may have scales, by the names of these."""
     for number, chunk in enumerate(training.model.chunks if training.model.config.fp8 else ()):
         for name, module in chunk.named_modules():
@@ -160,11 +160,11 @@ def _from_json(tensor: Tensor) -> Any:
 
 
 def read_own(folder: Path, rank: int, prefix: str) -> dict[str, Tensor]:
-    """What the file of a rank has under a prefix."""
+    """Return the tensors of a rank's file under a prefix."""
     return read_prefixed(folder / rank_file(rank), prefix)
 
 
 def read_prefixed(file: Path, prefix: str) -> dict[str, Tensor]:
-    """What a file has under a prefix."""
+    """Return the tensors of a file under a prefix."""
     with safe_open(file, framework="pt") as tensors:
         return {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(prefix)}  # noqa: SIM118

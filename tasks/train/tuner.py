@@ -1,4 +1,4 @@
-"""What a run trains: all weights, those that are not frozen, or adapters beside them."""
+"""Trained parameters: all weights, those that are not frozen, or adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from ...bridge.checkpoint.tensor_names import some
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
-from ...bridge.model.build import Model
+from ...bridge.model.model import Model
 from ...bridge.model.trainable import count_parameters, freeze, freeze_output
 from ..distributed.collectives import on_every_rank, on_first_rank
 from ..options import EmbeddingOptions
@@ -45,12 +45,12 @@ def choose_trained(model: Model, run: Run) -> list[str]:
 
 
 def reference_apart(options: ReferenceOptions) -> bool:
-    """Whether the reference is to be another model than the one that is trained without its adapters."""
+    """Return whether the reference is another model than the trained one without its adapters."""
     return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
 
 
 def _settings(run: Run) -> LoraSettings:
-    """As the options say; of an adapter that the run goes on from all that makes it what it is."""
+    """Return the options' settings, or those of the adapter that the run continues."""
     options = run.options
     if run.adapter_folder is None:
         return LoraSettings.of_options(options)
@@ -70,7 +70,7 @@ def _read_adapter(model: Model, run: Run) -> None:
 
 
 def _is_of_peft(folder: Path) -> bool:
-    """Whether an adapter is in PEFT's format, and not in megatron-core's."""
+    """Return whether an adapter is in PEFT's format, not in megatron-core's."""
     return (folder / ADAPTER_WEIGHTS).is_file() or not (folder / LATEST).is_file()
 
 

@@ -1,7 +1,7 @@
 """Collation of tokenized samples into one micro batch: packed or padded rows, positions, context-parallel shards."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
 from typing import NamedTuple, Self
@@ -78,7 +78,7 @@ class Batch(Portable):
     lengths: list[int]  # lengths of the documents, without padding
     grouping: Grouping | None = None  # None: one document per sample (sft, pt)
     mismatched: "Batch | None" = None  # kto: prompts of the same samples with the answers of others
-    known: dict[str, Tensor] = field(default_factory=dict)  # values of earlier passes, laid out like loss_weights
+    extras: object = None  # what else the loss of the task takes: a dataclass of the task
     # [local_length, layers, topk] int16: experts to route each token to; -1: chosen by the router.
     experts: Tensor | None = None
 

@@ -12,13 +12,23 @@ from .collator import Batch, BatchLayout, GlobalTotals, loss_weight
 
 
 @dataclass
+class RolloutExtras:
+    """Log-probabilities of a micro batch's labels: fp32 [1, local length] each, 0 outside of completions."""
+
+    rollout_log_probs: torch.Tensor  # by the engine that generated them
+    old_log_probs: torch.Tensor | None = None  # by the policy before the steps on this rollout batch
+    ref_log_probs: torch.Tensor | None = None  # by the reference
+
+
+@dataclass
 class Sequences:
     """Documents of a training step, each with a label, and further values per token."""
 
     tokens: list[np.ndarray]  # int32 [length] each
     weights: list[np.ndarray]  # float32 [length]: 1 on trained tokens
     labels: list[float]  # of each document (Grouping.labels)
-    known: dict[str, list[np.ndarray]] = field(default_factory=dict)  # float32 [length]: Batch.known, as labels lie
+    rollout_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the engine; or none
+    old_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the old policy; or none
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
 
     def __len__(self) -> int:
@@ -91,12 +101,16 @@ class BatchPlan:
             return TokenizedSample([document], np.array([sequences.labels[number]], np.float32), number)
 
         batch = self.layout.collate([[tokenized(number) for number in sample] for sample in row], totals, width, 1)
-        known = {}
-        for name, values in sequences.known.items():
-            # Laid out like loss weights: beside the label that a value belongs to.
+
+        def beside_labels(values: list[np.ndarray]) -> torch.Tensor:
             documents = [[(sequences.tokens[number], values[number]) for number in sample] for sample in row]
-            known[name] = self.layout.batch(documents, 0.0, width).loss_weights
-        return replace(batch, known=known, experts=self._experts(sequences, batch) if sequences.experts else None)
+            return self.layout.batch(documents, 0.0, width).loss_weights
+
+        extras = None
+        if sequences.rollout_log_probs:
+            old = beside_labels(sequences.old_log_probs) if sequences.old_log_probs else None
+            extras = RolloutExtras(beside_labels(sequences.rollout_log_probs), old)
+        return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:
         """Return Batch.experts: the experts of each token of the row, -1 for padding."""

@@ -19,7 +19,7 @@ from rows import ROWS, VARIANTS
 OURS = {
     "step": 2, "max_steps": 9, "loss": 12.0005, "grad_norm": 8.209, "learning_rate": 1e-5, "tokens": 130_652,
     "tokens_per_second_per_gpu": 65_583.0, "tflops_per_gpu": 261.0, "mfu": 0.264, "data_wait": 0.001,
-    "seconds_per_step": 0.996, "memory_gib": 37.21, "elapsed": 8.2, "remaining": 7.0,
+    "seconds_per_step": 0.996, "memory_gib": 37.21, "elapsed": 8.2, "eta": 7.0,
 }  # fmt: skip
 PEER = {
     "loss": 11.98, "grad_norm": 8.25, "learning_rate": 1e-5, "iteration": "2/13", "elapsed_time": "8s",

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.mapping.fp8 import load_as_bf16
-from megaswift.bridge.model.build import DTYPES, Model, build_model
+from megaswift.bridge.model.build import DTYPES, build_model
+from megaswift.bridge.model.model import Model
 from megaswift.bridge.model.trainable import count_parameters, freeze
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run.planning import length_multiple
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from megaswift.tasks.train.step import NonFiniteError, Training, sft_loss, sum_over_ranks, train_step
+from megaswift.tasks.train.step import NonFiniteError, TrainState, sft_loss, sum_over_ranks, train_step
 from megaswift.templates.batching.collator import Batch, BatchLayout
 from megatron.core import parallel_state
 
@@ -56,11 +57,11 @@ def open_model(job: dict, options: SftOptions) -> Model:
     return model
 
 
-def open_training(model: Model, options: SftOptions, bucket_size: int | None) -> Training:
+def open_training(model: Model, options: SftOptions, bucket_size: int | None) -> TrainState:
     chunks = wrap_for_data_parallelism(model, options, bucket_size=bucket_size)
     optimizer = build_optimizer(model, chunks, options, options)
     schedule = build_schedule(optimizer, options, options.weight_decay, ref.STEPS)
-    return Training(model, chunks, optimizer, schedule, options.clip_grad)
+    return TrainState(model, chunks, optimizer, schedule, options.clip_grad)
 
 
 def batches_of(step: int, options: SftOptions) -> list[Batch]:
@@ -135,7 +136,7 @@ def run(job: dict) -> dict:
         except NonFiniteError as error:
             after = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
             return {"stopped": str(error), "kept": all(torch.equal(*pair) for pair in zip(before, after, strict=True))}
-        losses.append(sum_over_ranks(metrics, ["loss"]).wait()[0])
+        losses.append(sum_over_ranks(training.model.groups, metrics, ["loss"]).wait()[0])
     if job.get("unwatched"):
         batches = [batch.pin_memory() for batch in batches_of(step + 1, options)]
         torch.cuda.set_sync_debug_mode("error")

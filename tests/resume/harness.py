@@ -44,8 +44,8 @@ LAYOUTS = {
     "EP2": "--expert_model_parallel_size 2",
 }
 # What may differ in the log of two runs of the same steps.
-TIMES = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "remaining"}
-TIMES |= {"seconds_per_step", "save_wait", "sync_gb_per_second"}
+TIMES = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "eta"}
+TIMES |= {"seconds_per_step", "save_wait", "weight_sync/gb_per_s"}
 Harm = Callable[[prepared.Running, Path], None]
 
 
@@ -222,7 +222,7 @@ class Output:
         rows = [json.loads(line) for line in (self.run_folder / "logging.jsonl").read_text().splitlines()]
         rows = [row for row in rows if "loss" in row or "eval_loss" in row]
         return [
-            {k: v for k, v in row.items() if k not in TIMES and "seconds/" not in k and "memory/" not in k}
+            {k: v for k, v in row.items() if k not in TIMES and "timing_s/" not in k and "memory/" not in k}
             for row in rows
         ]
 

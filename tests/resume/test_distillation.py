@@ -45,5 +45,5 @@ def killed_and_resumed(name, taught, command):
         assert output.run({"rank": 0, "label": f"step {step}", "count": 1, "how": "kill"}).killed
     output.run()
     output.compare()
-    own = [row["on_policy"] for row in output.rows if "on_policy" in row]
+    own = [row["gkd/on_policy_fraction"] for row in output.rows if "gkd/on_policy_fraction" in row]
     assert 0 < sum(own) < 6

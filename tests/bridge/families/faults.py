@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megaswift.bridge.mapping.param_mapping import Architecture
 
 if TYPE_CHECKING:  # the tests are collected without torch
-    from megaswift.bridge.model.build import Model
+    from megaswift.bridge.model.model import Model
     from torch import Tensor
 
 Tensors = dict[str, Any]

@@ -29,7 +29,9 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model import build as builder
-from megaswift.bridge.model.build import Model, build_model
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import LastStage, Model
+from megaswift.bridge.model.outputs import LogProbs
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule, sft_loss
@@ -155,15 +157,16 @@ def distance(
     standard deviation."""
     remaining = iter(batches(options, packed=packed, places=True))
     wanted = range(model.architecture.vocab_size)[reference.LABELS]
-    one_label = model._label_log_probs
     differences = [torch.zeros(1)]
 
-    def every_label(*, hidden_states: Tensor, labels: Tensor, **others: Any) -> Tensor:
+    def every_label(stage: LastStage) -> Tensor:
         """[sequence, rows, hidden_size] -> [rows, local length, LABELS]: through our own head, a row for each label."""
-        rows, length = labels.shape
-        asked = torch.tensor(wanted, device=labels.device).repeat(rows)[:, None].expand(-1, length)
-        hidden = hidden_states.repeat_interleave(len(wanted), dim=1)
-        return one_label(hidden_states=hidden, labels=asked, **others).view(rows, len(wanted), length).mT
+        rows, length = stage.inputs.tokens.shape
+        labels = torch.tensor(wanted, device=stage.inputs.tokens.device).repeat(rows)[:, None].expand(-1, length)
+        hidden = stage.hidden_states.repeat_interleave(len(wanted), dim=1)
+        inputs = replace(stage.inputs, labels=labels, loss_weights=None)
+        values = LogProbs()(replace(stage, inputs=inputs, hidden_states=hidden))
+        return values.view(rows, len(wanted), length).mT
 
     def compare(_: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         places = next(remaining).tokens.flatten()  # 0: padding
@@ -174,9 +177,16 @@ def distance(
 
     for chunk in model.chunks:
         chunk.eval()
-    everywhere = mock.patch("megaswift.tasks.train.step.scored_places", return_value=None)
-    with everywhere, mock.patch.object(model, "_label_log_probs", every_label):
-        run_schedule(model, model.chunks, batches(options, packed=packed), compare, forward_only=True)  # type: ignore[arg-type]
+    everywhere = mock.patch("megaswift.tasks.train.step.loss_positions", return_value=None)
+    with everywhere:
+        run_schedule(
+            model,
+            model.chunks,  # type: ignore[arg-type]
+            batches(options, packed=packed),
+            compare,
+            forward_only=True,
+            output=lambda batch: every_label,
+        )
     return (of(torch.cat(differences)) / expected.std()).item()
 
 

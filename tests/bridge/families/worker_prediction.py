@@ -31,7 +31,7 @@ def compute(folder: Path, options: SftOptions) -> dict[str, Any]:
             batches = worker.batches(options, packed=packed)
             metrics = run_schedule(model, model.chunks, batches, sft_loss, forward_only=True)  # type: ignore[arg-type]
         names = ["loss", "mtp_loss"]
-        found.append(dict(zip(names, sum_over_ranks(metrics, names).wait(), strict=True)))
+        found.append(dict(zip(names, sum_over_ranks(model.groups, metrics, names).wait(), strict=True)))
     gradients = worker.distances_of_gradients(model, options, folder, expected["gradients"])
     return {"packed": found[0], "padded": found[1], "changed": changed} | gradients
 

@@ -84,6 +84,8 @@ def test_self_attention(device):
     from megaswift.bridge import parallel
     from megaswift.bridge.layers.self_attention import FusedSelfAttention
     from megaswift.bridge.model.build import build_model
+    from megaswift.bridge.model.model import ModelInputs
+    from megaswift.bridge.model.outputs import LogProbs
     from megaswift.tasks.options import SftOptions
 
     from tests import tiny
@@ -104,9 +106,7 @@ def test_self_attention(device):
             for module in attention:
                 module.k_layernorm.register_forward_pre_hook(lambda module, _: hooked.append(module))
             ends = torch.tensor([0, 10, 24], dtype=torch.int32)
-            found = model.log_probs(
-                model.chunks[0], tokens=tokens, labels=tokens, position_ids=tokens, cu_seqlens=ends, max_seqlen=14
-            )
+            found = model.forward(model.chunks[0], ModelInputs(tokens, tokens, ends, 14, labels=tokens), LogProbs())
             found.sum().backward()
             results.append([found, *(parameter.grad for parameter in model.chunks[0].parameters())])
     finally:

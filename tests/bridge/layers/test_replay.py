@@ -17,8 +17,9 @@ from megaswift.bridge.layers.replay import (
     replay_choice,
     replay_experts,
 )
-from megaswift.bridge.model.build import Model, build_model
-from megaswift.tasks.train.step import log_probs
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model, ModelInputs
+from megaswift.bridge.model.outputs import LogProbs
 from megaswift.templates.batching.collator import Batch, BatchLayout
 from torch import Tensor
 
@@ -88,7 +89,10 @@ def forward(model: Model, micro_batch: Batch, experts: Tensor | None) -> Tensor:
     (chunk,) = model.chunks
     if experts is not None:
         replay_experts(chunk, experts)
-    return log_probs(model, chunk, micro_batch, None)
+    inputs = ModelInputs(
+        micro_batch.tokens, micro_batch.position_ids, micro_batch.cu_seqlens, micro_batch.max_seqlen, micro_batch.labels
+    )
+    return model.forward(chunk, inputs, LogProbs())
 
 
 def gradients(model: Model) -> dict[str, Tensor]:

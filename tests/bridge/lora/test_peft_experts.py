@@ -44,6 +44,8 @@ def test_our_log_probabilities_are_pefts(saved, one_process):  # noqa: F811
     from megaswift.bridge.checkpoint.load import load_weights
     from megaswift.bridge.lora.attach import attach_adapters
     from megaswift.bridge.model.build import build_model
+    from megaswift.bridge.model.model import ModelInputs
+    from megaswift.bridge.model.outputs import LogProbs
 
     folder, theirs = saved
     config, adapter = read_config(folder), folder / "adapter"
@@ -56,9 +58,7 @@ def test_our_log_probabilities_are_pefts(saved, one_process):  # noqa: F811
     labels, places = tokens.roll(-1, 1), torch.arange(16)[None]
     model.chunks[0].eval()
     with torch.no_grad():
-        ours = model.log_probs(
-            model.chunks[0], tokens=tokens, labels=labels, position_ids=places, cu_seqlens=None, max_seqlen=16
-        )
+        ours = model.forward(model.chunks[0], ModelInputs(tokens, places, None, 16, labels=labels), LogProbs())
         expected = theirs(tokens).logits.log_softmax(-1).gather(2, labels[..., None])[..., 0]
         with theirs.disable_adapter():
             base = theirs(tokens).logits.log_softmax(-1).gather(2, labels[..., None])[..., 0]

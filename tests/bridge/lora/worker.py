@@ -24,10 +24,11 @@ from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.layers import ExpertsAdapter
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
-from megaswift.bridge.model.build import DTYPES, Model, build_model
+from megaswift.bridge.model.build import DTYPES, build_model
+from megaswift.bridge.model.model import Model
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.train.step import Training, evaluate_step, sft_loss, sum_over_ranks, train_step
+from megaswift.tasks.train.step import TrainState, evaluate_step, sft_loss, sum_over_ranks, train_step
 from megaswift.templates.batching.collator import Batch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -48,7 +49,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for step in range(job.get("steps", STEPS)):
         metrics, outcome = train_step(training, batches_of(step, options), sft_loss, step)
         norms.append(outcome.grad_norm)
-        losses.append(sum_over_ranks(metrics, ["loss"]).wait()[0])
+        losses.append(sum_over_ranks(training.model.groups, metrics, ["loss"]).wait()[0])
     log_probs = log_probs_of(training, options) if options.context_parallel_size == 1 else []
     with training.parameters_gathered():
         for _ in range(job.get("merges", 1)):
@@ -125,7 +126,7 @@ def alike(model: Model) -> bool:
     return True
 
 
-def log_probs_of(training: Training, options: SftOptions) -> list[float]:
+def log_probs_of(training: TrainState, options: SftOptions) -> list[float]:
     """Of the trained tokens of the step after the last, in the order of its samples. The same on every rank."""
     found: list[list[float]] = []
 

@@ -18,7 +18,8 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.mapping.fp8 import fp8_params, load_as_bf16, masters_as_bf16
-from megaswift.bridge.model.build import Model, build_model
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.train.step import sft_loss, train_step
 from megatron.core import fp8_utils

@@ -7,6 +7,8 @@ import torch
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import ModelInputs
+from megaswift.bridge.model.outputs import LogProbs
 from megaswift.bridge.model.trainable import count_parameters, freeze
 from megaswift.tasks.options import SftOptions
 from safetensors.torch import load_file
@@ -307,9 +309,7 @@ def test_a_frozen_matrix_has_no_product_for_its_gradient(family, alone):
         return sum(counter.get_flop_counts()["Global"].get(product, 0) for product in products)
 
     def forward():
-        return model.log_probs(
-            model.chunks[0], tokens=ids, labels=ids, position_ids=places, cu_seqlens=None, max_seqlen=24
-        ).sum()
+        return model.forward(model.chunks[0], ModelInputs(ids, places, None, 24, labels=ids), LogProbs()).sum()
 
     def backward() -> int:
         loss = forward()

@@ -288,10 +288,10 @@ def test_policies(words: str, message: str, dense: Path) -> None:
             "--vllm_server_host a is for --vllm_mode server. Leave it out.",
         ),
         ("--vllm_server_port 9000", "--vllm_server_port 9000 is for --vllm_mode server. Leave it out."),
-        ("--wait_for_server 10", "--wait_for_server 10.0 is for --vllm_mode server. Leave it out."),
+        ("--server_reconnect_timeout 10", "--server_reconnect_timeout 10.0 is for --vllm_mode server. Leave it out."),
         (
-            "--vllm_server_host a --wait_for_server 1800",
-            "--wait_for_server 1800.0: must be below --ddp_timeout 1800, after which a run that waits is ended. Raise",
+            "--vllm_server_host a --server_reconnect_timeout 1800",
+            "--server_reconnect_timeout 1800.0: must be below --ddp_timeout 1800, after which a run that waits",
         ),
         (
             "--vllm_server_host a --vllm_server_timeout 500 --ddp_timeout 400",
@@ -423,8 +423,8 @@ def test_vllm_that_is_not_installed(asked: str, dense: Path, monkeypatch: pytest
     [
         "--vllm_server_host a b --vllm_server_port 8000 8001",
         "--use_vllm true --vllm_server_base_url http://a:1",
-        "--vllm_mode server --vllm_server_port 9000 --wait_for_server 10",
-        "--vllm_server_host a --wait_for_server 7200 --vllm_server_timeout 7200 --ddp_timeout 7201",
+        "--vllm_mode server --vllm_server_port 9000 --server_reconnect_timeout 10",
+        "--vllm_server_host a --server_reconnect_timeout 7200 --vllm_server_timeout 7200 --ddp_timeout 7201",
         "--vllm_server_host a --ddp_timeout 200",
     ],
 )

@@ -16,7 +16,8 @@ from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.mapping.local_params import collect_params
-from megaswift.bridge.model.build import Model, build_model
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model
 from megaswift.tasks.convert.logit_parity import PrecisionError, as_json, check_precision
 from megaswift.tasks.options import SftOptions
 from megatron.core import parallel_state

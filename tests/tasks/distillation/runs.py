@@ -8,7 +8,16 @@ from tests.tasks.preference.runs import COMMON, Place, Trained, assert_close, me
 
 # Teachers of other sizes than the student; "wide" has more rows of the output matrix too, which TRL does not take.
 TEACHER = {"hidden_size": 40, "num_hidden_layers": 8}
-SAME = "loss", "jsd", "nll_loss", "grad_norm", "learning_rate", "tokens", "on_policy", "completions/mean_length"
+SAME = (
+    "loss",
+    "jsd",
+    "nll_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "gkd/on_policy_fraction",
+    "completions/mean_length",
+)
 OFF_POLICY = "--lmbda 0"
 ON_POLICY = "--lmbda 1 --max_completion_length 8"
 PACKED = "--packing true --packing_length 256 --micro_batch_size 1"

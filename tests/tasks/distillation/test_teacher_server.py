@@ -112,11 +112,11 @@ def test_a_server_that_dies(place: Distilled) -> None:
         said = place.megatron(f"{line} --teacher_model_server {url}", 2, fails=True)
         assert time.monotonic() - ended[0] < 30  # of it the processes' own end
     assert f"The teacher's server {url} is gone" in said
-    assert "--wait_for_server" in said
+    assert "--server_reconnect_timeout" in said
     assert "Traceback" not in said
 
     port = free_port()
-    short = f"{OFF_POLICY} {TOP} --wait_for_server 120"
+    short = f"{OFF_POLICY} {TOP} --server_reconnect_timeout 120"
     with teaching(place.folder / "teacher", port) as (url, process):
         output = place.folder / f"run-{len(place._runs)}"
 
@@ -157,7 +157,9 @@ def test_flags_that_cannot_be() -> None:
         with pytest.raises(UsageError, match=said):
             check_teacher(GkdOptions(model="m", **changes), 1)
     assert check_teacher(GkdOptions(model="m", **served, seq_kd=True), 1) is None
-    typed = {"wait_for_server": "command line", "vllm_server_timeout": "command line"}
-    check_generation(GkdOptions(model="m", use_vllm=False, wait_for_server=3.0, **served), typed)
-    with pytest.raises(UsageError, match=r"--(vllm_server_timeout|wait_for_server) .* is for --vllm_mode server"):
-        check_generation(GkdOptions(model="m", use_vllm=False, wait_for_server=3.0, teacher_model="t"), typed)
+    typed = {"server_reconnect_timeout": "command line", "vllm_server_timeout": "command line"}
+    check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, **served), typed)
+    with pytest.raises(
+        UsageError, match=r"--(vllm_server_timeout|server_reconnect_timeout) .* is for --vllm_mode server"
+    ):
+        check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, teacher_model="t"), typed)

@@ -79,7 +79,7 @@ def completions(place: Distilled, folder: str, *, temperature: float) -> upstrea
 def test_the_student_s_own_completions(place: Distilled) -> None:
     """The weights of each step are those that generate for the next; the answers' own loss has no part in it."""
     ours = place.run("--lmbda 1 --max_completion_length 8 --temperature 1.2 --top_p 1")
-    assert all(row["on_policy"] == 1 and 0 < row["completions/mean_length"] <= 8 for row in ours.steps)
+    assert all(row["gkd/on_policy_fraction"] == 1 and 0 < row["completions/mean_length"] <= 8 for row in ours.steps)
     samples = completions(place, "qwen3", temperature=1.2)
     agree(ours, upstream.by_hand(place.folder, samples, beta=0.5, temperature=1.2), place)
 
@@ -90,7 +90,7 @@ def test_the_teacher_s_completions(place: Distilled) -> None:
     write(place.folder / "asked.jsonl", [{"messages": row["messages"][:-1]} for row in place.train])
     flags = "--lmbda 0 --seq_kd true --max_completion_length 8 --sft_alpha 0.2 --dataset asked.jsonl"
     ours = place.run(f"{flags} --teacher_model teacher")
-    assert all(row["on_policy"] == 0 and 0 < row["completions/mean_length"] <= 8 for row in ours.steps)
+    assert all(row["gkd/on_policy_fraction"] == 0 and 0 < row["completions/mean_length"] <= 8 for row in ours.steps)
     samples = completions(place, "teacher", temperature=0.9)
     theirs = upstream.by_hand(place.folder, samples, teacher="teacher", alpha=0.2, beta=0.5, temperature=0.9)
     agree(ours, theirs, place)

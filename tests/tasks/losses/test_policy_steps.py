@@ -24,8 +24,8 @@ def sequences(untrained: int = 0) -> Sequences:
     """Of a prompt of two tokens each; the last ones were cut off."""
     trained = len(LENGTHS) - untrained
     weights = [np.array([0.0, 0.0] + [float(at < trained)] * (n - 2), np.float32) for at, n in enumerate(LENGTHS)]
-    known = {"sampled": [np.full(n, -1.0, np.float32) for n in LENGTHS]}
-    return Sequences([np.arange(n, dtype=np.int32) for n in LENGTHS], weights, ADVANTAGES, known)
+    log_probs = [np.full(n, -1.0, np.float32) for n in LENGTHS]
+    return Sequences([np.arange(n, dtype=np.int32) for n in LENGTHS], weights, ADVANTAGES, log_probs)
 
 
 def sums(given: Sequences, ranks: int, multiple: int, **options) -> dict[str, float]:

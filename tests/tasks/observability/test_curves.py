@@ -6,8 +6,8 @@ from megaswift.tasks.observability import curves
 
 GRPO = {
     "reward": 0.5, "reward_std": 0.1, "loss": 0.1, "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "learning_rate": 1e-6,
-    "completions/mean_length": 200.0, "tokens_per_second_per_gpu": 900.0, "seconds/generate": 2.0, "sync_gb": 1.0,
-    "sync_gb_per_second": 9.0, "memory/training_gib": 1.0, "data_wait": 0.1, "seconds_per_step": 1.0,
+    "completions/mean_length": 200.0, "tokens_per_second_per_gpu": 900.0, "timing_s/gen": 2.0, "weight_sync/gb": 1.0,
+    "weight_sync/gb_per_s": 9.0, "memory/training_gib": 1.0, "data_wait": 0.1, "seconds_per_step": 1.0,
 }  # fmt: skip
 SFT = {name: GRPO[name] for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second_per_gpu")}
 DPO = SFT | {f"rewards/{name}": 0.5 for name in ("chosen", "rejected", "margins", "accuracies")}

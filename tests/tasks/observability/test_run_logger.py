@@ -17,7 +17,7 @@ from megaswift.tasks.options.groups import LoggingOptions
 from megaswift.tasks.system import append_file
 
 PROMISED = ["step", "max_steps", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second_per_gpu"]
-PROMISED += ["tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "remaining"]
+PROMISED += ["tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "eta"]
 METRICS = {"loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-4}
 
 
@@ -100,7 +100,7 @@ def test_files_of_a_run(tmp_path):
     assert [row["step"] for row in written] == [1, 2, 4, 5, 5, 5]
     assert all(key in row for row in written[:4] for key in PROMISED)
     assert written[3]["tokens"] == 5 * 64
-    assert written[3]["remaining"] == 0
+    assert written[3]["eta"] == 0
     assert (written[4]["eval_loss"], written[5]["last_checkpoint"]) == (0.75, "checkpoint-5")
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([1, 1 / 2, 1 / 4, 1 / 5])
@@ -126,7 +126,7 @@ def test_unknown_chip_has_no_mfu_and_no_number_is_not_json(tmp_path):
 
 ROW = METRICS | {
     "step": 7, "max_steps": 100, "tokens": 9000, "tokens_per_second_per_gpu": 1234.5, "tflops_per_gpu": 0.0002,
-    "mfu": None, "memory_gib": 0.92, "data_wait": 0.01, "seconds_per_step": 1.0, "elapsed": 70.0, "remaining": 930.0,
+    "mfu": None, "memory_gib": 0.92, "data_wait": 0.01, "seconds_per_step": 1.0, "elapsed": 70.0, "eta": 930.0,
 }  # fmt: skip
 ON_CPU = "step 7/100  loss 1.5000  grad norm 0.250  lr 1.000e-04{}  1,234 tokens/s/GPU  0.92 GiB{}  left 15m 30s"
 
@@ -146,8 +146,8 @@ def test_a_line_on_a_gpu_has_what_is_promised():
 def test_a_line_of_grpo_is_not_wrapped():
     more = {"reward": 0.75, "reward_std": 0.4, "frac_reward_zero_std": 0.1, "rewards/accuracy/mean": 0.7, "kl": 0.0012,
             "completions/mean_length": 213.25, "completions/clipped_ratio": 0.1, "clip_ratio/low_mean": 0.0,
-            "entropy": 2.0, "seconds/generate": 12.0, "seconds/sync": 1.0, "sync_gb": 8.0, "logprob_gap/mean": 1e-3,
-            "memory/training_gib": 60.0}  # fmt: skip
+            "entropy": 2.0, "timing_s/gen": 12.0, "timing_s/update_weights": 1.0, "weight_sync/gb": 8.0,
+            "sampling/sampling_logp_difference/mean": 1e-3, "memory/training_gib": 60.0}  # fmt: skip
     line = train_line(ROW | more, on_gpu=False)
     assert line == ON_CPU.format("  reward 0.75  kl 0.0012  length 213.2", "")
 

@@ -42,6 +42,7 @@ EVALUATED = {
 # The command line, in a process that a fault is planted into.
 PLANTED = """
 import sys
+from functools import partial
 from types import SimpleNamespace
 from megaswift.cli.main import main
 from megaswift.tasks.preference import preference

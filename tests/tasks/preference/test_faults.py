@@ -7,7 +7,9 @@ from tests.tasks.preference.runs import Place, assert_same_steps
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 LORA = "--tuner_type lora --lora_rank 5 --lora_alpha 10 --lora_dropout 0 --merge_lora false --lr 1e-2"
 OF_ONE_RANK = "preference.dist = SimpleNamespace(all_reduce=lambda *arguments, **named: None)"
-WITH_ADAPTERS = "reference_model._without_adapters = lambda model: reference_model._of_another(model, offloads=False)"
+WITH_ADAPTERS = (
+    "reference_model._without_adapters = lambda model, of: reference_model._of_another(model, of, offloads=False)"
+)
 OF_THE_OTHER_ANSWER = """
 right = reference_model.Table._places
 def wrong(table, batch):

@@ -50,7 +50,7 @@ class Aside(TransformersEngine):
         if os.environ.get("ASIDE_GONE") == str(self.asked):
             raise ServerLost("The rollout server http://aside is gone: killed, during /generate.")
         step.clear()
-        if os.environ.get("ASIDE_WAITS") and threading.current_thread().name == "ahead" and not step.wait(60):
+        if os.environ.get("ASIDE_WAITS") and threading.current_thread().name == "async rollout" and not step.wait(60):
             raise TimeoutError("no step was made while completions were generated")
         found = super().generate(requests, sampling)
         note("generate ends")

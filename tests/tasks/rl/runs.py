@@ -199,6 +199,7 @@ class Place:
         return self._runs[key]
 
 
+DIFFERENCE = "sampling/sampling_logp_difference"  # of log-probabilities, between engine and trainer
 LOSS_NAMES = (
     "loss",
     "kl",
@@ -217,13 +218,13 @@ def of_training(row: dict[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in row.items()
-        if name in LOSS_NAMES or ("/" in name and not name.startswith(("seconds/", "logprob_gap/")))
+        if name in LOSS_NAMES or ("/" in name and not name.startswith(("timing_s/", "weight_sync/", f"{DIFFERENCE}/")))
     }
 
 
 def assert_same_steps(found: Trained, wanted: Trained) -> None:
     """What two layouts log of the same training, and what they have generated."""
-    same = "completion_ids", "rewards", "finish", "messages"
+    same = "completion_ids", "rewards", "finish_reason", "messages"
     for one, other in zip(found.completions, wanted.completions, strict=True):
         assert {name: one[name] for name in same} == {name: other[name] for name in same}
         assert abs(one["advantage"] - other["advantage"]) < 1e-5

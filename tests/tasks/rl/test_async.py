@@ -67,7 +67,7 @@ def test_completions_are_drawn_while_the_ones_before_are_trained_on(place: Place
     places = [place for place, name in enumerate(what) if name.endswith("begins")]
     ended = [place for place, name in enumerate(what) if name.endswith("ends")]
     assert len(places) == len(ended) == 4
-    assert [seen[place]["thread"] for place in places] == ["MainThread", "ahead", "ahead", "ahead"]
+    assert [seen[place]["thread"] for place in places] == ["MainThread", *["async rollout"] * 3]
     for number, (begin, end) in enumerate(zip(places, ended, strict=True)):
         within = what[begin + 1 : end]
         # Steps of training, of which each of the later generations has waited for one; no weights on their way.
@@ -77,9 +77,9 @@ def test_completions_are_drawn_while_the_ones_before_are_trained_on(place: Place
     for generation, model in enumerate(weights, 1):
         assert of_generation(run, generation) == drawn(place, model, generation)
     assert of_generation(run, 4) != drawn(place, weights[2], 4)
-    gaps = [row["logprob_gap/mean"] for row in run.steps]
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in run.steps]
     assert gaps[0] < 1e-4 < 1e-3 < min(gaps[1:])
-    assert all(row["seconds/wait"] >= 0 < row["seconds/generate"] for row in run.steps)
+    assert all(row["timing_s/idle"] >= 0 < row["timing_s/gen"] for row in run.steps)
 
 
 @pytest.mark.long

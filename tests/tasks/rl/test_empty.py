@@ -33,7 +33,7 @@ def test_they_count_as_completions(place: Place) -> None:
     run = place.run(f"{BASE} {EMPTY}")
     assert 3 < len(empty(run)) < 15
     for row in empty(run):
-        assert (row["length"], row["completion"], row["finish"]) == (0, "", "stop")
+        assert (row["length"], row["completion"], row["finish_reason"]) == (0, "", "stop")
         assert row["rewards"]["short"] in (1, None)
     assert run.steps[0]["completions/min_length"] == 0
     agree(run, reference(place, run, ref="other"))

@@ -98,7 +98,7 @@ def test_losses(loss_type: str, level: str, place: Place) -> None:
 def test_options(flags: str, settings: dict[str, Any], place: Place) -> None:
     run = place.run(flags)
     ref = "other" if "--ref_model" in flags else None
-    assert any(row["finish"] == "length" for row in run.completions)
+    assert any(row["finish_reason"] == "length" for row in run.completions)
     agree(run, reference(place, run, ref=ref, **settings))
     if "off_policy_mask_threshold" in settings:
         masked = [row["sampling/off_policy_masked"] for row in run.steps]

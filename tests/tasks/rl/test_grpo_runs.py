@@ -24,7 +24,7 @@ from safetensors import safe_open
 from megaswift.cli.main import main
 from megaswift.tasks.rollout.factory import ModelRollout
 
-take = ModelRollout.take_weights
+take = ModelRollout.update_weights
 
 
 def taken(self, training):
@@ -37,7 +37,7 @@ def taken(self, training):
     return found
 
 
-ModelRollout.take_weights = taken
+ModelRollout.update_weights = taken
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[1:]))
 """
@@ -133,10 +133,10 @@ def test_completions_are_written_down(place: Place) -> None:
         ids = row["completion_ids"]
         assert row["completion"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert row["length"] == len(ids) <= LENGTH
-        assert (row["finish"] == "stop") == (ids[-1] == tokenizer.eos_token_id)
+        assert (row["finish_reason"] == "stop") == (ids[-1] == tokenizer.eos_token_id)
         assert row["rewards"]["waves"] == pytest.approx(math.sin(sum(ids) + prompt["goal"]))
         assert row["rewards"]["short"] == (None if prompt["goal"] == 3 else 1 - len(ids) / 12)
-    assert {row["finish"] for row in run.completions} == {"stop", "length"}
+    assert {row["finish_reason"] for row in run.completions} == {"stop", "length"}
 
 
 @later
@@ -168,7 +168,7 @@ def test_completions_that_are_all_cut_off(loss_type: str, place: Place) -> None:
     if loss_type == "dapo":
         flags += " --top_entropy_quantile 0.3"
     run = place.run(flags)
-    assert {(row["finish"], row["length"]) for row in run.completions} == {("length", LENGTH)}
+    assert {(row["finish_reason"], row["length"]) for row in run.completions} == {("length", LENGTH)}
     assert run.steps[0]["completions/clipped_ratio"] == 1
     assert "completions/mean_terminated_length" not in run.steps[0]
     numbers(run)
@@ -184,7 +184,7 @@ def test_completions_of_the_end_alone(flags: str, place: Place) -> None:
     if not (place.folder / "silent").exists():
         place.model("silent", ends=True)
     run = place.run(f"--model silent --ref_model other --reward_funcs witness {flags}".strip())
-    assert {(row["finish"], row["length"], row["completion"]) for row in run.completions} == {("stop", 1, "")}
+    assert {(row["finish_reason"], row["length"], row["completion"]) for row in run.completions} == {("stop", 1, "")}
     numbers(run)
     assert all(abs(row["kl"]) > 1e-3 for row in run.steps)
 
@@ -212,8 +212,8 @@ def test_completions_of_the_end_alone(flags: str, place: Place) -> None:
             marks=later,
         ),
         pytest.param(
-            "--max_logprob_gap 1e-12",
-            "(--max_logprob_gap 1e-12). Is the engine the same model, in the same --torch_dtype?",
+            "--max_sampling_logp_difference 1e-12",
+            "--max_sampling_logp_difference 1e-12: the engine's log-probabilities differ from the trainer's by",
             id="gap",
             marks=later,
         ),
@@ -261,7 +261,7 @@ def test_engine_and_trainer_agree(flags: str, processes: int | None, place: Plac
     if flags == LORA:
         place.adapter()
     for row in place.run(flags, processes).steps:
-        assert 0 < row["logprob_gap/mean"] <= row["logprob_gap/max"] < 1e-4
+        assert 0 < row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 @later

@@ -57,7 +57,10 @@ def test_gone(during: str, beside: str, place: Place) -> None:
         printed = place.megatron(place.line(flags(url, f"{beside} --train_iters 6"), name), code=1)
         ended = time.time()
     assert f"The rollout server {url} is gone: " in printed
-    assert "start it again and resume the run; with --wait_for_server SECONDS a run waits for it instead." in printed
+    assert (
+        "start it again and resume the run; with --server_reconnect_timeout SECONDS a run waits for it instead."
+        in printed
+    )
     assert "Traceback" not in printed
     assert ended - float(mark.read_text()) < 40
 
@@ -66,15 +69,15 @@ def test_gone(during: str, beside: str, place: Place) -> None:
 def test_waited_for(during: str, place: Place) -> None:
     """It is given the weights that the other had, draws the same, and the run is as one in which nothing happened."""
     with served(place, during=during, call=2, again=True) as (url, mark):
-        found = place.run(flags(url, "--wait_for_server 120"))
+        found = place.run(flags(url, "--server_reconnect_timeout 120"))
         assert mark.exists()
     assert_same_steps(found, place.run(ONE))
 
 
 def test_waited_for_while_training_goes_on(place: Place) -> None:
     with served(place, during="generate", call=2, again=True) as (url, mark):
-        found = place.run(flags(url, "--wait_for_server 120 --async_generate true --train_iters 5"))
+        found = place.run(flags(url, "--server_reconnect_timeout 120 --async_generate true --train_iters 5"))
         assert mark.exists()
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4, 5]
-    first, again, behind, *_ = (row["logprob_gap/mean"] for row in found.steps)
+    first, again, behind, *_ = (row["sampling/sampling_logp_difference/mean"] for row in found.steps)
     assert max(first, again) < 1e-4 < behind  # what was lost was drawn anew, by the weights as they were then

@@ -67,20 +67,20 @@ from pathlib import Path
 from megaswift.cli.main import main
 from megaswift.tasks.rl.grpo import Grpo
 
-compare = Grpo.compare
+log_episodes = Grpo.log_episodes
 
 
-def compared(self, episodes):
-    compare(self, episodes)
+def logged(self, episodes):
+    log_episodes(self, episodes)
     if self.run.writes:
         rows = [
-            {"prompt": e.columns["messages"], "tokens": e.tokens.tolist(), "trained": e.trained.tolist(),
-             "sampled": e.sampled.tolist(), "advantage": e.advantage} for e in episodes
+            {"prompt": e.columns["messages"], "tokens": e.tokens.tolist(), "trained": e.loss_mask.tolist(),
+             "sampled": e.rollout_log_probs.tolist(), "advantage": e.advantage} for e in episodes
         ]
         (self.run.folder / "episodes.jsonl").open("a").write("".join(json.dumps(row) + "\\n" for row in rows))
 
 
-Grpo.compare = compared
+Grpo.log_episodes = logged
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[1:]))
 """
@@ -129,7 +129,7 @@ def test_what_is_trained_on(turns: Place) -> None:
         assert [tokenizer.decode(part) for part in others] == [f"{t}<|im_start|>assistant\n" for t in texts[:-1]]
         assert row["info"]["num_turns"] == len(own)
         several += len(own) > 1
-        if row["finish"] == "stop":  # it ended by the scheduler's will
+        if row["finish_reason"] == "stop":  # it ended by the scheduler's will
             assert row["info"]["num_turns"] == row["info"]["wanted"]
     assert several > 5
     turns_of = [row["info"]["num_turns"] for row in found.completions]
@@ -137,7 +137,7 @@ def test_what_is_trained_on(turns: Place) -> None:
     assert found.steps[0]["completions/mean_length"] == pytest.approx(
         np.mean([len(row["completion_ids"]) for row in found.completions])
     )
-    assert found.steps[0]["logprob_gap/max"] < 1e-4
+    assert found.steps[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert found.steps[0]["grad_norm"] == pytest.approx(gradient(turns.folder / "qwen3", episodes[:8]), rel=1e-3)
     assert all(math.isfinite(row["loss"]) for row in found.steps)
 
@@ -205,7 +205,7 @@ def test_no_room_is_the_end(turns: Place) -> None:
     """Messages that do not fit are left out, and the episode counts as cut off."""
     found = run(turns, f"--max_completion_length {LENGTH} --steps_per_generation 1 --train_iters 1")
     assert all(row["info"]["num_turns"] == 1 for row in found.completions)
-    assert all(row["finish"] == "length" and not row["turns"] for row in found.completions)
+    assert all(row["finish_reason"] == "length" and not row["turns"] for row in found.completions)
     assert found.steps[0]["completions/clipped_ratio"] == 1
 
 

@@ -13,12 +13,13 @@ from megaswift.tasks.multi_turn import multi_turns, scheduler
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms
 from megaswift.tasks.rl import multi_turn, reward_scorer
+from megaswift.tasks.rl.advantages import compute_advantages
 from megaswift.tasks.rl.episode import Episode
-from megaswift.tasks.rl.grpo import Grpo, _differ
-from megaswift.tasks.rl.rollout_metrics import COMPLETIONS, RolloutLog, forget_completions, write_completions
+from megaswift.tasks.rl.rollout_metrics import COMPLETIONS, RolloutMetrics, truncate_completions, write_completions
+from megaswift.tasks.rl.rollout_worker import RolloutWorker, _rewards_differ
 from megaswift.tasks.rollout.engine import Completion
 from megaswift.tasks.system.append_file import AppendFile
-from megaswift.templates.batching.prompt_dataloader import Prompts
+from megaswift.templates.batching.prompt_dataloader import Prompt, Prompts
 from megaswift.templates.prepare import prepare
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -48,8 +49,14 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "patient_group", lambda: None)
 
 
-def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None = None, **given: Any) -> Grpo:
-    """What generates and scores; an engine answers each prompt by SAID."""
+def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None = None, **given: Any) -> RolloutWorker:
+    return made_with_data(tokenizer, folder, rows, more, **given)[0]
+
+
+def made_with_data(
+    tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None = None, **given: Any
+) -> tuple[RolloutWorker, Any]:
+    """Return a worker whose engine answers each prompt by SAID, and its data."""
     files = []
     for name, each in (("train.jsonl", rows), ("val.jsonl", more or [])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in each))
@@ -63,24 +70,30 @@ def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None
         return [Completion(drawn, [-1.0] * len(drawn), "stop") for _ in prompts]
 
     complete.of = lambda tokens, limits: complete(tokens)  # type: ignore[attr-defined]
-    grpo: Any = Grpo.__new__(Grpo)
-    grpo.run, grpo.options, grpo.complete, grpo.log = run, options, complete, RolloutLog()
-    grpo.prompts = Prompts(data.train, samples_each=2, shuffle=False, seed=0)  # type: ignore[arg-type]
-    grpo.texts, grpo.completions = multi_turn.Texts(run, options), None
-    grpo.judge = reward_scorer.Judge(run, options)
-    grpo.turns = multi_turn.Turns(run, options) if options.multi_turn_scheduler else None
-    return grpo
+    worker = RolloutWorker(
+        options,
+        Prompts(data.train, samples_each=2, shuffle=False, seed=0),  # type: ignore[arg-type]
+        complete,  # type: ignore[arg-type]
+        multi_turn.Texts(run, options),
+        multi_turn.MultiTurn(run, options) if options.multi_turn_scheduler else None,
+        reward_scorer.RewardScorer(run, options),
+    )
+    return worker, data
+
+
+def rollout(worker: RolloutWorker, prompts: list[Prompt], group_size: int) -> list[list[Episode]]:
+    return worker.rollout(prompts, group_size, worker.metrics.timed)
 
 
 def test_the_template_s_part_of_an_answer(tokenizer, tmp_path):
     """It is in the text, and not among the tokens that the model drew."""
-    grpo = made(tokenizer, tmp_path, [{"query": "7 + 15?", "solution": "22"}], reward_funcs=["accuracy", "format"])
-    (prompt,) = grpo.prompts.next_batch(1)
+    worker = made(tokenizer, tmp_path, [{"query": "7 + 15?", "solution": "22"}], reward_funcs=["accuracy", "format"])
+    (prompt,) = worker.prompts.next_batch(1)
     assert tokenizer.decode(prompt.tokens).endswith("<|im_start|>assistant\n<think>\n")
-    ((episode, _),) = grpo.answered([prompt], 2)
+    ((episode, _),) = rollout(worker, [prompt], 2)
     assert episode.text == f"<think>\n{SAID}"
     assert episode.rewards == {"accuracy": 1.0, "format": 1.0}
-    assert tokenizer.decode(episode.tokens[episode.trained > 0]) == f"{SAID}<|im_end|>"
+    assert tokenizer.decode(episode.tokens[episode.loss_mask > 0]) == f"{SAID}<|im_end|>"
     assert [*prompt.tokens, *tokenizer.encode(f"{SAID}<|im_end|>")] == episode.tokens.tolist()
     write_completions(AppendFile(tmp_path / COMPLETIONS, print), 1, [episode])
     assert json.loads((tmp_path / COMPLETIONS).read_text())["completion"] == episode.text
@@ -96,9 +109,9 @@ def test_every_answer_of_an_episode(tokenizer, tmp_path):
 
     try:
         rows = [{"query": "?"}, {"query": "!", "level": 3}]
-        grpo = made(tokenizer, tmp_path, rows, reward_funcs=["format"], multi_turn_scheduler="once more", max_turns=3)
-        prompts = Prompts(grpo.run.data.train, samples_each=1, shuffle=False, seed=0)  # type: ignore[arg-type]
-        (episode,), _ = grpo.answered(prompts.next_batch(2), 1)
+        worker = made(tokenizer, tmp_path, rows, reward_funcs=["format"], multi_turn_scheduler="once more", max_turns=3)
+        prompts = Prompts(worker.prompts.store, samples_each=1, shuffle=False, seed=0).next_batch(2)
+        (episode,), _ = rollout(worker, prompts, 1)
     finally:
         del multi_turns["once more"]
     whole = {"role": "assistant", "content": f"<think>\n{SAID}"}
@@ -114,16 +127,16 @@ def test_columns_that_some_rows_lack(tokenizer, tmp_path):
     """Rewards get every column of the dataset each time, None where a row lacks it."""
     rows, more = [{"query": "a", "level": 1}, {"query": "b", "solution": "22"}, {"query": "c"}], [{"query": "d"}]
     given = {"reward_funcs": ["accuracy", "format"], "dataset_shuffle": False}
-    grpo = made(tokenizer, tmp_path, rows, more, **given)
-    for prompt, accuracy in zip(grpo.prompts.next_batch(3), (None, 1.0, None), strict=True):
-        ((episode, _),) = grpo.answered([prompt], 2)
+    worker, data = made_with_data(tokenizer, tmp_path, rows, more, **given)
+    for prompt, accuracy in zip(worker.prompts.next_batch(3), (None, 1.0, None), strict=True):
+        ((episode, _),) = rollout(worker, [prompt], 2)
         assert episode.rewards == {"accuracy": accuracy, "format": 1.0}
-    (prompts,) = Prompts(grpo.run.data.val, samples_each=1, shuffle=False, seed=0).once(8)  # type: ignore[arg-type]
-    (episode,) = grpo.answered(prompts, 1)[0]
+    (prompts,) = Prompts(data.val, samples_each=1, shuffle=False, seed=0).once(8)
+    (episode,) = rollout(worker, prompts, 1)[0]
     assert episode.rewards["accuracy"] is None
-    assert grpo.judge.columns == ["level", "query", "solution"]
+    assert worker.scorer.columns == ["level", "query", "solution"]
     # Those of the evaluation count as well.
-    assert made(tokenizer, tmp_path, [{"query": "a"}], rows, **given).judge.columns == ["level", "query", "solution"]
+    assert made(tokenizer, tmp_path, [{"query": "a"}], rows, **given).scorer.columns == ["level", "query", "solution"]
 
 
 def test_a_column_that_no_row_has(tokenizer, tmp_path):
@@ -136,17 +149,17 @@ def test_the_row_that_an_error_names(tokenizer, tmp_path):
     """As it is in the file, however rows are shuffled, and whatever was left out before it."""
     rows = [{"response": "no question"}, *({"query": f"q{n}", "line": n} for n in range(2, 12))]
     more = [{"query": f"v{n}", "line": n} for n in range(1, 4)]
-    grpo = made(tokenizer, tmp_path, rows, more, reward_funcs=["format"], val_dataset_shuffle=True)
+    worker, data = made_with_data(tokenizer, tmp_path, rows, more, reward_funcs=["format"], val_dataset_shuffle=True)
     for name in ("train", "val"):
-        prompts = Prompts(getattr(grpo.run.data, name), samples_each=1, shuffle=True, seed=3)
+        prompts = Prompts(getattr(data, name), samples_each=1, shuffle=True, seed=3)
         for prompt in prompts.next_batch(len(prompts.store)):
             assert prompt.source_row == f"row {prompt.columns['line']} of {tmp_path / name}.jsonl"
-    assert [prompt.columns["line"] for prompt in grpo.prompts.next_batch(10)] != list(range(2, 12))
+    assert [prompt.columns["line"] for prompt in worker.prompts.next_batch(10)] != list(range(2, 12))
     orms["fails"] = lambda completions, line: [1 / (number - 7) for number in line]
     try:
-        grpo = made(tokenizer, tmp_path, rows, reward_funcs=["fails"])
+        worker = made(tokenizer, tmp_path, rows, reward_funcs=["fails"])
         with pytest.raises(RuntimeError, match=r"for row 7 of \S+train.jsonl, completion '<think>"):
-            grpo.answered(grpo.prompts.next_batch(10), 1)
+            rollout(worker, worker.prompts.next_batch(10), 1)
     finally:
         del orms["fails"]
 
@@ -156,28 +169,32 @@ def test_completions_that_nothing_judges(tokenizer, tmp_path):
     from trl.trainer.utils import nanstd
 
     rows = [{"query": "7 + 15?", "solution": "22"}, {"query": "Which?", "solution": "an apple"}]
-    grpo = made(tokenizer, tmp_path, rows, reward_funcs=["accuracy"], num_generations=4, log_completions=True)
-    grpo.run.folder, grpo.run.writes, grpo.generations = tmp_path, True, 1
-    prompts = sorted(grpo.prompts.next_batch(2), key=lambda prompt: prompt.source_row)
-    episodes = [episode for group in grpo.answered(prompts, 4) for episode in group]
+    worker = made(tokenizer, tmp_path, rows, reward_funcs=["accuracy"], num_generations=4, log_completions=True)
+    prompts = sorted(worker.prompts.next_batch(2), key=lambda prompt: prompt.source_row)
+    episodes = [episode for group in rollout(worker, prompts, 4) for episode in group]
     assert [episode.reward for episode in episodes[:4]] == [1.0] * 4
     assert all(np.isnan(episode.reward) for episode in episodes[4:])
     for episode, reward in zip(episodes, [1, 0, 0, np.nan], strict=False):
         episode.reward = reward
-    grpo.compare(episodes)
+    compute_advantages(episodes, worker.options)
+    write_completions(AppendFile(tmp_path / COMPLETIONS, print), 1, episodes)
     rewards = torch.tensor([[episode.reward for episode in episodes[:4]]], dtype=torch.float64)
     theirs = (rewards - rewards.nanmean()) / (nanstd(rewards, dim=1) + 1e-4)
     found = [episode.advantage for episode in episodes]
     assert found == pytest.approx([*theirs.nan_to_num().flatten().tolist(), 0, 0, 0, 0], abs=1e-9)
     written = [json.loads(line) for line in (tmp_path / COMPLETIONS).read_text().splitlines()]
     assert [row["reward"] for row in written] == [1, 0, 0, None, None, None, None, None]
-    log = RolloutLog()
+    log = RolloutMetrics()
     log.add(episodes, 4)
     means = log.means()
-    assert means["completions/unjudged_ratio"] == 5 / 8
+    assert means["completions/unscored_ratio"] == 5 / 8
     assert (means["reward"], means["frac_reward_zero_std"]) == (pytest.approx(1 / 3), 0)
     assert means["reward_std"] == pytest.approx(nanstd(rewards).item())
-    assert [_differ(episodes[:4]), _differ(episodes[1:4]), _differ(episodes[4:])] == [True, False, False]
+    assert [_rewards_differ(episodes[:4]), _rewards_differ(episodes[1:4]), _rewards_differ(episodes[4:])] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\r", "\n"])
@@ -191,6 +208,6 @@ def test_a_run_goes_on_behind_any_text(character, tmp_path):
     file = tmp_path / COMPLETIONS
     with file.open("a", encoding="utf-8") as lines:
         lines.write('{"generation": 1, "info": {}')
-    forget_completions(tmp_path, 2)
+    truncate_completions(tmp_path, 2)
     rows = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     assert [(row["generation"], row["completion"]) for row in rows] == [(n, episode.text) for n in (1, 1, 2, 2)]

@@ -94,7 +94,7 @@ class Reference:
         found = self.score(self.policy, rows)
         mask = found.mask
         if self.without_cut_off:
-            mask = mask * torch.tensor([float(row["finish"] != "length") for row in rows])[:, None]
+            mask = mask * torch.tensor([float(row["finish_reason"] != "length") for row in rows])[:, None]
         width = mask.shape[1]
         inputs = {
             "advantages": advantages,
@@ -155,7 +155,7 @@ def rollout_means(run: Trained, group: int = 4) -> dict[str, float]:
     rows = [row for row in run.completions if row["generation"] == 1]
     rewards = rewards_of(rows).double().view(-1, group)
     lengths = torch.tensor([float(len(row["completion_ids"])) for row in rows])
-    cut_off = torch.tensor([row["finish"] == "length" for row in rows])
+    cut_off = torch.tensor([row["finish_reason"] == "length" for row in rows])
     means = {
         "reward": rewards.mean(),
         "reward_std": rewards.std(),

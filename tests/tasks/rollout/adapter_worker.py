@@ -18,7 +18,8 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
-from megaswift.bridge.model.build import Model, build_model
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model
 from megaswift.bridge.options import BuildOptions, LoraOptions
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options.rollout import EngineOptions

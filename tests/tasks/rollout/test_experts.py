@@ -94,7 +94,7 @@ def episodes() -> list[Episode]:
         prompt = Prompt(f"row {number}", rng.integers(3, 50, before).tolist(), {"goal": number})
         experts = rng.integers(0, 8, (before + max(after - 1, 0), 4, 2)).astype(np.uint8)
         completion = Completion(rng.integers(3, 50, after).tolist(), [-1.0] * after, "stop", experts)
-        found.append(Episode.of(prompt, 0, completion, ""))
+        found.append(Episode.from_completion(prompt, 0, completion, ""))
     return found
 
 

@@ -40,8 +40,8 @@ LINE = (
     "rlhf --rlhf_type grpo --model model --dataset prompts.jsonl --external_plugins reward.py --reward_funcs sum "
     "--vllm_mode colocate --vllm_tensor_parallel_size 2 --vllm_max_model_len 256 --vllm_max_num_seqs 16 "
     "--num_generations 4 --global_batch_size 8 --micro_batch_size 4 --max_completion_length 16 --train_iters 2 "
-    "--lr 1e-4 --beta 0 --logging_steps 1 --max_logprob_gap 0.1 --add_version false --dataloader_num_workers 0 "
-    "--output_dir out"
+    "--lr 1e-4 --beta 0 --logging_steps 1 --max_sampling_logp_difference 0.1 --add_version false "
+    "--dataloader_num_workers 0 --output_dir out"
 )
 pytestmark = [
     pytest.mark.gpu,

@@ -226,7 +226,7 @@ def test_killed_while_it_is_asked(servers, capfd) -> None:
     hasty, patient = ServerReader(url, timeout=60.0), ServerReader(url, wait=60.0)
     threading.Timer(1.0, server.process.kill).start()
     start = time.monotonic()
-    with pytest.raises(ReaderLost, match=rf"teacher's server {url} is gone: .*with --wait_for_server SECONDS"):
+    with pytest.raises(ReaderLost, match=rf"teacher's server {url} is gone: .*with --server_reconnect_timeout SECONDS"):
         ask(hasty, 99)
     assert time.monotonic() - start < 50  # the prompt takes 60 s
     threading.Timer(1.0, servers, (port,)).start()

@@ -93,7 +93,7 @@ def test_engine_and_trainer_agree(words: str, says: bool, place: Place) -> None:
     assert code == 0, printed[-6000:]
     assert len(steps) == 3
     for row in steps:
-        assert 0 < row["logprob_gap/mean"] <= row["logprob_gap/max"] < 1e-4
+        assert 0 < row["sampling/sampling_logp_difference/mean"] <= row["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_a_kernel_that_does_not_say_its_experts(place: Place) -> None:

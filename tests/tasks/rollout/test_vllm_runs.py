@@ -31,7 +31,7 @@ LINE = (
     "rlhf --rlhf_type grpo --model model --dataset prompts.jsonl --external_plugins reward.py --reward_funcs sum "
     "--tuner_type lora --lora_rank 5 --lora_alpha 10 --lora_dropout 0 --num_generations 4 --global_batch_size 8 "
     "--micro_batch_size 4 --max_completion_length 8 --train_iters 3 --lr 1e-2 --lr_decay_style constant --beta 0 "
-    "--logging_steps 1 --log_completions true --max_logprob_gap 1e-3 --add_version false "
+    "--logging_steps 1 --log_completions true --max_sampling_logp_difference 1e-3 --add_version false "
     "--temperature 1 --torch_dtype float32 --dataloader_num_workers 0 --no_save_optim true --clip_grad 0"
 )
 ALONE = "--vllm_enable_lora true"
@@ -77,12 +77,12 @@ def check(folder: Path, name: str, merged: list[dict]) -> None:
     assert [row["completion_ids"] for row in numbers(folder, name, "completions.jsonl")] == [
         row["completion_ids"] for row in merged
     ]
-    steps, others = ([row for row in numbers(folder, each) if "sync_gb" in row] for each in (name, "merged"))
+    steps, others = ([row for row in numbers(folder, each) if "weight_sync/gb" in row] for each in (name, "merged"))
     assert len(steps) == len(others) == 3
     for step, other in zip(steps, others, strict=True):
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-        assert step["logprob_gap/max"] < 1e-4
-        assert step["sync_gb"] < other["sync_gb"] / 5
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["weight_sync/gb"] < other["weight_sync/gb"] / 5
     assert steps[-1]["grad_norm"] != pytest.approx(steps[0]["grad_norm"], rel=0.01)  # of an adapter that has moved
 
 

@@ -69,7 +69,7 @@ def test_paddings_of_new_heads():
 def test_another_number_of_labels_is_refused():
     config = add_score_head({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, 3)
     assert add_score_head(config, 3) == config
-    with pytest.raises(ValueError, match="--num_labels 4: the model has a head with 3 labels"):
+    with pytest.raises(ValueError, match="--num_labels 4: the model already has a head with 3 labels"):
         add_score_head(config, 4)
 
 
@@ -137,7 +137,7 @@ def embeddings_of(folder: Path, tokenizer: Any, pooling: str) -> torch.Tensor:
     model = worker.open_model(folder, read_config(folder), SftOptions())
     pack = [(ids, torch.zeros(len(ids)).numpy()) for ids in (tokenizer(text).input_ids for text in TEXTS)]
     batch = BatchLayout().batch([pack], 1.0)
-    return worker.forward(pooling, None, model, model.chunks[0], batch, None)
+    return worker.forward(model, pooling, batch)
 
 
 def test_adapters_tell_their_labels(tmp_path):

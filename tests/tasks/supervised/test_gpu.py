@@ -36,7 +36,7 @@ def test_by_kernels_of_a_gpu(kind, place, alone):
     batches = [on_device(worker.batch_of(pack)) for pack in worker.packs()]
 
     def outputs_of(batch: Batch) -> Tensor:
-        found = worker.forward(kind, None, model, model.chunks[0], batch, None)
+        found = worker.forward(model, kind, batch)
         if kind != "sums":
             return found
         about = worker.grouped(batch)

@@ -29,7 +29,9 @@ from megaswift.bridge.layers import pooling
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
-from megaswift.bridge.model.build import Model, build_model
+from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.model import Model, ModelInputs, OutputProcessor
+from megaswift.bridge.model.outputs import Choices, Embeddings, LogProbs, Scores
 from megaswift.bridge.model.score_head import add_score_head
 from megaswift.bridge.model.trainable import freeze_output
 from megaswift.bridge.parallel import barrier, initialize
@@ -131,9 +133,8 @@ def grouped(batch: Batch) -> dict[str, Any]:
     }
 
 
-def forward(kind: str, fault: str | None, model: Model, chunk: Any, batch: Batch, _: Any) -> Tensor:
-    names = ("tokens", "position_ids", "cu_seqlens", "max_seqlen")
-    inputs, about = {name: getattr(batch, name) for name in names}, grouped(batch)
+def output(kind: str, fault: str | None, batch: Batch) -> OutputProcessor:
+    about = grouped(batch)
     if fault == "place":  # the token before
         about["ends"] = torch.where(about["ends"] > 0, about["ends"] - 1, about["ends"])
     elif fault == "document":
@@ -141,12 +142,17 @@ def forward(kind: str, fault: str | None, model: Model, chunk: Any, batch: Batch
     elif fault == "padding":
         about["lengths"] = [length + 2 for length in about["lengths"]]
     if kind == "sums":
-        return model.log_probs(chunk, **inputs, labels=batch.labels)
+        return LogProbs()
     if kind == "scores":
-        return model.scores(chunk, **inputs, ends=about["ends"])
+        return Scores(about["ends"])
     if kind == "choices":
-        return model.choices(chunk, **inputs, ends=about["ends"], choices=ref.CHOICES)
-    return model.embeddings(chunk, **inputs, **about, pooling=kind)  # pyright: ignore[reportArgumentType]
+        return Choices(about["ends"], ref.CHOICES)
+    return Embeddings(kind, **about)  # pyright: ignore[reportArgumentType]
+
+
+def forward(model: Model, kind: str, batch: Batch) -> Tensor:
+    inputs = ModelInputs(batch.tokens, batch.position_ids, batch.cu_seqlens, batch.max_seqlen, batch.labels)
+    return model.forward(model.chunks[0], inputs, output(kind, None, batch))
 
 
 def step(model: Model, chunks: Any, kind: str, fault: str | None = None, *, backward: bool) -> Tensor | None:
@@ -172,7 +178,7 @@ def step(model: Model, chunks: Any, kind: str, fault: str | None = None, *, back
             chunk.train()
             chunk.zero_grad_buffer()
     with torch.set_grad_enabled(backward):
-        run_schedule(model, chunks, batches, loss, forward_only=not backward, forward=partial(forward, kind, fault))
+        run_schedule(model, chunks, batches, loss, forward_only=not backward, output=partial(output, kind, fault))
     return torch.cat(found) if found else None
 
 

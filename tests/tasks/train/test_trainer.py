@@ -1,4 +1,4 @@
-"""The loop around the step, where a run fails."""
+"""The trainer, where a run fails."""
 
 import gc
 from unittest.mock import MagicMock
@@ -9,23 +9,19 @@ from megaswift.tasks.train import trainer
 
 def test_a_run_that_fails_frees_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends with what went wrong first, whatever they say to it."""
-    for name in ("Flops", "Window", "RunLog", "Profile", "Stop", "StepTimes", "Watchdog", "Checkpoints", "dist"):
+    for name in ("StepLogger", "Profile", "Stop", "Watchdog", "Checkpoints"):
         monkeypatch.setattr(trainer, name, MagicMock())
     run, objective, order = MagicMock(resumed=None), MagicMock(), []
 
-    def steps(*_):
-        yield from ()
-        raise ArithmeticError("a step failed")
-
-    def let_go() -> None:
-        order.append("let go")
+    def release() -> None:
+        order.append("released")
         raise ConnectionError("no server answers")
 
-    objective.source.steps, objective.source.let_go = steps, let_go
-    train = MagicMock(loss_tokens_are_local=False)
+    objective.loop.train.side_effect = ArithmeticError("a step failed")
+    objective.loop.release = release
     try:
         with pytest.raises(ArithmeticError, match="a step failed"):
-            trainer.fit(run, MagicMock(), objective, train, None, 3)
+            trainer.Trainer(run, MagicMock(), objective, MagicMock(), None, 3).fit()
     finally:
         gc.unfreeze()
-    assert order == ["let go"]
+    assert order == ["released"]

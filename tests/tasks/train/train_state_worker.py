@@ -20,7 +20,7 @@ from megaswift.bridge.checkpoint.safetensors_io import TensorSpec, write_shard
 from megaswift.bridge.checkpoint.save import save_weights
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.train import train_state
-from megaswift.tasks.train.step import Training, sft_loss, sum_over_ranks, train_step
+from megaswift.tasks.train.step import TrainState, sft_loss, sum_over_ranks, train_step
 
 from tests.bridge.lora import worker as with_adapters
 from tests.layouts import worker
@@ -47,16 +47,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return train(training, range(STEPS, 2 * STEPS), options)
 
 
-def train(training: Training, steps: range, options: Any) -> dict[str, Any]:
+def train(training: TrainState, steps: range, options: Any) -> dict[str, Any]:
     losses, norms = [], []
     for step in steps:
         metrics, outcome = train_step(training, worker.batches_of(step, options), sft_loss, step)
         norms.append(outcome.grad_norm)
-        losses.append(sum_over_ranks(metrics, ["loss"]).wait()[0])
+        losses.append(sum_over_ranks(training.model.groups, metrics, ["loss"]).wait()[0])
     return {"losses": losses, "grad_norms": norms}
 
 
-def save(training: Training, config: dict, source: Path, folder: Path) -> None:
+def save(training: TrainState, config: dict, source: Path, folder: Path) -> None:
     """Write folder/weights and folder/state."""
     if dist.get_rank() == 0:
         for each in ("weights", "state"):
@@ -77,7 +77,7 @@ def save(training: Training, config: dict, source: Path, folder: Path) -> None:
     barrier()
 
 
-def load(training: Training, config: dict, folder: Path, *, same: bool, planted: bool) -> None:
+def load(training: TrainState, config: dict, folder: Path, *, same: bool, planted: bool) -> None:
     read = shard_regions._read
     if planted:
         shard_regions._read = lambda *place: read(*place).roll(1, 0)

@@ -1,0 +1,120 @@
+"""A built model, and the one way through it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from ..layers.delta_rule import make_delta_layout
+from ..layers.packed_seqs import AttentionSpan, Documents, make_packed_seqs, next_positions, to_device
+from ..layers.replay import replay_experts
+from ..layers.rope import RotaryRule
+from ..mapping.param_mapping import Architecture, Layer
+from .kernel_selection import Kernels
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One micro batch. Tensors are on the model's device, except where it says CPU."""
+
+    tokens: Tensor  # [rows, local length] int64
+    position_ids: Tensor  # [rows, local length] int64, from 0 in every document
+    cu_seqlens: Tensor | None  # [documents + 1] int32, CPU: boundaries in the whole row; None: a document per row
+    max_seqlen: int  # the longest document
+    labels: Tensor | None = None  # [rows, local length] int64
+    loss_weights: Tensor | None = None  # [rows, local length] fp32: weights of the labels
+    loss_positions: Tensor | None = None  # [n] int64, CPU: which of rows * local length count; None: all
+    experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: the router's choices; -1: its own
+
+
+@dataclass(frozen=True)
+class LastStage:
+    """What an output processor works on: the last pipeline stage, before its output layer."""
+
+    model: "Model"
+    inputs: ModelInputs
+    documents: Documents
+    hidden_states: Tensor  # [length, rows, hidden_size]; this rank's share of the length under sequence parallelism
+    output_layer: torch.nn.Module
+    tied_weight: Tensor | None  # the embedding's matrix, where it is the output layer's
+
+    def output_matrix(self) -> Tensor:
+        """Return this tensor-parallel rank's rows of the output matrix, [vocabulary / TP, hidden_size]."""
+        self.run_hooks()
+        weight = self.output_layer.weight if self.tied_weight is None else self.tied_weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def run_hooks(self) -> None:
+        """Run the output layer's forward hooks, which wait for its matrix where parameters are gathered late."""
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
+
+
+OutputProcessor = Callable[[LastStage], Tensor]  # outputs.py has those that tasks use
+
+
+@dataclass
+class Model:
+    """This rank's part of the model."""
+
+    chunks: list[GPTModel]  # one per virtual pipeline stage
+    config: TransformerConfig
+    architecture: Architecture
+    kernels: Kernels
+    ropes: tuple[RotaryRule, ...]  # for each of the architecture's, on this rank's device
+    groups: ProcessGroupCollection  # of the layout that it was built in
+    lora: Any = None  # lora/attach.py's Lora, where there are adapters
+    trained_share: float = 1.0  # of its parameters, adapters among them
+    prediction_scale: float = 0.0  # weight of the mean loss of multi-token prediction
+
+    def forward(self, chunk: torch.nn.Module, inputs: ModelInputs, output: OutputProcessor) -> Tensor:
+        """Take one micro batch through one chunk (bare, or wrapped for data parallelism).
+
+        Returns what `output` makes of it on the last pipeline stage, else hidden states for the next stage.
+        """
+        documents = self._documents(inputs)
+        if inputs.experts is not None:
+            replay_experts(chunk, inputs.experts)
+
+        def process(*, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, **_: Any):
+            return output(LastStage(self, inputs, documents, hidden_states, output_layer, output_weight))
+
+        return chunk(inputs.tokens, inputs.position_ids, None, packed_seq_params=documents, output_processor=process)
+
+    def output_matrix(self) -> Tensor:
+        """Return this rank's rows of the output matrix, on the last pipeline stage."""
+        chunk = self.chunks[-1]
+        weight = chunk.shared_embedding_or_output_weight() if self.architecture.tied else chunk.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def _documents(self, inputs: ModelInputs) -> Documents:
+        """Describe the micro batch's documents, once for all layers."""
+        cp_size, cp_rank = self.groups.cp.size(), self.groups.cp.rank()
+        device = inputs.position_ids.device
+        documents = make_packed_seqs(
+            inputs.position_ids,
+            inputs.cu_seqlens,
+            inputs.max_seqlen,
+            ropes=self.ropes,
+            spans=[AttentionSpan(layer.window, layer.chunk) for layer in (*self.architecture.layers, Layer())],
+            dtype=self.config.params_dtype,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+        )
+        if inputs.loss_positions is not None:
+            documents.scored = to_device(inputs.loss_positions, device)
+        rows, length = inputs.position_ids.shape
+        bounds = [0, length * cp_size] if inputs.cu_seqlens is None else inputs.cu_seqlens.tolist()
+        if self.architecture.mtp_depths:
+            documents.next_positions = next_positions(bounds, cp_rank, cp_size, device)
+        if any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
+            kernel = self.architecture.transformer["linear_conv_kernel_dim"]
+            documents.runs = make_delta_layout(bounds, rows, cp_size, kernel, device)
+        return documents

@@ -1,0 +1,177 @@
+"""Output processors: what the last pipeline stage returns of a micro batch (`Model.forward`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from ..layers.logprobs import label_log_probs, log_probs_and_entropies
+from ..layers.mtp import shift_left
+from ..layers.packed_seqs import to_device
+from ..layers.pooling import last_tokens, mean_tokens, unused
+from .model import LastStage
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities of the labels, fp32 [rows, local length], 0 outside of `loss_positions`.
+
+    temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, without
+    gradients; not with multi-token prediction. With multi-token prediction and `loss_weights`: [1 + depths, rows, local
+    length], those of each depth times their weights.
+    """
+
+    temperature: float = 1.0
+    entropies: bool = False
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        model, inputs, documents = stage.model, stage.inputs, stage.documents
+        labels, weights = inputs.labels, inputs.loss_weights
+        assert labels is not None
+        depths = model.architecture.mtp_depths and weights is not None
+        # A depth's labels lie further on than the positions are given for.
+        positions = None if model.architecture.mtp_depths else documents.scored
+        values = [self._of(stage, stage.hidden_states, labels, positions)]
+        if depths and weights is not None:
+            chunk = model.chunks[-1]
+            for hidden in chunk.mtp(stage.hidden_states, chunk.embedding, inputs.tokens, documents):
+                labels, weights = shift_left(labels, documents), shift_left(weights, documents)
+                values.append(self._of(stage, hidden, labels, positions) * weights)
+        return torch.stack(values) if len(values) > 1 else values[0]
+
+    def _of(self, stage: LastStage, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        return _label_log_probs(
+            stage,
+            hidden,
+            labels,
+            positions,
+            sequence_parallel=stage.model.config.sequence_parallel,
+            temperature=self.temperature,
+            entropies=self.entropies,
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Outputs of the head for each document's last token: fp32 [documents, labels], the same on every tensor- and
+    context-parallel rank.
+
+    ends [documents], CPU: see `last_tokens` in layers/pooling.py, which says how gradients add up.
+    """
+
+    ends: Tensor
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        hidden = last_tokens(stage.hidden_states, self.ends, sequence_parallel=stage.model.config.sequence_parallel)
+        return stage.output_layer(hidden)
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """A vector of each document, not normalized: fp32 [documents, hidden_size].
+
+    The last hidden state, behind its norm, of the last token or as a mean over tokens. ends, spans, segments and
+    lengths (of the documents, without padding): see `last_tokens` and `mean_tokens` in layers/pooling.py.
+    """
+
+    pooling: Literal["last", "mean"]
+    ends: Tensor
+    spans: Tensor
+    segments: Tensor
+    lengths: Sequence[int]
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        stage.run_hooks()
+        weight = stage.output_layer.weight  # None where it is the embedding, which this chunk has
+        assert weight is None or isinstance(weight, Tensor)
+        hidden, parallel = unused(stage.hidden_states, weight), stage.model.config.sequence_parallel
+        if self.pooling == "last":
+            return last_tokens(hidden, self.ends, sequence_parallel=parallel)
+        assert stage.documents.positions is not None
+        return mean_tokens(
+            hidden,
+            positions=stage.documents.positions,
+            spans=self.spans,
+            segments=self.segments,
+            lengths=self.lengths,
+            sequence_parallel=parallel,
+        )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Log-probabilities of each of some tokens behind each document: fp32 [documents, tokens]. Ends as of `Scores`."""
+
+    ends: Tensor
+    tokens: Sequence[int]
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        ends = self.ends if len(self.ends) else self.ends.new_tensor([-1])  # kernels take no empty input
+        states = stage.hidden_states
+        last = last_tokens(states, ends, sequence_parallel=stage.model.config.sequence_parallel)
+        hidden = last.to(states.dtype).unsqueeze(1).expand(-1, len(self.tokens), -1).flatten(0, 1).unsqueeze(1)
+        labels = to_device(torch.tensor(self.tokens).repeat(1, len(ends)), hidden.device)
+        values = _label_log_probs(stage, hidden, labels, None, sequence_parallel=False)
+        return values.view(-1, len(self.tokens))[: len(self.ends)]
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of every position, over the whole vocabulary: fp32 [rows, local length, vocab_size], without gradients."""
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        model, hidden = stage.model, stage.hidden_states
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=model.groups.tp)
+        logits = (hidden.transpose(0, 1) @ stage.output_matrix().t()).float() / model.architecture.logits_scale
+        shards = [torch.empty_like(logits) for _ in range(model.groups.tp.size())]
+        dist.all_gather(shards, logits.contiguous(), group=model.groups.tp)
+        return torch.cat(shards, -1)[..., : model.architecture.vocab_size]
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What a function makes of the hidden states before the output layer; a tensor of any shape.
+
+    make(hidden_states, output_matrix, group=, sequence_parallel=, scored=): the arguments of `label_log_probs`.
+    """
+
+    make: Callable[..., Tensor]
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        return self.make(
+            stage.hidden_states,
+            stage.output_matrix(),
+            group=stage.model.groups.tp,
+            sequence_parallel=stage.model.config.sequence_parallel,
+            scored=stage.documents.scored,
+        )
+
+
+def _label_log_probs(
+    stage: LastStage,
+    hidden: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    *,
+    sequence_parallel: bool,
+    temperature: float = 1.0,
+    entropies: bool = False,
+) -> Tensor:
+    compute, model = log_probs_and_entropies if entropies else label_log_probs, stage.model
+    values = compute(
+        hidden,
+        stage.output_matrix(),
+        labels,
+        vocab_size=model.architecture.vocab_size,
+        group=stage.model.groups.tp,
+        sequence_parallel=sequence_parallel,
+        temperature=model.architecture.logits_scale * temperature,
+        accumulate=model.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
+        scored=positions,
+    )
+    return torch.stack(values) if isinstance(values, tuple) else values

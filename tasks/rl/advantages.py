@@ -1,0 +1,28 @@
+"""Advantages of a rollout batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..losses.policy import advantages
+from ..options import GrpoOptions
+from .episode import Episode
+
+
+def compute_advantages(episodes: Sequence[Episode], options: GrpoOptions) -> None:
+    """Set each episode's group and advantage; 0 where no reward function scored it.
+
+    Episodes of a prompt follow each other, --num_generations of each.
+    """
+    rewards = np.array([episode.reward - episode.kl_penalty for episode in episodes])
+    groups = np.arange(len(episodes)) // options.num_generations
+    scored, values = ~np.isnan(rewards), np.zeros(len(episodes))
+    values[scored] = advantages(
+        torch.from_numpy(rewards[scored]),
+        torch.from_numpy(groups[scored]),
+        estimator=options.advantage_estimator,
+        scale=options.scale_rewards,
+    ).numpy()
+    for episode, advantage, group in zip(episodes, values.tolist(), groups.tolist(), strict=True):
+        episode.advantage, episode.group = advantage, group

@@ -1,0 +1,72 @@
+"""Rollout worker: generates completions of the next prompts, plays further turns, and scores them. No trainer here."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import isnan
+
+from ...templates.batching.prompt_dataloader import Prompt, Prompts
+from ..options import GrpoOptions
+from .completion_text import Texts
+from .episode import Episode
+from .multi_turn import MultiTurn, Phase
+from .reward_scorer import RewardScorer
+from .rollout_metrics import RolloutMetrics
+from .sampler import Sampler
+
+
+@dataclass
+class RolloutWorker:
+    """Every rank has one, and calls it alike: each has all episodes."""
+
+    options: GrpoOptions
+    prompts: Prompts
+    sampler: Sampler
+    texts: Texts
+    multi_turn: MultiTurn | None
+    scorer: RewardScorer
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+
+    def detached(self) -> "RolloutWorker":
+        """Return a worker that goes on from here by itself, in another thread. It has no weights for engines: where a
+        server is lost it raises WeightsLost."""
+        return replace(
+            self, prompts=copy.copy(self.prompts), sampler=self.sampler.without_weights(), metrics=RolloutMetrics()
+        )
+
+    def collect(self, phase: Phase) -> list[Episode]:
+        """Return the scored episodes of a rollout batch, --num_generations of each prompt.
+
+        --dynamic_sample: prompts whose completions all have the same reward teach nothing. Others are tried in their
+        place, up to --max_resample_times.
+        """
+        options, group_size = self.options, self.options.num_generations
+        groups_needed = (options.generation_batch_size or 0) // group_size
+        kept: list[list[Episode]] = []
+        spare: list[list[Episode]] = []
+        for _ in range(1 + options.max_resample_times * options.dynamic_sample):
+            groups = self.rollout(self.prompts.next_batch(groups_needed - len(kept)), group_size, phase)
+            self.metrics.add([episode for group in groups for episode in group], group_size)
+            for group in groups:
+                (kept if not options.dynamic_sample or _rewards_differ(group) else spare).append(group)
+            if len(kept) == groups_needed:
+                break
+        return [episode for group in (kept + spare)[:groups_needed] for episode in group]
+
+    def rollout(self, prompts: Sequence[Prompt], group_size: int, phase: Phase) -> list[list[Episode]]:
+        """Return `group_size` scored episodes of each prompt."""
+        repeated = [prompt for prompt in prompts for _ in range(group_size)]
+        with phase("gen"):
+            completions = self.sampler(repeated)
+        texts = self.texts([p.columns for p in repeated], [p.tokens for p in repeated], completions)
+        rows = zip(repeated, completions, texts, strict=True)
+        episodes = [Episode.from_completion(p, n // group_size, done, text) for n, (p, done, text) in enumerate(rows)]
+        if self.multi_turn:
+            self.multi_turn(self.sampler, repeated, episodes, self.metrics, phase)
+        with phase("reward"):
+            self.scorer(episodes)
+        return [episodes[start : start + group_size] for start in range(0, len(episodes), group_size)]
+
+
+def _rewards_differ(group: list[Episode]) -> bool:
+    return len({episode.reward for episode in group if not isnan(episode.reward)}) > 1

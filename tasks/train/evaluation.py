@@ -1,0 +1,68 @@
+"""Evaluation: the loss and the metrics of the evaluation data."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+from ...templates.batching.collator import Batch
+from ...templates.batching.dataloader import Batches
+from ..distributed.watchdog import Watchdog
+from ..observability.run_logger import RunLog
+from ..options import SftOptions
+from .callbacks import Callback, StepRecord
+from .objective import Data, Objective
+from .step import TrainState, evaluate_step, sum_over_ranks
+
+
+class Evaluate(Callback):
+    """`--eval_steps`."""
+
+    def __init__(
+        self, options: SftOptions, state: TrainState, objective: Objective, data: Data, watchdog: Watchdog, log: RunLog
+    ):
+        self._options, self._state, self._objective, self._data = options, state, objective, data
+        self._watchdog, self._log = watchdog, log
+
+    def post_step(self, record: StepRecord) -> None:
+        if not record.evaluates:
+            return
+        most, tick = self._options.eval_iters, self._watchdog.tick
+        with (
+            self._log.meter.paused(),
+            self._watchdog.phase(f"evaluation at step {record.step}"),
+            self._garbage_collected(),
+        ):
+            if self._objective.loop:
+                record.eval_metrics = self._objective.loop.evaluate(self._state, self._data, most, tick)
+            else:
+                assert isinstance(self._data, Batches)
+                steps = islice(self._data.once(), most if most >= 0 else None)
+                record.eval_metrics = evaluate_on(self._state, steps, self._objective, tick)
+        self._log.evaluation(record.step, record.eval_metrics)
+
+    @contextmanager
+    def _garbage_collected(self) -> Iterator[None]:
+        """`--manual_gc_eval`: before and after."""
+        collects = self._options.manual_gc and self._options.manual_gc_eval
+        if collects:
+            gc.collect()
+        yield
+        if collects:
+            gc.collect()
+
+
+def evaluate_on(
+    state: TrainState, steps: Iterable[list[Batch]], objective: Objective, tick: Callable[[], None]
+) -> dict[str, float]:
+    """Return means over global batches, as `eval_<name>`. Calls `tick` for each of them."""
+    totals, weights = {}, 0.0
+    for batches in steps:
+        tick()
+        batches, weight = objective.prepare(state, batches, True), objective.weight(batches[0])
+        for name, value in evaluate_step(state, batches, objective.loss, objective.output).items():
+            totals[name] = totals.get(name, 0.0) + value.double() * weight
+        weights += weight
+    sums = sum_over_ranks(state.model.groups, totals, objective.names).wait()
+    means = objective.means(dict(zip(objective.names, sums, strict=True)), weights)
+    return {f"eval_{name}": value for name, value in means.items()}
