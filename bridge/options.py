@@ -1,4 +1,4 @@
-"""What the model's builder reads: one field is one flag. No torch here: the command line imports this file."""
+"""Options of the model builder: one field is one flag. No torch here: the command line imports this file."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -83,7 +83,7 @@ class LoraOptions:
 
 @dataclass
 class TrainableOptions:
-    """Which parameters are trained"""
+    """Trained parameters"""
 
     tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or adapters beside them."] = "full"
     freeze_parameters: Annotated[
@@ -142,7 +142,7 @@ class Fp8Options:
 
     @property
     def fp8_token_multiple(self) -> int:
-        """By what the number of tokens divides that a process multiplies by a matrix."""
+        """Multiple that the number of tokens of a process must have in FP8."""
         if self.fp8_format is None:
             return 1
         return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16)
@@ -252,7 +252,7 @@ class MoEOptions:
 
     @property
     def exchanges_equal_rows(self) -> bool:
-        """Whether ranks that share experts must hold equally many tokens of a micro batch."""
+        """True if ranks that share experts must hold equally many tokens of a micro batch."""
         return self.moe_token_dispatcher_type == "allgather" or self.moe_pad_expert_input_to_capacity
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from . import runtime
@@ -127,8 +127,8 @@ class ProcessGroups:
 
 def _variables() -> dict[str, Any]:
     """megatron-core's groups, sizes and ranks."""
-    found = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
-    return found | {"_global_process_group_list": parallel_state._global_process_group_list}
+    variables = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    return variables | {"_global_process_group_list": parallel_state._global_process_group_list}
 
 
 def _set(values: dict[str, Any]) -> None:

@@ -37,12 +37,12 @@ class _View(types.ModuleType):
 
 
 class _Event(torch.cpu.Event):
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         pass
 
 
 class _Stream(torch.cpu.Stream):
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         pass
 
     def record_event(self, event: _Event | None = None) -> _Event:
@@ -52,7 +52,7 @@ class _Stream(torch.cpu.Stream):
 def _on_cpu(factory):
     """`torch.empty` and its like, with a CUDA device read as the CPU and no pinned memory."""
 
-    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any):
+    def make(*args: Any, device: torch.device | str | int | None = None, pin_memory: bool = False, **kwargs: Any):
         if device is not None and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)
@@ -60,7 +60,7 @@ def _on_cpu(factory):
     return make
 
 
-def _tensor_type(self: torch.Tensor, dtype: Any = None, **kwargs: Any):
+def _tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: Any):
     """`Tensor.type()` under the names that megatron-core's optimizer compares with: `torch.cuda.FloatTensor`."""
     result = _REAL_TYPE(self) if dtype is None else _REAL_TYPE(self, dtype, **kwargs)
     if isinstance(result, str) and result.startswith("torch.") and not result.startswith("torch.cuda."):
@@ -68,7 +68,9 @@ def _tensor_type(self: torch.Tensor, dtype: Any = None, **kwargs: Any):
     return result
 
 
-def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+def _all_gather(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
+) -> None:
     """all_gather of tensors whose first dimensions differ, which NCCL takes and gloo does not: they travel padded."""
     longest = max(len(output) for output in outputs)
     padded = tensor.new_zeros(longest, *tensor.shape[1:])
@@ -79,7 +81,9 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
         output.copy_(whole[: len(output)])
 
 
-def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+def _reduce_scatter(
+    output: torch.Tensor, inputs: list[torch.Tensor], group: torch.distributed.ProcessGroup | None = None
+) -> None:
     """reduce_scatter of tensors whose first dimensions differ: all are summed, and each rank takes its own."""
     summed = torch.cat(inputs)
     torch.distributed.all_reduce(summed, group=group)
@@ -92,7 +96,7 @@ _enabled = False
 
 
 def device() -> torch.device:
-    """Where this process computes: its CUDA device, or the CPU."""
+    """Return the device of this process: its CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: adapter_model.safetensors, and the adapter_config.json beside it.
 
-A tensor is called base_model.model.<module>.lora_A.weight, with the names of the checkpoint's modules, experts one by
-one. transformers holds experts fused, and PEFT makes its own form of ours when it reads them: for that
-adapter_config.json names what it holds as parameters apart (`target_parameters`).
+Tensors are named base_model.model.<module>.lora_A.weight, by the checkpoint's modules, with one adapter per expert.
+transformers fuses experts, and PEFT converts our spec when it reads it: for that adapter_config.json lists the modules
+that transformers holds as parameters (`target_parameters`).
 """
 
 import json
@@ -11,7 +11,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,14 @@ from ..parallel import barrier
 from .adapter_experts import SeparatedExperts
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .load import read_tensors
-from .safetensors_io import SafetensorsFolder, TensorSpec, sync, write_shard
+from .safetensors_io import SafetensorsFolder, sync, write_shard
 from .save import write_tensors, write_together
 from .tensor_names import some
 from .writer import RankReport, ShardWriter, StagedFolder
 
-# Names that transformers 5 gives to parameters in models with experts, or that PEFT takes for such ones there.
+# Names of parameters in transformers 5's models with experts, and names that PEFT treats as such.
 PARAMETERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-TOGETHER = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
+FUSED_NAMES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
@@ -43,46 +42,46 @@ UNREAD = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's own 
 
 
 def read_settings(folder: Path, config: HfConfig) -> LoraSettings:
-    """What the adapter in `folder` is like; `config`: its raw adapter_config.json. Raises ValueError."""
+    """Read the settings of the adapter in `folder`; `config`: its raw adapter_config.json. Raises ValueError."""
     return LoraSettings.of_adapter(config, modules_of(folder, SafetensorsFolder(folder).tensors))
 
 
 def read_num_labels(folder: Path) -> int | None:
-    """How many labels the head in an adapter's folder has, for `with_head`; None: there is no head."""
+    """Return the number of labels of the head in an adapter's folder, None if it has no head."""
     tensors = SafetensorsFolder(folder).tensors
     return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
 
 
 def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: Path) -> None:
-    """Set the adapters of `chunks`, this rank's, and what is trained beside them, from an adapter in PEFT's format.
+    """Load an adapter in PEFT's format into this rank's chunks: its adapters, and the parameters trained beside them.
 
-    Raises ValueError where a tensor of the file has no place, one is not there, or a shape differs.
+    Raises ValueError for a tensor that the model has no place for, a missing one, or another shape.
     """
     source = SafetensorsFolder(folder)
     if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
         source = SeparatedExperts(source, lora.plan, lora.settings.rank)
     tensors, entries = trained_tensors(chunks, lora)
-    wanted = {name for entry in entries.values() for name in entry.hf}
-    found = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()
-    cure = "Is the adapter of this model? Give the --model that its adapter_config.json names"
-    if missing := wanted - found:
-        raise ValueError(f"{folder} lacks {some(missing)}. {cure}")
-    if extra := found - wanted:
-        raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {cure}")
-    for name, of in lora.plan.copies.items():
-        rows = source.tensors[of].shape[0]
-        if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(of, 0, 0, rows)):
-            raise ValueError(f"{folder}: {name} is not {of}, and this model has one matrix for both. {cure}")
+    expected = {name for entry in entries.values() for name in entry.hf}
+    stored = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()
+    fix = "Is the adapter of this model? Set --model to the one that its adapter_config.json names"
+    if missing := expected - stored:
+        raise ValueError(f"{folder} lacks {some(missing)}. {fix}")
+    if extra := stored - expected:
+        raise ValueError(f"{folder} has {some(extra)}, which this model has no place for. {fix}")
+    for name, original in lora.plan.copies.items():
+        rows = source.tensors[original].shape[0]
+        if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(original, 0, 0, rows)):
+            raise ValueError(f"{folder}: {name} is not {original}, and this model has one matrix for both. {fix}")
     architecture = describe_chunks(chunks, hf_config)
     read_tensors(tensors, entries, architecture, source)
 
 
-def save_adapter(*arguments: Any, **settings: Any) -> None:
-    """Write what `stage_adapter` says; the files are on the disk when this returns.
+def save_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, destination: Path, *, base: str) -> None:
+    """Save as `stage_adapter`, and return once the files are on disk.
 
-    Raises OSError on every rank where one cannot write.
+    Raises OSError on every rank if one cannot write.
     """
-    write_together(stage_adapter(*arguments, **settings))
+    write_together(stage_adapter(chunks, hf_config, lora, destination, base=base))
 
 
 def stage_adapter(
@@ -94,10 +93,10 @@ def stage_adapter(
     base: str,
     copied: bool = False,
 ) -> StagedFolder:
-    """Begin to write the adapters of `chunks`, and what is trained beside them, into the folder `destination`.
+    """Start to save the adapters of `chunks`, and the parameters trained beside them, into the folder `destination`.
 
-    `base`: the model that they are of, a folder or a hub's id. `copied`: training may go on at once (Writer). Every
-    rank calls this.
+    base: their model, a folder or a hub id. copied: training may continue at once (see ShardWriter). Every rank calls
+    this.
     """
     architecture = describe_chunks(chunks, hf_config)
     tensors, entries = trained_tensors(chunks, lora)
@@ -128,21 +127,21 @@ def write_adapter_config(destination: Path, lora: Lora, architecture: Architectu
 
 
 def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfig:
-    """What PEFT and vLLM want to know of the adapters."""
+    """Return the adapter_config.json that PEFT and vLLM read."""
     from peft import LoraConfig
 
     settings, plan = lora.settings, lora.plan
     modules, parameters, fused = plan.modules, [], {}
     alpha, rslora = settings.alpha, settings.rslora
     if "num_moe_experts" in architecture.transformer:
-        held_so = {name for name in modules if name.rpartition(".")[2] in PARAMETERS}
-        modules = [name for name in modules if name not in held_so]
-        parameters = _parameters(held_so)
-        if plan.has_experts:  # whose scaling neither PEFT's fusion nor vLLM takes by the root of the rank
+        fused_modules = {name for name in modules if name.rpartition(".")[2] in PARAMETERS}
+        modules = [name for name in modules if name not in fused_modules]
+        parameters = _parameters(fused_modules)
+        if plan.has_experts:  # neither PEFT's fusion nor vLLM supports rslora for experts
             alpha, rslora = settings.scaling * settings.rank, False
             fused = {FUSED: 2}
-    saved = [entry.hf[0] for entry in plan.whole.values() if entry.hf[0].endswith(".weight")]
-    within = any("language_model." in name for name in plan.modules)  # whose other parts have modules of the same names
+    saved = [entry.hf[0] for entry in plan.modules_to_save.values() if entry.hf[0].endswith(".weight")]
+    within = any("language_model." in name for name in plan.modules)  # other parts have modules of the same names
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",
@@ -165,20 +164,19 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
 
 
 def trained_tensors(chunks: Sequence[GPTModel], lora: Lora) -> tuple[dict[ParamKey, torch.Tensor], ParamTable]:
-    """What this rank has of an adapter's tensors, and the table of all of them."""
-    whole = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.whole}
-    return collect_params(chunks, adapters=True) | whole, lora.plan.entries | lora.plan.whole
+    """Return this rank's trained tensors of an adapter, and the table of all of them."""
+    beside = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.modules_to_save}
+    return collect_params(chunks, adapters=True) | beside, lora.plan.all_entries
 
 
 def _join(parts: Path, file: Path, lora: Lora) -> None:
-    """One file of the tensors of all files in `parts`."""
+    """Join the tensors of all files in `parts` into one file."""
     source, plan = SafetensorsFolder(parts), lora.plan
-    names = {name: name for entry in (plan.entries | plan.whole).values() for name in entry.hf} | plan.copies
+    names = {name: name for entry in plan.all_entries.values() for name in entry.hf} | plan.copies
     if set(names.values()) != source.tensors.keys():
         raise RuntimeError(f"{len(source.tensors)} tensors were written, which are not those of the adapter")
-    stored = {name: source.tensors[of] for name, of in names.items()}
-    forms = {name: TensorSpec(of.dtype, of.shape) for name, of in stored.items()}
-    write_shard(file, forms, ((name, source.read(of, 0, 0, forms[name].shape[0])) for name, of in names.items()))
+    specs = {name: source.tensors[original].spec for name, original in names.items()}
+    write_shard(file, specs, ((name, source.read(x, 0, 0, specs[name].shape[0])) for name, x in names.items()))
 
 
 def _leaf(name: str) -> str:
@@ -186,16 +184,16 @@ def _leaf(name: str) -> str:
 
 
 def _parameters(modules: Iterable[str]) -> list[str]:
-    """The names that PEFT's target_parameters have for them."""
-    found = set()
+    """Return the names of modules in PEFT's target_parameters."""
+    names = set()
     for name in modules:
         expert = EXPERT.fullmatch(name)
-        found.add(f"{expert[1]}.{TOGETHER[expert[2]]}" if expert else f"{name}.weight")
-    return sorted(name.replace(".block_sparse_moe.", ".mlp.") for name in found)
+        names.add(f"{expert[1]}.{FUSED_NAMES[expert[2]]}" if expert else f"{name}.weight")
+    return sorted(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
 
 
 def _shortened(modules: list[str], leaves: dict[str, int]) -> list[str]:
-    """Names of modules, by their last word where all those of the model that have it are meant."""
+    """Shorten names of modules to their last word if all of the model's modules with that word are listed."""
     by_leaf = defaultdict(list)
     for name in modules:
         by_leaf[_leaf(name)].append(name)

@@ -1,7 +1,7 @@
-"""conversion.json: what became of every tensor, with a checksum of its bytes, and what the conversion cost.
+"""The per-tensor report of a conversion, conversion.json: names, checksums of the bytes, time and memory.
 
-`python -m megaswift.bridge.checkpoint.conversion_report FOLDER` compares the tensors of a Hugging Face folder with
-its conversion.json. Those of two conversions, from a checkpoint and back to one, are equal where nothing was lost.
+`python -m megaswift.bridge.checkpoint.conversion_report FOLDER` compares the tensors of a Hugging Face folder with its
+conversion.json. The reports of a conversion and of its reverse have equal tensors if nothing was lost.
 """
 
 import json
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,82 +24,84 @@ from ..mapping.param_mapping import (
     ParamTable,
     expand_mappings,
 )
-from .passthrough import WHAT
+from .passthrough import RECORD, TensorRecord
 from .quantized import open_weights
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, SafetensorsFolder, StoredTensor, TensorSpec, sync, tensor_names
 
 FILE = "conversion.json"
-SCALES = ("_scale_inv", "_scales", "_blocks")  # of quantised tensors: what follows the name that the table has
+SCALES = ("_scale_inv", "_scales", "_blocks")  # suffixes of quantized tensors, after the name in the table
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes that this process has had at most since its start: resident, and of the accelerator's."""
+    """Return the most bytes that this process has used since its start: resident, and on the accelerator."""
     peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
         peak["accelerator"] = torch.cuda.max_memory_allocated()
     return peak
 
 
-def describe_sources(entries: ParamTable) -> dict[str, dict[str, Any]]:
-    """For each Hugging Face tensor of the table the megatron-core tensor that it is (a part of)."""
-    found: dict[str, dict[str, Any]] = {}
+def describe_sources(entries: ParamTable) -> dict[str, TensorRecord]:
+    """Return the megatron-core tensor of each Hugging Face tensor of the table, with its part of it."""
+    records: dict[str, TensorRecord] = {}
     for key, entry in entries.items():
         if key == OUTPUT and entry == entries.get(EMBEDDING):
-            continue  # tied: see `accounted`
+            continue  # tied: see `unmapped_reasons`
         for part, name in zip(entry.kind.parts, entry.hf, strict=True):
-            about: dict[str, Any] = {"mcore": key.name.format(layer=key.layer)}
-            about |= {"part": part} if part else {}
-            about |= {} if key.layer is None else {"layer": key.layer}
+            record: TensorRecord = {"mcore": key.name.format(layer=key.layer)}
+            record |= {"part": part} if part else {}
+            record |= {} if key.layer is None else {"layer": key.layer}
             if entry.expert_index is not None:
-                about["experts"] = entry.num_experts
+                record["experts"] = entry.num_experts
             elif key.expert is not None:
-                about["expert"] = key.expert
-            found[name] = about
-    return found
+                record["expert"] = key.expert
+            records[name] = record
+    return records
 
 
 def unmapped_reasons(extra: Iterable[str], architecture: Architecture) -> dict[str, str]:
-    """Those of a checkpoint's tensors without a row that need none, each with the reason."""
+    """Return the tensors of a checkpoint that need no mapping, each with the reason."""
     reasons = {}
     for name in extra:
         if name == "lm_head.weight" and architecture.tied:
             reasons[name] = "tied: the output layer is the embedding"
         elif name.endswith("lm_head.weight") and architecture.num_labels is not None:
-            reasons[name] = "the model ends in a head of its own, score.weight"
+            reasons[name] = "the model ends in a score head, score.weight"
         elif name.endswith(".rotary_emb.inv_freq"):
             reasons[name] = "computed from config.json"
     return reasons
 
 
 def unused_reasons(source: str | Path, written: Collection[str], architecture: Architecture) -> dict[str, str]:
-    """The reasons for those tensors of the checkpoint `source` (if it has any) that are not among what was written.
+    """Return the reasons why tensors of the checkpoint `source` were not written.
 
-    Raises RuntimeError where there is none.
+    Raises RuntimeError for a tensor without a reason.
     """
     extra = set(tensor_names(source)) - set(written)
-    reasons = {name: "quantised: its values were written unquantised" for name in extra if bare(name, written) != name}
+    reasons = {
+        name: "quantized: its values were written dequantized" for name in extra if base_name(name, written) != name
+    }
     reasons |= unmapped_reasons(extra, architecture)
     if unused := sorted(extra - reasons.keys()):
         raise RuntimeError(f"{source} has {len(unused)} tensors that were not used: {', '.join(unused[:5])}")
     return reasons
 
 
-def bare(name: str, unquantised: Collection[str]) -> str:
-    """The name of the tensor that `name`, if it is one of the parts of a quantised one, is a part of."""
-    return next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in unquantised), name)
+def base_name(name: str, dequantized: Collection[str]) -> str:
+    """Return the name of the tensor that `name` is a part of, if it is quantized."""
+    return next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in dequantized), name)
 
 
 def _checksum(stored: StoredTensor) -> str:
-    found, left = xxh3_128(), stored.bytes
+    checksum, remaining = xxh3_128(), stored.bytes
     with stored.file.open("rb", buffering=0) as stream:
         stream.seek(stored.offset)
-        while left:
-            block = stream.read(min(left, BLOCK))
+        while remaining:
+            block = stream.read(min(remaining, BLOCK))
             if not block:
                 raise ValueError(f"{stored.file} is cut short. Download it again")
-            found.update(block)
-            left -= len(block)
-    return found.hexdigest()
+            checksum.update(block)
+            remaining -= len(block)
+    return checksum.hexdigest()
 
 
 def report_conversion(
@@ -119,16 +120,16 @@ def report_conversion(
     )
     names = sorted(folder.tensors)
     mine = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, peak_memory()))
+    ranks: list[tuple[dict[str, str], dict[str, int]]] = [({}, {})] * dist.get_world_size()
+    dist.all_gather_object(ranks, (mine, peak_memory()))
     if dist.get_rank():
         return
-    checksums = {name: checksum for of_rank, _ in everyone for name, checksum in of_rank.items()}
+    checksums = {name: checksum for rank, _ in ranks for name, checksum in rank.items()}
     reasons = unmapped_reasons(folder.tensors.keys() - of_table.keys(), architecture)
     tensors = {}
     for name, stored in folder.tensors.items():
         if name not in reasons:
-            about = of_table.get(bare(name, of_table), WHAT)
+            about = of_table.get(base_name(name, of_table), RECORD)
             tensors[name] = about | describe_tensor(
                 TensorSpec(stored.dtype, stored.shape), stored.file.name, checksums[name]
             )
@@ -140,62 +141,70 @@ def report_conversion(
         reasons,
         bytes=sum(folder.tensors[name].bytes for name in tensors),
         seconds=seconds,
-        peak_memory=[peak for _, peak in everyone],
+        peak_memory=[peak for _, peak in ranks],
     )
 
 
-def describe_tensor(form: TensorSpec, file: str, checksum: str) -> dict[str, Any]:
-    return {"file": file, "dtype": NAMES[form.dtype], "shape": list(form.shape), CHECKSUM: checksum}
+def describe_tensor(spec: TensorSpec, file: str, checksum: str) -> TensorRecord:
+    return {"file": file, "dtype": NAMES[spec.dtype], "shape": list(spec.shape), CHECKSUM: checksum}
 
 
 def write_report(
-    folder: Path, direction: str, family: str, tensors: Mapping[str, Any], reasons: Mapping[str, str], **cost: Any
+    folder: Path,
+    direction: str,
+    family: str,
+    tensors: Mapping[str, TensorRecord],
+    reasons: Mapping[str, str],
+    *,
+    bytes: int,
+    seconds: float,
+    peak_memory: list[dict[str, int]],
 ) -> None:
     """Write conversion.json.
 
-    `tensors` are what `described` and `sources` say of each name, `reasons` those of tensors that were left out; `cost`
-    has `bytes`, `seconds` and `peak_memory`, a list with what each process had at most.
+    tensors: records of `describe_sources` and `describe_tensor`. reasons: why other tensors were not written.
+    peak_memory: of each process.
     """
     record = {
         "direction": direction,
         "family": family,
         "checksum": f"{CHECKSUM} of a tensor's bytes in its safetensors file",
-        "bytes": cost["bytes"],
-        "seconds": round(cost["seconds"], 3),
-        "gb_per_second": round(cost["bytes"] / cost["seconds"] / 1e9, 3),
-        "peak_memory_bytes": cost["peak_memory"],
-        "unused": [],  # else load_weights, or left_out, has stopped the conversion
+        "bytes": bytes,
+        "seconds": round(seconds, 3),
+        "gb_per_second": round(bytes / seconds / 1e9, 3),
+        "peak_memory_bytes": peak_memory,
+        "unused": [],  # else load_weights, or unused_reasons, has stopped the conversion
         "missing": [],
         "accounted": dict(reasons),
-        "tensors": dict(sorted(tensors.items())),
     }
     with (folder / FILE).open("w", encoding="utf-8") as stream:
-        # A line for each tensor: a model has thousands.
-        lines = [f"    {json.dumps(name)}: {json.dumps(about)}" for name, about in record.pop("tensors").items()]
+        # One line per tensor: a model has thousands.
+        lines = [f"    {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in sorted(tensors.items())]
         head = json.dumps(record, indent=2, ensure_ascii=False).removesuffix("\n}")
         stream.write(head + ',\n  "tensors": {\n' + ",\n".join(lines) + "\n  }\n}\n")
         sync(stream)
 
 
 def differences(folder: str | Path) -> list[str]:
-    """What of a Hugging Face folder's tensors is not as its conversion.json says, a line a tensor.
+    """Compare a Hugging Face folder's tensors with its conversion.json. Return one line per differing tensor.
 
-    Raises ValueError where the folder has no conversion.json, or its files cannot be read.
+    Raises ValueError if the folder has no conversion.json, or its files cannot be read.
     """
     folder = Path(folder)
     if not (folder / FILE).is_file():
         raise ValueError(f"{folder} has no {FILE}")
-    said = json.loads((folder / FILE).read_text(encoding="utf-8"))["tensors"]
+    records = json.loads((folder / FILE).read_text(encoding="utf-8"))["tensors"]
     source = SafetensorsFolder(folder)
-    found = [f"{name} is missing" for name in sorted(said.keys() - source.tensors.keys())]
-    found += [f"{name} is not in {FILE}" for name in sorted(source.tensors.keys() - said.keys())]
-    for name in sorted(said.keys() & source.tensors.keys()):
-        dtype, shape = source.tensors[name].dtype, source.tensors[name].shape
-        if (NAMES[dtype], list(shape)) != (said[name]["dtype"], said[name]["shape"]):
-            found.append(f"{name} is {NAMES[dtype]} {list(shape)}, not {said[name]['dtype']} {said[name]['shape']}")
-        elif _checksum(source.tensors[name]) != said[name][CHECKSUM]:
-            found.append(f"{name} has other bytes than were written")
-    return found
+    lines = [f"{name} is missing" for name in sorted(records.keys() - source.tensors.keys())]
+    lines += [f"{name} is not in {FILE}" for name in sorted(source.tensors.keys() - records.keys())]
+    for name in sorted(records.keys() & source.tensors.keys()):
+        stored, record = source.tensors[name], records[name]
+        dtype, shape = NAMES[stored.dtype], list(stored.shape)
+        if (dtype, shape) != (record["dtype"], record["shape"]):
+            lines.append(f"{name} is {dtype} {shape}, not {record['dtype']} {record['shape']}")
+        elif _checksum(stored) != record[CHECKSUM]:
+            lines.append(f"{name} has other bytes than were written")
+    return lines
 
 
 if __name__ == "__main__":

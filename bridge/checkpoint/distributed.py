@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -119,7 +120,7 @@ def save_distributed_adapter(
     _on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
 
 
-def _write(state: dict[str, Any], destination: Path, iteration: int, *, stacked: bool) -> Path:
+def _write(state: dict[str, object], destination: Path, iteration: int, *, stacked: bool) -> Path:
     """Write `state` as Megatron-LM's checkpoint of an iteration into `destination`. Returns where its files are."""
     inside = destination / f"iter_{iteration:07}"
 
@@ -184,7 +185,7 @@ def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: st
 
 
 def read_distributed_settings(folder: str | Path) -> LoraSettings:
-    """What the adapter of a checkpoint, that of `--mcore_adapter`, is like, and in which type its values are.
+    """Read the settings and the dtype of an adapter checkpoint, `--mcore_adapter`.
 
     Raises FileNotFoundError or ValueError where the folder has none that can be read.
     """
@@ -204,10 +205,10 @@ def load_distributed_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lo
     """
     folder = mcore_folder(folder, "--mcore_adapter")
     architecture = describe_chunks(chunks, hf_config)
-    stored, wanted = _stored(folder), set(name_adapter(lora.plan).names.values())
-    if lacking := wanted - stored.keys():
+    stored, expected = _stored(folder), set(name_adapter(lora.plan).names.values())
+    if lacking := expected - stored.keys():
         raise ValueError(f"{folder} lacks {some(lacking)}, which adapters of this model have. {OF_ANOTHER_MODEL}")
-    if extra := stored.keys() - wanted:
+    if extra := stored.keys() - expected:
         raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {OF_ANOTHER_MODEL}")
     _read(sharded_adapter(chunks, hf_config, lora.plan), folder, stored, architecture, OF_ANOTHER_MODEL)
 
@@ -254,8 +255,8 @@ class _Streaming(TorchDistSaveShardedStrategy):
         )
 
 
-def _arguments(config: Any, architecture: Architecture) -> Namespace:
-    """What Megatron-LM wants to know of a checkpoint that it loads, by the names of its own flags."""
+def _arguments(config: TransformerConfig, architecture: Architecture) -> Namespace:
+    """Return the arguments that Megatron-LM checks when it loads a checkpoint, by its own flags' names."""
     names = (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layers",
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -276,7 +277,7 @@ def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What a checkpoint says of its tensors, by name. Raises ValueError where it cannot be read."""
+    """Return the metadata of a checkpoint's tensors by name. Raises ValueError if it cannot be read."""
     try:
         metadata = read_metadata(folder).state_dict_metadata
     except UnsafePickle:
@@ -287,7 +288,7 @@ def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def count_mtp_depths(folder: str | Path) -> int:
-    """How many layers of multi-token prediction a checkpoint has. Raises as `load_distributed` where it is none."""
+    """Count the layers of multi-token prediction of a checkpoint. Raises as `load_distributed`."""
     return _depths(_stored(mcore_folder(folder)))
 
 
@@ -295,30 +296,30 @@ def _depths(stored: Iterable[str]) -> int:
     return len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")})
 
 
-def _check_names(folder: Path, stored: Iterable[str], wanted: set[str], family: Family) -> None:
-    lacking, extra = wanted - set(stored), set(stored) - wanted
-    found = [f"lacks {some(lacking)}, which"] * bool(lacking) + [f"has {some(extra)}, which"] * bool(extra)
+def _check_names(folder: Path, stored: Iterable[str], expected: set[str], family: Family) -> None:
+    lacking, extra = expected - set(stored), set(stored) - expected
+    problems = [f"lacks {some(lacking)}, which"] * bool(lacking) + [f"has {some(extra)}, which"] * bool(extra)
     if not lacking and all(name.startswith("mtp.") for name in extra) and extra:
         raise ValueError(
             f"{folder} has layers of multi-token prediction: give --mtp_num_layers {_depths(stored)}, so that they are "
             "trained and saved with the model"
         )
-    if found:
+    if problems:
         has = "has" if lacking else "has no place for"
-        raise ValueError(f"{folder} {found[0]} a {family.name} model of config.json {has}. {APART}")
+        raise ValueError(f"{folder} {problems[0]} a {family.name} model of config.json {has}. {APART}")
 
 
 def _check_shape(
     folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture, doubt: str
 ) -> None:
-    wanted = tuple(tensor.global_shape)
+    expected = tuple(tensor.global_shape)
     if tensor.allow_shape_mismatch:  # padded as the layout that saved it wanted it
-        wanted = (architecture.vocab_size, *wanted[1:])
-        if stored[0] >= wanted[0] and stored[1:] == wanted[1:]:
+        expected = (architecture.vocab_size, *expected[1:])
+        if stored[0] >= expected[0] and stored[1:] == expected[1:]:
             return
-    if stored != wanted:
+    if stored != expected:
         raise ValueError(
-            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(wanted)}. {doubt}"
+            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(expected)}. {doubt}"
         )
 
 
@@ -326,17 +327,18 @@ def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> No
     """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
     if rows == architecture.vocab_size:
         return
-    said = _common(folder).get("args")
+    arguments = _common(folder).get("args")
     # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
-    if said is None or hasattr(said, "padded_vocab_size") or said.vocab_size == architecture.vocab_size:
+    if arguments is None or hasattr(arguments, "padded_vocab_size") or arguments.vocab_size == architecture.vocab_size:
         return
     raise ValueError(
-        f"{folder} has a vocabulary of {said.vocab_size}, and by config.json it has {architecture.vocab_size}. {APART}"
+        f"{folder} has a vocabulary of {arguments.vocab_size}, and by config.json it has {architecture.vocab_size}. "
+        f"{APART}"
     )
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """What of a checkpoint is no tensor."""
+    """Load the part of a checkpoint that is not tensors."""
     try:
         with _quiet():
             return load_common_state_dict(folder)
@@ -350,7 +352,7 @@ def _unreadable(folder: Path, cause: BaseException) -> ValueError:
 
 
 def _first_failure(error: CheckpointException, destination: Path) -> OSError:
-    """What went wrong in the first rank that had to tell of it."""
+    """Return the error of the first rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
     # torch's writer of zip files tells only that less was written than it wanted.

@@ -1,5 +1,4 @@
-"""From `--model` and `--adapters` to folders (local as they are, else downloaded from Hugging Face or ModelScope) and
-their config.json and adapter_config.json."""
+"""Folders of `--model` and `--adapters`, local or downloaded from a hub, and their config files."""
 
 import importlib.util
 import json
@@ -77,8 +76,8 @@ def base_of(adapter: Path, config: HfConfig) -> str:
     return name
 
 
-def _folder(flag: str, name: str, options: ModelOptions, **wanted: Any) -> Path:
-    """A folder that is there, or a hub's of which `wanted` tells snapshot_download the files."""
+def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path:
+    """A folder that is there, or a hub's of which `filters` select the files for snapshot_download."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if not _is_hub_id(name):
@@ -95,7 +94,7 @@ def _folder(flag: str, name: str, options: ModelOptions, **wanted: Any) -> Path:
             )
         from modelscope import snapshot_download  # type: ignore[import-not-found]
     try:
-        return Path(snapshot_download(name, token=options.hub_token, **wanted))
+        return Path(snapshot_download(name, token=options.hub_token, **filters))
     except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
         reason = " ".join(str(error).split())
         raise OSError(
@@ -109,12 +108,12 @@ def _is_hub_id(name: str) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights of Hugging Face's format."""
+    """Return whether a folder has weights in Hugging Face's format."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
 def no_weights(folder: Path) -> str:
-    """What to say of a folder that has none."""
+    """Return the error message for a folder without weights."""
     hint = ""
     if any(folder.glob("*.bin")):
         hint = (
@@ -125,7 +124,7 @@ def no_weights(folder: Path) -> str:
 
 
 def in_mcore_format(folder: Path) -> bool:
-    """Whether a folder looks like a megatron-core checkpoint's."""
+    """Return whether a folder looks like a megatron-core checkpoint's."""
     return any((folder / name).is_file() for name in MCORE_FILES)
 
 
@@ -142,7 +141,7 @@ def source_folder(options: ModelOptions, mcore_model: str | None, *, weights: bo
 
 
 def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
-    """Where the files of a megatron-core checkpoint are: in `folder`, or in what Megatron-LM's tracker file names.
+    """Return the folder with a megatron-core checkpoint's files: `folder`, or the one that the tracker file names.
 
     Raises FileNotFoundError or ValueError, which name the folder's `flag`, where there is none.
     """
@@ -170,13 +169,15 @@ def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
         hint = ". It is an adapter in PEFT's format: give it as --adapters"
     elif any(inside.glob("*.safetensors")):
         hint = ". It is a Hugging Face checkpoint: give it as --model"
-    elif found := sorted(
+    elif candidates := sorted(
         (file for name in (f"*/{LATEST}", f"*/*/{LATEST}", "*/metadata.json") for file in folder.glob(name)),
         key=lambda file: file.stat().st_mtime,
     ):
-        hint = f". Is it {found[-1].parent} that you mean?"
-        if found[-1].name != LATEST and (folder / "config.json").is_file():
-            hint = f". {found[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
+        hint = f". Is it {candidates[-1].parent} that you mean?"
+        if candidates[-1].name != LATEST and (folder / "config.json").is_file():
+            hint = (
+                f". {candidates[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
+            )
     raise ValueError(f"{flag} {folder}: no megatron-core distributed checkpoint there{hint}")
 
 
@@ -291,7 +292,7 @@ def _mcore_hint(folder: Path) -> str:
 
 
 def _adapter_hint(folder: Path) -> str:
-    """What to do about a folder that has no adapter."""
+    """Return a hint for a folder without an adapter."""
     if any(folder.glob("adapter_model.bin")):
         return ". Its adapter_model.bin is not read: load it with PEFT and save it again, as safetensors"
     inside = [file for above in ("", "*/") for file in folder.glob(f"{above}checkpoint-*/{ADAPTER_WEIGHTS}")]
@@ -304,8 +305,8 @@ def _adapter_hint(folder: Path) -> str:
     return ": give the folder of an adapter in PEFT's format"
 
 
-def _fault(config: Any) -> str | None:
-    """What makes of a config.json one that no model has, whatever its family."""
+def _fault(config: object) -> str | None:
+    """Return the reason why a config.json is invalid for any family."""
     if not isinstance(config, dict):
         return "is no JSON object"
     text = config.get("text_config")

@@ -82,7 +82,7 @@ def read_tensors(
 def _blocks(
     target: Tensor, dim: int, span: Span, shape: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, int, int, int, int]]:
-    """What is read into parts of `target`, of at most BLOCK bytes where that can be: (part, dim, start, stop, step).
+    """Split `target` into parts of at most BLOCK bytes: (part, dim, start, stop, step) of what to read into each.
 
     `span` lies along `dim` of a Hugging Face tensor of `shape`. What is all of that dimension is all of the first one.
     """
@@ -98,9 +98,16 @@ def _blocks(
 
 @torch.no_grad()
 def _fill(
-    target: Tensor, source: WeightSource, name: str, dim: int, start: int, stop: int, place: int | None, step: int
+    target: Tensor,
+    source: WeightSource,
+    name: str,
+    dim: int,
+    start: int,
+    stop: int,
+    expert_index: int | None,
+    step: int,
 ) -> None:
-    target.copy_(source.read(name, dim, start, stop, place, step))
+    target.copy_(source.read(name, dim, start, stop, expert_index, step))
 
 
 def _check_shapes(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -110,9 +117,9 @@ def _check_shapes(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> N
             raise ValueError(shape_misfit(stored.file, name, stored.shape, shape))
 
 
-def _check_model(found: Iterable[ParamKey], wanted: set[ParamKey], family: str) -> None:
-    found = set(found)
-    if extra := found - wanted:
+def _check_model(built: Iterable[ParamKey], expected: set[ParamKey], family: str) -> None:
+    built = set(built)
+    if extra := built - expected:
         raise RuntimeError(f"the {family} rows do not name {some(map(str, extra))} of the model that was built")
-    if missing := wanted - found:
+    if missing := expected - built:
         raise RuntimeError(f"the model that was built does not have {some(map(str, missing))} of the {family} rows")

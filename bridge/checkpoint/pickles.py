@@ -6,7 +6,10 @@ only exact names are allowed: the modules that hold the classes of the metadata 
 
 import pickle
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -40,13 +43,13 @@ class _Unpickler(_Base):
     # Metadata has no bytearrays, and this operation fills as many bytes as its number says.
     dispatch: ClassVar = {code: load for code, load in _Base.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> type:
         if global_name not in ALLOWED.get(module_name, ()):
             raise UnsafePickle(f"{module_name}.{global_name}")
         return super().find_class(module_name, global_name)
 
 
-def read_metadata(folder: Path) -> Any:
+def read_metadata(folder: Path) -> "Metadata":
     """Return the Metadata of the checkpoint in a folder.
 
     Raises UnsafePickle where it names what is not allowed, and what unpickling raises where it is damaged.

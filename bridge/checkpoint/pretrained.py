@@ -115,7 +115,7 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
 
 
 def empty_model(config: Any, **settings: Any) -> Any:
-    """A causal language model of transformers' `config` without weights."""
+    """Build a causal language model of transformers' `config` without weights."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)

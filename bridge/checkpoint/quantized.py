@@ -28,7 +28,9 @@ class WeightSource(Protocol):
     folder: Path
     tensors: dict[str, StoredTensor]
 
-    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor: ...
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor: ...
 
 
 def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
@@ -65,25 +67,27 @@ class Fp8Folder:
             if matrix is None:
                 raise ValueError(f"{scales.file} has {name}, and the folder has no tensor that it is for")
             blocks = (-(-length // each) for length, each in zip(matrix.shape[-2:], block, strict=True))
-            if scales.shape != (wanted := (*matrix.shape[:-2], *blocks)):
+            if scales.shape != (expected := (*matrix.shape[:-2], *blocks)):
                 raise ValueError(
                     f"{scales.file}: {name} has shape {list(scales.shape)}, and for {list(matrix.shape)} in blocks of "
-                    f"{list(block)} it has {list(wanted)}"
+                    f"{list(block)} it has {list(expected)}"
                 )
 
-    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
-        """As SafetensorsFolder.read; in fp32 where the tensor is quantised."""
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor:
+        """Read as `SafetensorsFolder.read`; quantized tensors in fp32."""
         if name + SCALES not in self.stored.tensors:
-            return self.stored.read(name, dim, start, stop, place, step)
-        found = self.stored.read(name, dim, start, stop, place)
+            return self.stored.read(name, dim, start, stop, expert_index, step)
+        values = self.stored.read(name, dim, start, stop, expert_index)
         size, other = self.block[dim], 1 - dim
         first = start // size  # the slice's first block
-        scales = self.stored.read(name + SCALES, dim, first, -(-stop // size), place)
+        scales = self.stored.read(name + SCALES, dim, first, -(-stop // size), expert_index)
         # Exponents of two alone (ue8m0) come under either name.
         scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         scales = scales.repeat_interleave(size, dim).narrow(dim, start - first * size, stop - start)
-        scales = scales.repeat_interleave(self.block[other], other).narrow(other, 0, found.shape[other])
-        return take_every(found.float() * scales, dim, step)
+        scales = scales.repeat_interleave(self.block[other], other).narrow(other, 0, values.shape[other])
+        return take_every(values.float() * scales, dim, step)
 
 
 class Mxfp4Folder:
@@ -110,20 +114,22 @@ class Mxfp4Folder:
             shape = (experts, groups * GROUP, outputs)
             self.tensors[base] = StoredTensor(blocks.file, blocks.offset, torch.bfloat16, shape)
 
-    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
-        """As SafetensorsFolder.read; in bf16, which holds every value of MXFP4, where the tensor is quantised."""
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor:
+        """Read as `SafetensorsFolder.read`; quantized tensors in bf16, which holds every value of MXFP4."""
         if name in self.stored.tensors:
-            return self.stored.read(name, dim, start, stop, place, step)
+            return self.stored.read(name, dim, start, stop, expert_index, step)
         parts = name + "_blocks", name + "_scales"
-        inputs = 1 if place is None else 0  # the dimension of them in what is asked for
+        inputs = 1 if expert_index is None else 0  # the dimension of them in what is asked for
         if dim != inputs:
             across = dim if dim < inputs else inputs  # outputs come before inputs in the file
-            found = mxfp4(*(self.stored.read(part, across, start, stop, place, step) for part in parts))
-            return found.transpose(-1, -2)
+            values = mxfp4(*(self.stored.read(part, across, start, stop, expert_index, step) for part in parts))
+            return values.transpose(-1, -2)
         first = start // GROUP
-        found = mxfp4(*(self.stored.read(part, inputs + 1, first, -(-stop // GROUP), place) for part in parts))
-        found = found.transpose(-1, -2).narrow(inputs, start - first * GROUP, stop - start)
-        return take_every(found, inputs, step)
+        values = mxfp4(*(self.stored.read(part, inputs + 1, first, -(-stop // GROUP), expert_index) for part in parts))
+        values = values.transpose(-1, -2).narrow(inputs, start - first * GROUP, stop - start)
+        return take_every(values, inputs, step)
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

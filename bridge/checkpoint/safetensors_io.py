@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,19 @@ BLOCK = 8 * 2**20  # bytes that are read or written at a time
 SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
 
 
+class TensorSpec(NamedTuple):
+    """Dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class StoredTensor(NamedTuple):
-    """Where a tensor lies."""
+    """Location, dtype and shape of a tensor in a file."""
 
     file: Path
     offset: int  # bytes from the start of the file
@@ -55,8 +66,12 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, self.shape)
+
+    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.spec.bytes
 
 
 class SafetensorsFolder:
@@ -105,16 +120,18 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.folder / shard} has no tensor {name}, which {INDEX} places there")
             self.tensors[name] = headers[shard][name]
 
-    def read(self, name: str, dim: int, start: int, stop: int, place: int | None = None, step: int = 1) -> Tensor:
-        """Every `step`-th of positions start..stop of tensor `name` along `dim`: only those bytes are read.
+    def read(
+        self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
+    ) -> Tensor:
+        """Read every `step`-th of positions start..stop of tensor `name` along `dim`, and only those bytes.
 
-        With `place`, of the tensor's `place`-th part along its first dimension, whose dimensions `dim` then counts.
+        expert_index: read that part of the tensor along its first dimension; `dim` counts the part's dimensions.
         Raises ValueError where the file ends too early.
         """
         file, offset, dtype, shape = self.tensors[name]
-        if place is not None:
+        if expert_index is not None:
             shape = shape[1:]
-            offset += place * math.prod(shape) * dtype.itemsize
+            offset += expert_index * math.prod(shape) * dtype.itemsize
         if not shape:
             return read_runs(file, dtype, (), [offset])
         inner = math.prod(shape[dim + 1 :]) * dtype.itemsize  # bytes of one position
@@ -124,7 +141,7 @@ class SafetensorsFolder:
         if (start, stop) != (0, shape[dim]) and outer > 1:
             if (stop - start) * inner < SHORTEST:  # a disk would read the rest anyway
                 return take_every(
-                    self.read(name, dim, 0, shape[dim], place).narrow(dim, start, stop - start), dim, step
+                    self.read(name, dim, 0, shape[dim], expert_index).narrow(dim, start, stop - start), dim, step
                 )
             runs = range(offset + start * inner, offset + outer * stride, stride)
         return take_every(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
@@ -227,17 +244,6 @@ def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, StoredTen
     return tensors
 
 
-class TensorSpec(NamedTuple):
-    """What a tensor of a file looks like."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class WrittenFile(NamedTuple):
     """A safetensors file that is on the disk."""
 
@@ -246,28 +252,28 @@ class WrittenFile(NamedTuple):
     sha256: str  # of the whole file
 
 
-def write_shard(file: Path, forms: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> WrittenFile:
-    """Write one safetensors file: `tensors` gives those of `forms`, in its order, and each is let go once written.
+def write_shard(file: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> WrittenFile:
+    """Write one safetensors file: `tensors` gives those of `specs`, in its order, and each is let go once written.
 
     One may come in runs, in the order of its values. The file is on the disk when this returns.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, form in forms.items():
+    for name, spec in specs.items():
         header[name] = {
-            "dtype": NAMES[form.dtype],
-            "shape": list(form.shape),
-            "data_offsets": [at, at := at + form.bytes],
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [at, at := at + spec.bytes],
         }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    given, checksums = iter(tensors), {}
+    source, checksums = iter(tensors), {}
     with file.open("wb") as raw, _Hashed(raw) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, (dtype, shape) in forms.items():
+        for name, (dtype, shape) in specs.items():
             left, checksum = math.prod(shape), xxh3_128()
             while True:
-                came, run = next(given)
+                came, run = next(source)
                 left -= run.numel()
                 if came != name or left < 0:
                     raise RuntimeError(f"{file}: {name} {shape} was to come, not {tuple(run.shape)} of {came}")
@@ -290,7 +296,7 @@ class _Hashed:
         self._pool = ThreadPoolExecutor(1)
         self._last: Future | None = None
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if self._last is not None:
             self._last.result()  # so that one block at most waits
         self._last = self._pool.submit(self._hash.update, data)
@@ -324,11 +330,11 @@ def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, TensorS
     of each tensor.
     """
     weights, total = {}, 0
-    for number, (written, forms) in enumerate(shards, start=1):
+    for number, (written, specs) in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         (folder / written).rename(folder / name)
-        weights |= dict.fromkeys(forms, name)
-        total += sum(form.bytes for form in forms.values())
+        weights |= dict.fromkeys(specs, name)
+        total += sum(spec.bytes for spec in specs.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         with (folder / INDEX).open("w", encoding="utf-8") as stream:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..mapping.local_params import collect_params, local_experts, shard_group, s
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
 from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
-from .passthrough import WHAT, PassthroughTensors
+from .passthrough import RECORD, PassthroughTensors
 from .safetensors_io import TensorSpec, finish_shards, sync, tensor_names
 from .writer import RankReport, ShardWriter, StagedFolder
 
@@ -37,7 +37,7 @@ LARGEST_CARRIED = 100 * 2**20  # bytes
 
 
 class TensorShards(NamedTuple):
-    """What this rank needs to know of one megatron-core tensor in order to save it, or to help to."""
+    """The shards of one megatron-core tensor that is saved: their holders, and this rank's."""
 
     entry: MappingEntry
     spans: list[Span]
@@ -49,21 +49,32 @@ class TensorShards(NamedTuple):
 class GatherJob(NamedTuple):
     """Hugging Face tensors that are made together: of one tensor, or of those of all the experts of a layer."""
 
-    forms: dict[str, TensorSpec]
+    specs: dict[str, TensorSpec]
     pieces: list[TensorShards]
     layer: int | None  # None: of no layer
 
     @property
     def bytes(self) -> int:
-        return sum(form.bytes for form in self.forms.values())
+        return sum(spec.bytes for spec in self.specs.values())
 
 
-def save_weights(*arguments: Any, **settings: Any) -> None:
-    """Write what `stage_weights` says; the files are on the disk when this returns.
+def save_weights(
+    chunks: Sequence[GPTModel],
+    hf_config: HfConfig,
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    merge: bool = False,
+) -> None:
+    """Save as `stage_weights`, and return once the files are on disk.
 
-    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    Raises OSError on every rank if one cannot write, and then the folder is incomplete.
     """
-    write_together(stage_weights(*arguments, **settings))
+    write_together(
+        stage_weights(chunks, hf_config, source, destination, dtype=dtype, max_shard_bytes=max_shard_bytes, merge=merge)
+    )
 
 
 @torch.no_grad()
@@ -96,26 +107,26 @@ def stage_weights(
     merges = merge_functions(chunks) if merge else {}
     write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
     along = PassthroughTensors(source, hf_config, architecture, describe_sources(entries), dtype)
-    for number, forms in enumerate(along.files(max_shard_bytes)):
+    for number, specs in enumerate(along.files(max_shard_bytes)):
         if number % dist.get_world_size() == dist.get_rank():
-            writer.begin(f"part-carried-{number:05}.safetensors", forms)
-            for name in forms:
+            writer.begin(f"part-carried-{number:05}.safetensors", specs)
+            for name in specs:
                 writer.put(name, partial(along.read, name))
 
     def complete(ranks: list[RankReport]) -> dict[str, str]:
         shards = sorted((shard for report in ranks for shard in report.shards), key=lambda shard: shard.name)
-        found = sorted(name for shard in shards for name in shard.forms)
-        if found != sorted(along.forms.keys() | {name for entry in entries.values() for name in entry.hf}):
+        written = sorted(name for shard in shards for name in shard.specs)
+        if written != sorted(along.specs.keys() | {name for entry in entries.values() for name in entry.hf}):
             raise RuntimeError(
-                f"{len(found)} tensors were written, which are not those of the {family.name} rows once each"
+                f"{len(written)} tensors were written, which are not those of the {family.name} rows once each"
             )
-        placed = finish_shards(destination, [(shard.name, shard.forms) for shard in shards])
+        placed = finish_shards(destination, [(shard.name, shard.specs) for shard in shards])
         copy_small_files(Path(source), destination, hf_config, dtype)
         about = describe_sources(entries)
         described_all = {
-            name: about.get(name, WHAT) | describe_tensor(form, placed[name], shard.written.checksums[name])
+            name: about.get(name, RECORD) | describe_tensor(spec, placed[name], shard.written.checksums[name])
             for shard in shards
-            for name, form in shard.forms.items()
+            for name, spec in shard.specs.items()
         }
         write_report(
             destination,
@@ -123,11 +134,11 @@ def stage_weights(
             family.name,
             described_all,
             unused_reasons(source, described_all, architecture),
-            bytes=sum(form.bytes for shard in shards for form in shard.forms.values()),
+            bytes=sum(spec.bytes for shard in shards for spec in shard.specs.values()),
             seconds=time.perf_counter() - started,
             peak_memory=[report.peak_memory for report in ranks],
         )
-        return {shard.name: placed[name] for shard in shards for name in list(shard.forms)[:1]}
+        return {shard.name: placed[name] for shard in shards for name in list(shard.specs)[:1]}
 
     return StagedFolder(writer, complete)
 
@@ -139,7 +150,7 @@ def write_together(folder: StagedFolder) -> None:
         report = folder.report()
     except Exception as error:
         failure = error
-    ranks, failure = gather_or_raise(report, failure), None
+    ranks, failure = gather_or_raise(cast(RankReport, report), failure), None
     if dist.get_rank() == 0:
         try:
             folder.complete(ranks)
@@ -174,7 +185,7 @@ def write_tensors(
         for rank, begun, job in _in_turn(files):
             if begun and rank == group.rank():
                 name, contents = begun
-                writer.begin(name, {tensor: form for job in contents for tensor, form in job.forms.items()})
+                writer.begin(name, {tensor: spec for job in contents for tensor, spec in job.specs.items()})
             for tensor, run in gather_job(job, group, rank):
                 writer.put(tensor, run)
 
@@ -195,20 +206,20 @@ def plan_jobs(
         entry = entries[key]
         ranks, _ = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
-        forms = {
+        specs = {
             name: TensorSpec(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
             for name, shape in entry.hf_shapes(tensor.shape, spans).items()
         }
         if entry.expert_index is None:
             holders = range(ranks) if ranks > 1 else ()
             pieces = [TensorShards(entry, spans, holders, tensor, merges.get(key))]
-            sorts[key.expert is not None].append(GatherJob(forms, pieces, key.layer))
+            sorts[key.expert is not None].append(GatherJob(specs, pieces, key.layer))
         elif entry.expert_index == local_experts(entry.num_experts).start:
             pieces = []
             for expert in range(entry.num_experts):
                 other = key._replace(expert=expert)
                 pieces.append(TensorShards(entries[other], spans, _holders(expert, entry), tensors.get(other, tensor)))
-            sorts[2].append(GatherJob(forms, pieces, key.layer))
+            sorts[2].append(GatherJob(specs, pieces, key.layer))
     dense = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     sparse = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
     everywhere = cast(ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -259,7 +270,7 @@ def init_communicator(group: ProcessGroup) -> None:
 
 def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
-    names = list(job.forms)
+    names = list(job.specs)
     # Stacked tensors are written one after another: the experts come once for each.
     for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
         for piece in job.pieces:
@@ -272,14 +283,14 @@ def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tup
 def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tensor]:
     """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
     here, holders = group.rank(), piece.holders or (writer,)
-    own = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
-    shards, exchange = [own], []
+    shard = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
+    shards, exchange = [shard], []
     if here == writer:
-        shards = [own if holder == here else torch.empty_like(own) for holder in holders]
+        shards = [shard if holder == here else torch.empty_like(shard) for holder in holders]
         pairs = zip(holders, shards, strict=True)
         exchange = [P2POp(dist.irecv, shard, group=group, group_peer=peer) for peer, shard in pairs if peer != here]
     elif here in holders:
-        exchange = [P2POp(dist.isend, own.contiguous(), group=group, group_peer=writer)]
+        exchange = [P2POp(dist.isend, shard.contiguous(), group=group, group_peer=writer)]
     for work in batch_isend_irecv(exchange) if exchange else ():
         work.wait()
     return shards
@@ -288,35 +299,35 @@ def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tenso
 def _runs(piece: TensorShards, shards: list[Tensor], part: int) -> list[Tensor]:
     """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
     entry, size = piece.entry, shards[0].shape[piece.entry.dim]
-    found = []
+    pieces = []
     for rank, shard in enumerate(shards):
         for at, span in clip_spans(piece.spans, rank * size, (rank + 1) * size):
             if span.part == part:
-                values = shard.narrow(entry.dim, at, span.length)
-                found.append((span, values.t() if entry.transposed else values))
-    if entry.hf_dim == 0 and all(span.step == 1 for span, _ in found):
-        return [values for _, values in sorted(found, key=lambda one: one[0].start)]
+                run = shard.narrow(entry.dim, at, span.length)
+                pieces.append((span, run.t() if entry.transposed else run))
+    if entry.hf_dim == 0 and all(span.step == 1 for span, _ in pieces):
+        return [run for _, run in sorted(pieces, key=lambda one: one[0].start)]
     shape = list(entry.hf_shapes(shards[0].shape, piece.spans).values())[part]
-    whole = shards[0].new_empty(shape)
-    for span, values in found:
+    run = shards[0].new_empty(shape)
+    for span, run in pieces:
         places = slice(span.start, span.stop, span.step)
-        whole[places if entry.hf_dim == 0 else (slice(None), places)] = values
-    return [whole]
+        run[places if entry.hf_dim == 0 else (slice(None), places)] = run
+    return [run]
 
 
-def gather_or_raise(value: Any, failure: Exception | None) -> list[Any]:
-    """Every rank's value, on rank 0. Raises on all of them where one of them failed: OSError, or what it raised."""
-    said = None if failure is None else (getattr(failure, "errno", None), str(failure))
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, said)
+def gather_or_raise[T](value: T, failure: Exception | None) -> list[T]:
+    """Gather every rank's value on rank 0. Raises on all of them if one failed: OSError, or its RuntimeError."""
+    local_failure = None if failure is None else (getattr(failure, "errno", None), str(failure))
+    failures: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, local_failure)
     for rank, failed in enumerate(failures):
         if failed is not None:
             number, reason = failed
             what = f"the checkpoint could not be written: rank {rank}: {reason}"
             raise RuntimeError(what) if number is None else OSError(number, what)
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(value, answers if dist.get_rank() == 0 else None)
-    return answers
+    values = [value] * dist.get_world_size()
+    dist.gather_object(value, values if dist.get_rank() == 0 else None)
+    return values
 
 
 def copy_small_files(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
@@ -360,5 +371,5 @@ def _copy_small_files(source: Path, destination: Path) -> None:
 def _goes_along(file: Path) -> bool:
     if file.name in LEFT or file.name.endswith(".index.json"):
         return False
-    wanted = file.suffix in CARRIED or file.name.startswith(("LICENSE", "NOTICE"))
-    return wanted and file.is_file() and file.stat().st_size <= LARGEST_CARRIED
+    is_kept = file.suffix in CARRIED or file.name.startswith(("LICENSE", "NOTICE"))
+    return is_kept and file.is_file() and file.stat().st_size <= LARGEST_CARRIED

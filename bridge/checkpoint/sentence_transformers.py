@@ -6,7 +6,7 @@ In the spelling of its versions 2 to 5, which later ones, vLLM and text-embeddin
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..families.vlm_text import text_config
 from .safetensors_io import sync
@@ -45,7 +45,7 @@ def sentence_transformers_files(
     _write(folder / "config_sentence_transformers.json", similarity)
 
 
-def _write(file: Path, content: Any) -> None:
+def _write(file: Path, content: object) -> None:
     file.parent.mkdir(exist_ok=True)
     with file.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

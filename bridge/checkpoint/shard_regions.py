@@ -1,4 +1,4 @@
-"""What ranks hold, as boxes of whole tensors: written by each rank for itself, read in any other layout.
+"""Sharded state as n-d regions of global tensors: saved by each rank, loaded in any other layout.
 
 A rank's shard of a tensor (by tensor parallelism) is made of runs of the whole tensor; of the shard a rank may hold a
 flat run of elements alone (ZeRO-1), which is a few boxes. A box says where it lies in the whole tensor, as this is
@@ -52,7 +52,7 @@ class TrainedParams:
     def __init__(self, chunks: Sequence[GPTModel], hf_config: HfConfig, plan: AdapterPlan | None):
         _, self._architecture, self._entries = map_chunks(chunks, hf_config)
         if plan:
-            self._entries = plan.entries | plan.whole
+            self._entries = plan.all_entries
         self._names = with_tied({key: _name(key) for key in self._entries}, self._entries)
         self._held = {
             id(parameter): (chunk, {key: tuple(view.shape) for key, view in by_key(chunk, name, parameter)})
@@ -122,12 +122,12 @@ def regions_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Regi
 def _placed(
     region: Region, dim: int, pieces: Iterable[tuple[range, int]]
 ) -> Iterator[tuple[tuple[slice, ...], Region]]:
-    """What of a shard's `region` is in `pieces` of the whole tensor: counted from the region's start, and there."""
+    """Yield the parts of a shard's `region` in `pieces`: slices relative to the region, and the global region."""
     for piece, target in pieces:
         if common := _common(region[dim], piece):
             inside = (*(slice(None),) * dim, slice(common.start - region[dim].start, common.stop - region[dim].start))
-            whole = range(common.start - piece.start + target, common.stop - piece.start + target)
-            yield inside, (*region[:dim], whole, *region[dim + 1 :])
+            target_range = range(common.start - piece.start + target, common.stop - piece.start + target)
+            yield inside, (*region[:dim], target_range, *region[dim + 1 :])
 
 
 def _common(one: range, other: range) -> range:
@@ -140,26 +140,26 @@ def load_regions(regions: Iterable[ShardRegion], files: Iterable[Path]) -> None:
     Raises ValueError, before anything is read, where elements are in none of the files.
     """
     regions = list(regions)
-    found: dict[str, list[tuple[Region, StoredTensor]]] = {box.name: [] for box in regions}
+    stored_regions: dict[str, list[tuple[Region, StoredTensor]]] = {box.name: [] for box in regions}
     for file in files:
         for label, stored in read_header(file).items():
             name, _, offset = label.rpartition("@")
-            if name in found:
+            if name in stored_regions:
                 starts = map(int, offset.split(","))
                 region = tuple(range(start, start + size) for start, size in zip(starts, stored.shape, strict=True))
-                found[name].append((region, stored))
-    copies = [copy for box in regions for copy in _copies(box, found[box.name])]
+                stored_regions[name].append((region, stored))
+    copies = [copy for box in regions for copy in _copies(box, stored_regions[box.name])]
     with ThreadPoolExecutor(READERS) as readers:
         for _ in readers.map(lambda copy: copy[0].copy_(_read(*copy[1:])), copies):
             pass
 
 
 def _copies(
-    box: ShardRegion, found: Iterable[tuple[Region, StoredTensor]]
+    box: ShardRegion, stored_regions: Iterable[tuple[Region, StoredTensor]]
 ) -> Iterator[tuple[Tensor, StoredTensor, Region]]:
-    """What fills a box out of those that were found of its tensor: parts of it, each with a region of a stored one."""
+    """Yield the copies that fill a region: parts of its values, each with a region of a stored tensor."""
     left = box.values.numel()
-    for region, stored in found:
+    for region, stored in stored_regions:
         common = tuple(map(_common, box.region, region))
         size = math.prod(map(len, common))
         left -= size

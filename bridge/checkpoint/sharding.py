@@ -52,7 +52,7 @@ FUSED = (
 def sharded_state(
     chunks: Sequence[GPTModel], hf_config: HfConfig, naming: "Naming | None" = None
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """What `chunks`, this rank's GPTModels, hold of the model, for megatron.core.dist_checkpointing.
+    """Return the sharded state of this rank's `chunks` for megatron.core.dist_checkpointing.
 
     One value for each parameter and persistent buffer, which is its `data` (megatron-core's optimizers look for their
     parameters so), by a name that is its own on this rank.
@@ -67,8 +67,8 @@ def sharded_adapter(
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
     architecture = describe_chunks(chunks, hf_config)
-    entries, naming = plan.entries | plan.whole, name_adapter(plan)
-    trained = (param for param in iter_params(chunks) if plan.whole.keys() & param.views.keys())
+    entries, naming = plan.all_entries, name_adapter(plan)
+    trained = (param for param in iter_params(chunks) if plan.modules_to_save.keys() & param.views.keys())
     return _state(chain(iter_params(chunks, adapters=True), trained), entries, naming, architecture)
 
 
@@ -86,14 +86,14 @@ def _state(
 
 @dataclass(frozen=True)
 class Naming:
-    """What the tensors of a model are called in a checkpoint."""
+    """Names of a model's tensors in a checkpoint."""
 
     names: dict[ParamKey, str]
     stacked: bool  # layers, all alike, lie along a first dimension of one tensor; else each layer has its own
 
 
-def name_tensors(entries: ParamTable, stored: Mapping[str, Any] | None = None) -> Naming:
-    """As megatron-core with Transformer Engine names them, or, where `stored` has it so, with its own layers."""
+def name_tensors(entries: ParamTable, stored: Mapping[str, object] | None = None) -> Naming:
+    """Name tensors as megatron-core with Transformer Engine does, or by its own layers if `stored` has these."""
     siblings: dict[tuple[str, int | None], set[str]] = defaultdict(set)
     for key in entries:
         prefix, rest = _layer_and_rest(key.name)
@@ -111,8 +111,8 @@ def name_tensors(entries: ParamTable, stored: Mapping[str, Any] | None = None) -
 
 
 def name_adapter(plan: AdapterPlan) -> Naming:
-    """As the model itself names the adapters, and what is trained whole; layers count over the whole model."""
-    entries = plan.entries | plan.whole
+    """Name the tensors of adapters, and those trained beside them, by the model with global layer numbers."""
+    entries = plan.all_entries
     return Naming(with_tied({key: key.name.format(layer=key.layer) for key in entries}, entries), stacked=False)
 
 
@@ -124,8 +124,8 @@ def with_tied(names: dict[ParamKey, str], entries: ParamTable) -> dict[ParamKey,
 
 def _layer_and_rest(name: str) -> tuple[str, str]:
     """decoder.layers.{layer}.mlp.router.weight -> decoder.layers.{layer}. and mlp.router.weight"""
-    found = LAYER.match(name)
-    return (found[0], name[found.end() :]) if found else ("", name)
+    match = LAYER.match(name)
+    return (match[0], name[match.end() :]) if match else ("", name)
 
 
 def _spellings(rest: str, siblings: set[str]) -> list[str]:
@@ -171,17 +171,17 @@ def _sharded(
             allow_shape_mismatch=entry.kind is VOCAB,  # it is padded to what the layout divides
         )
 
-    def cut(name: str, tensor: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+    def cut(name: str, tensor: Tensor, replica_id: tuple[int, int, int], _: object) -> list[ShardedTensor]:
         parts = []
         for places, view in zip(lead, tensor.unbind() if tensor.ndim > shard.ndim else [tensor], strict=True):
             for at, target, length in pieces:
                 data = view.narrow(dim, at, length)[(None,) * axes]
-                whole = [*(number for _, number in places), *view.shape]
+                global_shape = [*(number for _, number in places), *view.shape]
                 offset = [*(place for place, _ in places), *(0 for _ in view.shape)]
-                whole[axes + dim], offset[axes + dim] = ranks * view.shape[dim], target
+                global_shape[axes + dim], offset[axes + dim] = ranks * view.shape[dim], target
                 parts.append(
                     ShardedTensor(
-                        name, data, data.dtype, tuple(data.shape), tuple(whole), tuple(offset), None, replica_id
+                        name, data, data.dtype, tuple(data.shape), tuple(global_shape), tuple(offset), None, replica_id
                     )
                 )
         return parts
@@ -197,20 +197,20 @@ def _sharded(
 def pieces_of(
     entry: MappingEntry, shard: Sequence[int], ranks: int, rank: int, architecture: Architecture
 ) -> list[tuple[int, int, int]]:
-    """What a rank's shard is in the whole tensor, as it is without tensor parallelism: (from, to, length) of each run.
+    """Return the position of a rank's shard in the global tensor: (from, to, length) of each run.
 
     Mostly one run, the rank's window. Where a rank holds its share of each of several matrices (gate and up), these
     come one after the other in the whole tensor.
     """
     size = shard[entry.dim]
     spans = entry.spans(shard, ranks, architecture)
-    whole = entry.kind.spans(ranks * size, 1, architecture)
-    if spans == whole:
+    unsplit = entry.kind.spans(ranks * size, 1, architecture)
+    if spans == unsplit:
         return [(0, rank * size, size)]
     runs: list[tuple[int, int, int]] = []
     for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
         target = 0
-        for other in whole:
+        for other in unsplit:
             low, high = max(span.start, other.start), min(span.stop, other.stop)
             same = span.part == other.part and span.step == other.step
             if same and low < high and (low - span.start) % span.step == 0 == (low - other.start) % span.step:
@@ -227,7 +227,7 @@ def pieces_of(
 
 
 def replica_of(chunk: GPTModel, name: str, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
-    """Which copy of a tensor this rank has: the one that is saved has zeros only."""
+    """Return the replica id of this rank's copy of a tensor; the saved copy's is all zeros."""
     copied = name == EMBEDDING.name and not chunk.pre_process  # a later stage's, for the output layer
     inside = shard_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
     if key.expert is not None:

@@ -6,7 +6,7 @@ A rank gathers a bucket of tensors and sends it to all ranks, while they take th
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,23 +31,23 @@ ALIGNED = 64  # bytes: where a tensor may begin in a bucket
 
 
 class _Bucket(NamedTuple):
-    """What is sent at once: `forms` by name, from global rank `root`, in `bytes`."""
+    """A unit of transfer: the tensors `specs` by name, from global rank `root`."""
 
     order: tuple[int, int]  # place among jobs_of's lists; layer of experts that several ranks send
     root: int
-    forms: dict[str, TensorSpec]
+    specs: dict[str, TensorSpec]
     jobs: list[GatherJob]  # with which this rank helps to fill it
     group: ProcessGroup | None  # of the ranks that fill it, where this is one of them
 
     @property
     def bytes(self) -> int:
-        return sum(_room(form) for form in self.forms.values())
+        return sum(_room(spec) for spec in self.specs.values())
 
 
 class _Sent(NamedTuple):
     """A bucket on its way."""
 
-    forms: dict[str, TensorSpec]
+    specs: dict[str, TensorSpec]
     data: Tensor  # uint8
     work: dist.Work | None
 
@@ -108,7 +108,7 @@ def _buckets(
     until it has all of them, and its bookkeeping takes time quadratic in what it keeps (100 s for 30B parameters).
     """
     mine: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[GatherJob]]]] = {}
-    said: list[tuple[int, tuple[int, ...], list[int], list[dict[str, TensorSpec]]]] = []
+    local_buckets: list[tuple[int, tuple[int, ...], list[int], list[dict[str, TensorSpec]]]] = []
     experts_are_split = parallel_state.get_expert_model_parallel_world_size() > 1
     for sort, (jobs, group, replicas) in enumerate(sorts):
         if not jobs or replicas.rank() != 0:  # of ranks that hold the same, the first ones send it
@@ -119,19 +119,21 @@ def _buckets(
         runs = [run for jobs in layers for run in batch_jobs(jobs, bucket_bytes)]
         mine[sort, ranks] = group, runs
         if group.rank() == 0:
-            forms = [{name: form for job in run for name, form in job.forms.items()} for run in runs]
-            said.append((sort, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], forms))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
+            specs = [{name: spec for job in run for name, spec in job.specs.items()} for run in runs]
+            local_buckets.append((sort, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], specs))
+    everyone: list[list] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, local_buckets)
     buckets = []
     for sort, ranks, layers, all_forms in (one for one_rank in everyone for one in one_rank):
         group, runs = mine.get((sort, ranks), (None, [[]] * len(all_forms)))
-        for number, (layer, forms, run) in enumerate(zip(layers, all_forms, runs, strict=True)):
-            buckets.append(_Bucket((sort, layer), ranks[number % len(ranks)], forms, run, group))
+        for number, (layer, specs, run) in enumerate(zip(layers, all_forms, runs, strict=True)):
+            buckets.append(_Bucket((sort, layer), ranks[number % len(ranks)], specs, run, group))
     buckets.sort(key=lambda bucket: bucket.order)
-    found = sorted(name for bucket in buckets for name in bucket.forms)
-    if found != sorted(names):
-        raise RuntimeError(f"{len(found)} tensors would be sent, which are not the {len(names)} of the rows once each")
+    names_sent = sorted(name for bucket in buckets for name in bucket.specs)
+    if names_sent != sorted(names):
+        raise RuntimeError(
+            f"{len(names_sent)} tensors would be sent, which are not the {len(names)} of the rows once each"
+        )
     return buckets
 
 
@@ -151,34 +153,34 @@ def _send(bucket: _Bucket) -> _Sent:
     """Begin to send a bucket to every rank, this one among them."""
     data = torch.empty(bucket.bytes, dtype=torch.uint8, device=runtime.device())
     if bucket.group is not None:
-        at = dict(_places(bucket.forms))
+        at = dict(_places(bucket.specs))
         writer = dist.get_group_rank(bucket.group, bucket.root)
         for job in bucket.jobs:
             for name, run in gather_job(job, bucket.group, writer):
-                dtype = bucket.forms[name].dtype
+                dtype = bucket.specs[name].dtype
                 size = run.numel() * dtype.itemsize
                 data[at[name] : at[name] + size].view(dtype).view(run.shape).copy_(run)
                 at[name] += size
     alone = dist.get_world_size() == 1
     work = None if alone else dist.broadcast(data, src=bucket.root, async_op=True)
-    return _Sent(bucket.forms, data, work)
+    return _Sent(bucket.specs, data, work)
 
 
 def _received(sent: _Sent) -> Iterator[tuple[str, Tensor]]:
     if sent.work is not None:
         sent.work.wait()
-    for name, at in _places(sent.forms):
-        form = sent.forms[name]
-        yield name, sent.data[at : at + form.bytes].view(form.dtype).view(form.shape)
+    for name, at in _places(sent.specs):
+        spec = sent.specs[name]
+        yield name, sent.data[at : at + spec.bytes].view(spec.dtype).view(spec.shape)
 
 
-def _places(forms: dict[str, TensorSpec]) -> Iterator[tuple[str, int]]:
-    """Where each tensor begins in its bucket, in bytes."""
+def _places(specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int]]:
+    """Yield the offset of each tensor in its bucket, in bytes."""
     at = 0
-    for name, form in forms.items():
+    for name, spec in specs.items():
         yield name, at
-        at += _room(form)
+        at += _room(spec)
 
 
-def _room(form: TensorSpec) -> int:
-    return -(-form.bytes // ALIGNED) * ALIGNED
+def _room(spec: TensorSpec) -> int:
+    return -(-spec.bytes // ALIGNED) * ALIGNED

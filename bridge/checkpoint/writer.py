@@ -25,7 +25,7 @@ class WrittenShard(NamedTuple):
     """A file that a rank has written."""
 
     name: str
-    forms: Mapping[str, TensorSpec]
+    specs: Mapping[str, TensorSpec]
     written: WrittenFile
 
 
@@ -50,8 +50,8 @@ class ShardWriter:
         if not copied:
             self._thread.start()
 
-    def begin(self, file: str, forms: Mapping[str, TensorSpec]) -> None:
-        self._tasks.put((file, forms))
+    def begin(self, file: str, specs: Mapping[str, TensorSpec]) -> None:
+        self._tasks.put((file, specs))
 
     def put(self, name: str, run: Tensor | Callable[[], Tensor]) -> None:
         """A function is called by the thread: it reads what stays as it is."""
@@ -81,10 +81,10 @@ class ShardWriter:
                 if len(task) > 2:
                     self._let_go(task[2])
                 continue
-            name, forms = task
+            name, specs = task
             runs = self._runs()
             try:
-                self.shards.append(WrittenShard(name, forms, write_shard(self.folder / name, forms, runs)))
+                self.shards.append(WrittenShard(name, specs, write_shard(self.folder / name, specs, runs)))
             except Exception as error:
                 self.error = error
             finally:
@@ -126,7 +126,7 @@ def _event(run: Tensor) -> torch.cuda.Event | None:
 
 
 class RankReport(NamedTuple):
-    """What a rank says of its part of a folder."""
+    """Report of one rank on its part of a folder."""
 
     shards: list[WrittenShard]
     peak_memory: dict[str, int]
@@ -135,7 +135,7 @@ class RankReport(NamedTuple):
         shards = [
             {
                 "name": shard.name,
-                "forms": {name: [NAMES[form.dtype], *form.shape] for name, form in shard.forms.items()},
+                "specs": {name: [NAMES[spec.dtype], *spec.shape] for name, spec in shard.specs.items()},
                 "written": list(shard.written),
             }
             for shard in self.shards
@@ -148,7 +148,7 @@ class RankReport(NamedTuple):
         shards = [
             WrittenShard(
                 shard["name"],
-                {name: TensorSpec(DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in shard["forms"].items()},
+                {name: TensorSpec(DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in shard["specs"].items()},
                 WrittenFile(*shard["written"]),
             )
             for shard in report["shards"]

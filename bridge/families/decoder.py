@@ -46,7 +46,7 @@ def layer_mapping(
     return ParamMapping(HF_LAYER + hf, LAYER + mcore, kind, layers, **settings)
 
 
-def check_supported(config: HfConfig, supported: Mapping[str, tuple[Any, ...]]) -> None:
+def check_supported(config: HfConfig, supported: Mapping[str, tuple[object, ...]]) -> None:
     """Raise ValueError if `config` has a key of `supported` with a value that is neither listed nor null."""
     for key, values in supported.items():
         if config.get(key) not in (None, *values):

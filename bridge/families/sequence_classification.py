@@ -1,4 +1,4 @@
-"""Any family's model with a score head in place of its output layer: transformers' ...ForSequenceClassification."""
+"""A model of any family with a score head in place of its output layer: transformers' ...ForSequenceClassification."""
 
 from collections.abc import Callable
 from dataclasses import replace

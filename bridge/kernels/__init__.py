@@ -1,14 +1,17 @@
-"""Our own fused kernels, in Triton: what Transformer Engine has, and more, with nothing to build.
+"""Fused kernels in Triton.
 
-Each file has a plain function, which any machine runs, and the same computed in one kernel. What is summed is summed in
-fp32 and in a fixed order. `TRITON_INTERPRET=1` runs the kernels on a CPU, slowly: so they are tested without a GPU.
+Sums are in fp32 and in a fixed order. `TRITON_INTERPRET=1` runs the kernels on a CPU, slowly, to test them without a
+GPU.
 """
 
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 from torch import Tensor
+
+LaunchArgs = dict[str, Any]  # compile-time constants and launch settings of a kernel
 
 
 @cache
@@ -17,6 +20,6 @@ def _installed() -> bool:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether the fused kernels can take these tensors."""
+    """Return whether the fused kernels support these tensors."""
     on_device = all(tensor.is_cuda for tensor in tensors) or os.environ.get("TRITON_INTERPRET") == "1"
     return on_device and _installed()

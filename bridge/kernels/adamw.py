@@ -5,7 +5,6 @@ An update reads and writes each number once, 30 bytes a parameter with its copy 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LAUNCH: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8}  # elements that a program works on, and by how many warps
+from . import LaunchArgs
+
+LAUNCH: LaunchArgs = {"BLOCK": 4096, "num_warps": 8}  # elements that a program works on, and by how many warps
 
 TensorRow = Sequence[Tensor | None]  # tensors of one length that belong together
 
 
 class AddressTable:
-    """Where the tensors of some rows lie, on the device. It is made again only when one of them has moved."""
+    """Addresses of the tensors of some rows, on the device; rebuilt only when one of them has moved."""
 
     def __init__(self):
         self._known: list[tuple[int, ...]] = []
@@ -107,7 +108,7 @@ def _adamw(
 
 
 def sum_of_squares(table: AddressTable) -> Tensor:
-    """Of all elements of rows of one fp32 tensor: fp32 []."""
+    """Return the sum of squares of all elements of rows of one fp32 tensor, fp32 []."""
     parts = torch.empty(len(table.places), dtype=torch.float32, device=table.places.device)
     _squares[(len(parts),)](table.rows, table.places, parts, **{"ALIGNED": table.aligned, **LAUNCH})
     return parts.sum()

@@ -7,12 +7,12 @@ order, by a program over some of the heads, then over programs.
 # Calls of kernels, and functions that return in both branches of an `if` at compile time:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import LaunchArgs
 
 BLOCK = 64  # queries, or keys, of a tile
 # Forward, and back to queries and to keys: of the other side at a time; warps; stages of loads in flight.
@@ -78,7 +78,7 @@ def attend_back(
     return grad_query, grad_key.sum(0).to(key.dtype), grad_value.sum(0).to(value.dtype)
 
 
-def _constants(query: Tensor, key: Tensor, window: int | None, step: int, warps: int, stages: int) -> dict[str, Any]:
+def _constants(query: Tensor, key: Tensor, window: int | None, step: int, warps: int, stages: int) -> LaunchArgs:
     dim = query.shape[-1]
     return {
         "HEADS": query.shape[1],
@@ -112,7 +112,7 @@ def _put(start, of_row, row, rows, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _seen(query, key, before, window, WINDOW: tl.constexpr):
-    """Whether a query meets a key; `before`: the document's keys before the first query."""
+    """Return whether a query attends to a key; `before`: the document's keys before the first query."""
     seen = key <= query + before
     if WINDOW:
         seen = seen & (key > query + before - window)
@@ -160,13 +160,13 @@ def _attend(
     scale = scale * LOG2_E
     acc = tl.zeros([BLOCK, WIDTH], tl.float32)
     top, total = tl.full([BLOCK], MASKED, tl.float32), tl.zeros([BLOCK], tl.float32)
-    low, whole, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
+    low, masked, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
     acc, top, total = _over_keys(
-        acc, top, total, q, key, value, row, low, whole, keys, before, window, scale, k_token, v_token,
+        acc, top, total, q, key, value, row, low, masked, keys, before, window, scale, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, True,
     )  # fmt: skip
     acc, top, total = _over_keys(
-        acc, top, total, q, key, value, row, whole, high, keys, before, window, scale, k_token, v_token,
+        acc, top, total, q, key, value, row, masked, high, keys, before, window, scale, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, False,
     )  # fmt: skip
     into = output + (q_start * HEADS + head) * DIM
@@ -227,13 +227,13 @@ def _back_to_queries(
     key += k_start * k_token + group * k_head
     value += k_start * v_token + group * v_head
     acc = tl.zeros([BLOCK, WIDTH], tl.float32)
-    low, whole, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
+    low, masked, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
     acc = _grad_over_keys(
-        acc, q, d, logs, of_row, key, value, row, low, whole, keys, before, window, scale * LOG2_E, k_token, v_token,
+        acc, q, d, logs, of_row, key, value, row, low, masked, keys, before, window, scale * LOG2_E, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, True,
     )  # fmt: skip
     acc = _grad_over_keys(
-        acc, q, d, logs, of_row, key, value, row, whole, high, keys, before, window, scale * LOG2_E, k_token, v_token,
+        acc, q, d, logs, of_row, key, value, row, masked, high, keys, before, window, scale * LOG2_E, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, False,
     )  # fmt: skip
     _put(grad_query + at, HEADS * DIM, row, queries, acc * scale, DIM, WIDTH)

@@ -1,38 +1,37 @@
 """The embedding's rows, whose gradients are added to `main_grad` one by one: no dense gradient is made."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import LaunchArgs
 from .weight_gradient import mark_grad_added
 
-BLOCKS: dict[str, Any] = {"ROWS": 16, "COLUMNS": 256}  # of gradients, that a program sums at once
+BLOCKS: LaunchArgs = {"ROWS": 16, "COLUMNS": 256}  # of gradients, that a program sums at once
 
 
 @triton.jit
 def _add_rows_kernel(total, ids, order, grads, rows, size, places, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of the first place of an id among the sorted ones: all its places' gradients are added to its row."""
+    """Add the gradients of all positions of an id to its row, in the program of its first position."""
     start = tl.program_id(0)
     row = tl.load(ids + start)
     first = row != tl.load(ids + start - 1, mask=start > 0, other=-1)
     if first & (row >= 0) & (row < rows):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         target = total + row.to(tl.int64) * size + column
-        found = tl.load(target, mask=column < size, other=0.0)
+        row_sum = tl.load(target, mask=column < size, other=0.0)
         more = True
         while more:
             place = start + tl.arange(0, ROWS)
             same = tl.load(ids + place, mask=place < places, other=-1) == row
             source = tl.load(order + place, mask=same, other=0)[:, None] * size + column[None, :]
             x = tl.load(grads + source, mask=same[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
-            found += tl.sum(x, 0)
+            row_sum += tl.sum(x, 0)
             start += ROWS
             more = tl.min(same.to(tl.int32), 0) == 1
-        tl.store(target, found, mask=column < size)
+        tl.store(target, row_sum, mask=column < size)
 
 
 def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:

@@ -2,13 +2,13 @@
 # Calls of kernels:
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import LaunchArgs
 
 # Of a matrix's gradient a program makes OUT x IN, from ROWS rows at a time: more than one program fits on a
 # multiprocessor, and one multiplies while the other is at the sums, which take longer.
@@ -26,7 +26,7 @@ def add_products(totals: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tens
     grads, values = grad_output.contiguous(), inputs.contiguous()
     grid = (triton.cdiv(out_size, OUT) * triton.cdiv(in_size, IN), experts)
     copied = all(_copied_by_engine(rows) for rows in (grads, values))
-    blocks: dict[str, Any] = {"OUT": OUT, "IN": IN, "ROWS": ROWS, "num_warps": WARPS[copied], "num_stages": 3}
+    blocks: LaunchArgs = {"OUT": OUT, "IN": IN, "ROWS": ROWS, "num_warps": WARPS[copied], "num_stages": 3}
     if copied:
         grads, values = (
             TensorDescriptor.from_tensor(rows, [ROWS, width]) for rows, width in ((grads, OUT), (values, IN))
@@ -35,7 +35,7 @@ def add_products(totals: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tens
 
 
 def _copied_by_engine(rows: Tensor) -> bool:
-    """Whether the chip's copy engine can bring tiles of them: from Hopper on, and rows of 16 bytes each."""
+    """Return whether the chip's copy engine can load tiles: from Hopper on, with rows of 16 bytes each."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
     return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
@@ -62,13 +62,13 @@ def _add_products(
         made = tl.zeros((OUT, IN), tl.float32)
         row = tl.arange(0, ROWS)[:, None]
         if COPIED:
-            whole = first + (last - first) // ROWS * ROWS
-            for start in range(first, whole, ROWS):
+            full_end = first + (last - first) // ROWS * ROWS
+            for start in range(first, full_end, ROWS):
                 a, b = grad_output.load([start, at_out]), inputs.load([start, at_in])
                 made = tl.dot(tl.trans(a), b, made)
-            if whole < last:  # rows of the next expert come along
-                a = tl.where(whole + row < last, grad_output.load([whole, at_out]), 0.0)
-                b = tl.where(whole + row < last, inputs.load([whole, at_in]), 0.0)
+            if full_end < last:  # rows of the next expert come along
+                a = tl.where(full_end + row < last, grad_output.load([full_end, at_out]), 0.0)
+                b = tl.where(full_end + row < last, inputs.load([full_end, at_in]), 0.0)
                 made = tl.dot(tl.trans(a), b, made)
         else:
             column_out, column_in = at_out + tl.arange(0, OUT)[None, :], at_in + tl.arange(0, IN)[None, :]

@@ -7,7 +7,7 @@ which costs one more product with the output matrix; the numbers are the same.
 from collections import deque
 from collections.abc import Callable
 from math import ceil
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import LaunchArgs
 from .weight_gradient import accumulate_product, has_main_grad, mark_grad_added
 
 
@@ -87,8 +88,8 @@ def sum_logits(
     """
     width, settings = logits.shape[1], _blocks(logits.shape[1])
     settings["ENTROPY"] = entropies is not None
-    found = (log_sums, chosen, log_sums if entropies is None else entropies)
-    _log_sum_kernel[(len(logits),)](logits, labels, *found, first, columns, width, scale, **settings)
+    outputs = (log_sums, chosen, log_sums if entropies is None else entropies)
+    _log_sum_kernel[(len(logits),)](logits, labels, *outputs, first, columns, width, scale, **settings)
 
 
 def differentiate(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
@@ -101,7 +102,7 @@ def differentiate(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tenso
     _slope_kernel[grid](logits, labels, log_sums, grads, first, width, scale, **blocks)
 
 
-def _blocks(width: int) -> dict[str, Any]:
+def _blocks(width: int) -> LaunchArgs:
     """Columns that a program takes at once, and its warps."""
     block = min(4096, int(triton.next_power_of_2(width)))
     return {"BLOCK": block, "num_warps": max(1, block // 1024)}
@@ -117,7 +118,7 @@ class _KeptLogits:
         _KeptLogits.everywhere.add(self)
 
     def takes(self, logits: Tensor) -> bool:
-        """Whether there is room for them, beside those of other calls and micro batches that wait."""
+        """Keep the logits if there is room beside those of other waiting calls. Return whether they are kept."""
         room = most_kept(logits.device) - sum(each.nbytes for kept in _KeptLogits.everywhere for each in kept.chunks)
         if logits.nbytes <= room:
             self.chunks.append(logits)
@@ -158,8 +159,8 @@ class LabelLogProbs(torch.autograd.Function):
         ctx.kept = _KeptLogits()
         for part in _chunks(hidden, columns):
             logits = _logits(hidden[part], weight, columns)
-            theirs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
-            sum_logits(logits, labels[part], *theirs, first, columns, 1 / temperature)
+            outputs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
+            sum_logits(logits, labels[part], *outputs, first, columns, 1 / temperature)
             keep = keep and ctx.kept.takes(logits)
             del logits
         log_sums, chosen, entropies = over_ranks(log_sums, chosen, entropies)
@@ -200,7 +201,7 @@ def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:
 
 
 def _chunks(hidden: Tensor, columns: int) -> list[slice]:
-    """Of equal size and each at most a third of what may be kept, since one is there also where none is kept."""
+    """Split tokens into equal chunks of at most a third of the kept bytes, since one exists even if none is kept."""
     tokens = len(hidden)
     number = ceil(3 * tokens * columns * hidden.itemsize / most_kept(hidden.device))
     size = ceil(tokens / number / 128) * 128 if number else 0

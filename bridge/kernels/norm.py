@@ -1,11 +1,13 @@
 """RMSNorm in one kernel each way (https://arxiv.org/abs/1910.07467)."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import LaunchArgs
 
 TILE = 4096  # elements that a program has at a time: whole rows
 WARPS = 8
@@ -25,17 +27,19 @@ def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, zero_centred: Any, beside: bool) -> Any:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, beside: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.zero_centred = zero_centred
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         if rows:
             blocks = _blocks(size)
             _forward[(-(-rows // blocks["DOWN"]),)](
-                *_rows(x), weight, output, scales, rows, size, eps, zero_centred, **blocks
+                *_rows(x), weight, output, scales, rows, size, eps, ctx.zero_centred, **blocks
             )
         ctx.save_for_backward(x, weight, scales)
-        ctx.zero_centred = zero_centred
         return (output, x) if beside else output
 
     @staticmethod
@@ -62,7 +66,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, x.shape[1], x.stride(0), x.stride(1)
 
 
-def _blocks(size: int) -> dict[str, Any]:
+def _blocks(size: int) -> LaunchArgs:
     across = triton.next_power_of_2(size)
     return {"DOWN": max(TILE // across, 1), "ACROSS": across, "num_warps": WARPS if across <= TILE else 16}
 
@@ -91,11 +95,11 @@ def _forward(
     column = tl.arange(0, ACROSS)[None, :]
     there = (row < rows) & (column < size)
     factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32) + ZERO_CENTRED
-    given = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, there, other=0.0)
-    given = given.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(given * given, 1, keep_dims=True) / size + eps)
+    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, there, other=0.0)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / size + eps)
     tl.store(scales + row, scale, row < rows)
-    tl.store(output + row * size + column, (given * scale * factor).to(output.dtype.element_ty), there)
+    tl.store(output + row * size + column, (values * scale * factor).to(output.dtype.element_ty), there)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -129,11 +133,11 @@ def _backward(
         grad_at = row // grad_inner * grad_outer_stride + row % grad_inner * grad_inner_stride + column
         scale = tl.load(scales + row, row < rows, other=0.0)
         normed = tl.load(x + at, there, other=0.0).to(tl.float32) * scale
-        given = tl.load(grad + grad_at, there, other=0.0).to(tl.float32)
+        slope = tl.load(grad + grad_at, there, other=0.0).to(tl.float32)
         if parts is not None:
-            part += given * normed
-        given *= factor
-        made = scale * (given - normed * (tl.sum(given * normed, 1, keep_dims=True) / size))
+            part += slope * normed
+        slope *= factor
+        made = scale * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / size))
         if beside is not None:
             made += tl.load(beside + row * size + column, there, other=0.0).to(tl.float32)
         tl.store(grad_x + row * size + column, made.to(grad_x.dtype.element_ty), there)

@@ -1,18 +1,20 @@
 """Tokens to the rows of their experts and back: a table of places, and two kernels that are each other's adjoint."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import LaunchArgs
+
 PIECE = 2048  # elements of a row that a program has
 PLACERS = 128  # programs that make a table, at most
 
 
 def sort_map(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Where each token's rows go where rows are sorted by expert, then by token.
+    """Return the row of each of a token's experts once rows are sorted by expert, then by token.
 
     experts [tokens, topk]: numbers below `number`, distinct within a token -> places int32 [tokens, topk]; how many
     rows each expert has, int32 [number].
@@ -27,16 +29,16 @@ def sort_map(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
     span = step * triton.cdiv(tokens, step * PLACERS)
     programs = int(triton.cdiv(tokens, span))
     counts, totals = places.new_empty(programs, padded), places.new_empty(number)
-    sizes: dict[str, Any] = {"TOPK": topk, "EXPERTS": padded, "STEP": step}
+    sizes: LaunchArgs = {"TOPK": topk, "EXPERTS": padded, "STEP": step}
     _count[(programs,)](experts, counts, tokens, span, **sizes)
     _place[(programs,)](experts, counts, places, totals, tokens, span, programs, number, **sizes)
     return places, totals
 
 
 def chunk_sort_map(counts: Tensor, rows: int) -> Tensor:
-    """Where rows go that come by source, then by expert, and are to be sorted by expert, then by source.
+    """Return the destination of rows sorted by source, then expert, when sorted by expert, then source.
 
-    counts [sources, experts], `rows` in all -> int32 [rows, 1], as `spread` and `collect` take it.
+    counts [sources, experts], `rows` in all -> int32 [rows, 1], as `permute` and `unpermute` take it.
     """
     comes, goes = counts.flatten(), counts.t().flatten()
     shifts = (goes.cumsum(0) - goes).view(counts.shape[::-1]).t().flatten() - (comes.cumsum(0) - comes)
@@ -49,20 +51,20 @@ def permute(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]
 
     x [tokens, width]; places int32 and weights [tokens, topk] -> [tokens * topk, width], [tokens * topk].
     """
-    return cast(tuple[Tensor, Tensor], _Spread.apply(x, places, weights))
+    return cast(tuple[Tensor, Tensor], _Permute.apply(x, places, weights))
 
 
 def unpermute(rows: Tensor, places: Tensor) -> Tensor:
     """The sum, in fp32, of each token's rows: rows [tokens * topk, width], places [tokens, topk] -> [tokens, width]"""
-    return cast(Tensor, _Collect.apply(rows, places))
+    return cast(Tensor, _Unpermute.apply(rows, places))
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(places)
-        spread_weights = weights.new_empty(places.numel())
-        return _to_rows(x, places, weights.contiguous(), spread_weights), spread_weights
+        permuted_weights = weights.new_empty(places.numel())
+        return _to_rows(x, places, weights.contiguous(), permuted_weights), permuted_weights
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -71,7 +73,7 @@ class _Spread(torch.autograd.Function):
         return _to_tokens(grad_rows, places, grad_weights.contiguous(), collected), None, collected
 
 
-class _Collect(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
@@ -83,11 +85,13 @@ class _Collect(torch.autograd.Function):
         return _to_rows(grad, places), None
 
 
-def _to_rows(x: Tensor, places: Tensor, weights: Tensor | None = None, spread_weights: Tensor | None = None) -> Tensor:
+def _to_rows(
+    x: Tensor, places: Tensor, weights: Tensor | None = None, permuted_weights: Tensor | None = None
+) -> Tensor:
     rows, x = x.new_empty(places.numel(), x.shape[1]), x.contiguous()
     if len(rows):
         grid, blocks = _blocks(places, x)
-        _spread[grid](x, places, weights, rows, spread_weights, x.shape[1], **blocks)
+        _permute[grid](x, places, weights, rows, permuted_weights, x.shape[1], **blocks)
     return rows
 
 
@@ -95,11 +99,11 @@ def _to_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None, coll
     x, rows = rows.new_empty(len(places), rows.shape[1]), rows.contiguous()
     if len(rows):
         grid, blocks = _blocks(places, x)
-        _collect[grid](rows, places, weights, x, collected, x.shape[1], **blocks)
+        _unpermute[grid](rows, places, weights, x, collected, x.shape[1], **blocks)
     return x
 
 
-def _blocks(places: Tensor, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+def _blocks(places: Tensor, x: Tensor) -> tuple[tuple[int, int], LaunchArgs]:
     topk, width = places.shape[1], x.shape[1]
     piece = min(int(triton.next_power_of_2(width)), PIECE)
     blocks = {"TOPK": topk, "PADDED": triton.next_power_of_2(topk), "PIECE": piece, "num_warps": max(piece // 512, 1)}
@@ -108,7 +112,7 @@ def _blocks(places: Tensor, x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]
 
 @triton.jit
 def _chosen(experts, token, there, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Whether each token has chosen each expert, int32 [STEP, EXPERTS]"""
+    """Count how often each token has chosen each expert (0 or 1), int32 [STEP, EXPERTS]."""
     chosen = tl.zeros((token.shape[0], EXPERTS), tl.int32)
     for k in tl.static_range(TOPK):
         expert = tl.load(experts + token * TOPK + k, there, other=-1)
@@ -157,19 +161,19 @@ def _place(
         chosen = _chosen(experts, token, token < tokens, TOPK, EXPERTS)
         row = free[None, :] + tl.cumsum(chosen, 0) - 1
         for k in tl.static_range(TOPK):
-            own = tl.load(experts + token * TOPK + k, token < tokens, other=-1)
-            taken = tl.sum(tl.where(own[:, None] == expert[None, :], row, 0), 1)
+            choice = tl.load(experts + token * TOPK + k, token < tokens, other=-1)
+            taken = tl.sum(tl.where(choice[:, None] == expert[None, :], row, 0), 1)
             tl.store(places + token * TOPK + k, taken, token < tokens)
         free += tl.sum(chosen, 0)
 
 
 @triton.jit
-def _spread(
+def _permute(
     x,
     places,
     weights,
     rows,
-    spread_weights,
+    permuted_weights,
     width,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -182,14 +186,14 @@ def _spread(
         row = tl.load(places + token * TOPK + k).to(tl.int64)
         tl.store(rows + row * width + column, values, column < width)
     if weights is not None and tl.program_id(1) == 0:
-        sort_map = token * TOPK + tl.arange(0, PADDED)
+        slot = token * TOPK + tl.arange(0, PADDED)
         there = tl.arange(0, PADDED) < TOPK
-        own = tl.load(places + sort_map, there, other=0)
-        tl.store(spread_weights + own, tl.load(weights + sort_map, there), there)
+        target = tl.load(places + slot, there, other=0)
+        tl.store(permuted_weights + target, tl.load(weights + slot, there), there)
 
 
 @triton.jit
-def _collect(
+def _unpermute(
     rows,
     places,
     weights,
@@ -208,7 +212,7 @@ def _collect(
         total += tl.load(rows + row * width + column, column < width, other=0.0).to(tl.float32)
     tl.store(x + token * width + column, total.to(x.dtype.element_ty), column < width)
     if weights is not None and tl.program_id(1) == 0:
-        sort_map = token * TOPK + tl.arange(0, PADDED)
+        slot = token * TOPK + tl.arange(0, PADDED)
         there = tl.arange(0, PADDED) < TOPK
-        own = tl.load(places + sort_map, there, other=0)
-        tl.store(collected + sort_map, tl.load(weights + own, there), there)
+        source = tl.load(places + slot, there, other=0)
+        tl.store(collected + slot, tl.load(weights + source, there), there)

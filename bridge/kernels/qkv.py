@@ -8,12 +8,13 @@ gradients the backward pass needs the matrix's output only, so a value can be a 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import LaunchArgs
 
 # Planes that a program has in hand at a time, and its warps: 16 bytes of bf16 a thread forward. Backward more is kept.
 SPLIT, JOIN = (1024, 4), (512, 4)
@@ -22,7 +23,7 @@ PROGRAMS = 2048  # about so many in a backward pass: each sums up its tokens' sh
 
 @dataclass(frozen=True)
 class Heads:
-    """How heads lie in a token's row, and what is done to them."""
+    """Layout of the heads in a token's row, and their norms and rotation."""
 
     groups: int
     queries: int  # of a group
@@ -43,8 +44,8 @@ def split_heads(
     mixed [sequence, batch, groups * (queries (+ gates) + 2) * dim]; norms: the weights [dim] of the queries' and of the
     keys' RMSNorm; turns: cos and sin [sequence, batch, planes] fp32 of the first 2 * planes dimensions.
     """
-    found = _SplitHeads.apply(mixed.contiguous(), *(norms or (None, None)), *(rotary or (None, None)), heads)
-    query, key, value, gate = found  # type: ignore[misc]
+    outputs = _SplitHeads.apply(mixed.contiguous(), *(norms or (None, None)), *(rotary or (None, None)), heads)
+    query, key, value, gate = outputs  # type: ignore[misc]
     return query, key, value, None if gate is None else gate.flatten(2, 3)
 
 
@@ -110,7 +111,7 @@ def _strides(cos: Tensor | None) -> tuple[int, ...]:
 
 def _launch(
     heads: Heads, tokens: int, weight: Tensor | None, cos: Tensor | None, tile: int, warps: int
-) -> tuple[tuple[int, int], dict[str, Any]]:
+) -> tuple[tuple[int, int], LaunchArgs]:
     """The grid, and what the kernels are compiled for."""
     planes = 1 << (heads.dim // 2 - 1).bit_length()
     block = max(tile // planes, 1)

@@ -1,17 +1,19 @@
 """A token's choice of experts in one kernel each way."""
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import LaunchArgs
+
 TILE = 2048  # scores that a program has
 
 
 class RoutingForm(NamedTuple):
-    """How logits become weights."""
+    """Conversion of logits to weights."""
 
     topk: int
     sigmoid: bool  # scores are sigmoids; else a softmax over all experts
@@ -20,35 +22,37 @@ class RoutingForm(NamedTuple):
     scale: float
 
 
-def route(logits: Tensor, bias: Tensor | None, form: RoutingForm, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, form: RoutingForm, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The weights of each token's experts, best first, and their numbers.
 
     logits [tokens, experts] -> both [tokens, topk], in the logits' type and in int32. The best have the highest logits,
     or, with `bias` [experts], the highest sums of score and bias. Computed in fp32. `given` [tokens, topk]: experts to
     take in the place of the best, but where they are below 0.
     """
-    given = None if given is None else given.contiguous()
-    return cast(tuple[Tensor, Tensor], _Route.apply(logits.contiguous(), bias, form, given))
+    replayed = None if replayed is None else replayed.contiguous()
+    return cast(tuple[Tensor, Tensor], _Route.apply(logits.contiguous(), bias, form, replayed))
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, logits: Tensor, bias: Tensor | None, form: RoutingForm, given: Tensor | None
+        ctx, logits: Tensor, bias: Tensor | None, form: RoutingForm, replayed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         tokens, number = logits.shape
         weights = logits.new_empty(tokens, form.topk)
         experts = torch.empty_like(weights, dtype=torch.int32)
         if tokens:
             grid, blocks = _blocks(tokens, number, form)
-            _choose[grid](logits, bias, given, weights, experts, tokens, number, **blocks)
+            _choose[grid](logits, bias, replayed, weights, experts, tokens, number, **blocks)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
         ctx.form = form
         return weights, experts
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, experts = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         if len(logits):
@@ -58,7 +62,7 @@ class _Route(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
-def _blocks(tokens: int, number: int, form: RoutingForm) -> tuple[tuple[int], dict[str, Any]]:
+def _blocks(tokens: int, number: int, form: RoutingForm) -> tuple[tuple[int], LaunchArgs]:
     experts = int(triton.next_power_of_2(number))
     down = max(TILE // experts, 1)
     blocks = {"TOPK": form.topk, "PADDED": triton.next_power_of_2(form.topk), "EXPERTS": experts, "DOWN": down}
@@ -83,7 +87,7 @@ def _scores(logits, token, expert, there, number, SIGMOID: tl.constexpr):
 def _choose(
     logits,
     bias,
-    given,
+    replayed,
     weights,
     experts,
     tokens,
@@ -111,9 +115,9 @@ def _choose(
     for k in tl.static_range(TOPK):
         highest = tl.max(merit, 1, keep_dims=True)
         chosen = tl.min(tl.where(merit == highest, expert, EXPERTS), 1, keep_dims=True)
-        if given is not None:
-            told = tl.load(given + token * TOPK + k, token < tokens, other=-1).to(tl.int32)
-            chosen = tl.where(told < 0, chosen, told)
+        if replayed is not None:
+            replayed_expert = tl.load(replayed + token * TOPK + k, token < tokens, other=-1).to(tl.int32)
+            chosen = tl.where(replayed_expert < 0, chosen, replayed_expert)
         taken = expert == chosen
         weight = tl.where(place == k, tl.sum(tl.where(taken, score, 0.0), 1, keep_dims=True), weight)
         best = tl.where(place == k, chosen, best)
@@ -147,15 +151,19 @@ def _slope(
     expert = tl.arange(0, EXPERTS)[None, :]
     there = (token < tokens) & (expert < number)
     _, score = _scores(logits, token, expert, there, number, SIGMOID)  # pyright: ignore[reportGeneralTypeIssues]
-    given, chosen = tl.zeros((DOWN, EXPERTS), tl.float32), tl.zeros((DOWN, EXPERTS), tl.float32)
+    grad_weight, chosen = tl.zeros((DOWN, EXPERTS), tl.float32), tl.zeros((DOWN, EXPERTS), tl.float32)
     for k in tl.static_range(TOPK):
         taken = expert == tl.load(experts + token * TOPK + k, token < tokens, other=0)
         slope = tl.load(grad + token * TOPK + k, token < tokens, other=0.0).to(tl.float32) * SCALE
-        given = tl.where(taken, slope, given)
+        grad_weight = tl.where(taken, slope, grad_weight)
         chosen = tl.where(taken, 1.0, chosen)
     if NORMALIZE:
         total = tl.sum(chosen * score, 1, keep_dims=True)
-        mean = tl.sum(given * score, 1, keep_dims=True) / total
-        given = tl.where(total < SMALLEST, given / SMALLEST, chosen * (given - mean) / total)
-    slope = given * score * (1 - score) if SIGMOID else score * (given - tl.sum(given * score, 1, keep_dims=True))
+        mean = tl.sum(grad_weight * score, 1, keep_dims=True) / total
+        grad_weight = tl.where(total < SMALLEST, grad_weight / SMALLEST, chosen * (grad_weight - mean) / total)
+    slope = (
+        grad_weight * score * (1 - score)
+        if SIGMOID
+        else score * (grad_weight - tl.sum(grad_weight * score, 1, keep_dims=True))
+    )
     tl.store(grad_logits + token * number + expert, slope.to(grad_logits.dtype.element_ty), there)

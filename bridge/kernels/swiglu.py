@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import LaunchArgs
+
 TILE = 4096  # elements of the output that a program has at a time
 WARPS = 8
 
@@ -54,7 +56,7 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x, grad_weights, None, None, None
 
 
-def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], dict[str, Any]]:
+def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], LaunchArgs]:
     """The grid and the blocks: columns by the largest power of two that divides the width, from 128 to 1024."""
     columns = min(max(width & -width, 128), 1024)
     across = 1 if whole_rows else -(-width // columns)
@@ -127,13 +129,13 @@ def _backward(
         column = start + tl.arange(0, COLUMNS)[None, :]
         there = (row < rows) & (column < width)
         gate, up, gate_within, up_within = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
-        given = tl.load(grad + row * width + column, there, other=0.0).to(tl.float32)
+        slope = tl.load(grad + row * width + column, there, other=0.0).to(tl.float32)
         share = tl.sigmoid(SLOPE * gate)
         if grad_weights is not None:
-            grad_weight += tl.sum(given * gate * share * up, 1, keep_dims=True)
-        given *= weight
-        grad_gate = given * up * share * (1 + SLOPE * gate * (1 - share))
-        grad_up = given * gate * share
+            grad_weight += tl.sum(slope * gate * share * up, 1, keep_dims=True)
+        slope *= weight
+        grad_gate = slope * up * share * (1 + SLOPE * gate * (1 - share))
+        grad_up = slope * gate * share
         if LIMIT is not None:
             grad_gate, grad_up = tl.where(gate_within, grad_gate, 0.0), tl.where(up_within, grad_up, 0.0)
         target = grad_x + row * width * 2 + column

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def has_main_grad(weight: Tensor) -> bool:
-    """Whether `weight` has an fp32 `main_grad`, which megatron-core's DistributedDataParallel gives it."""
+    """Return whether `weight` has an fp32 `main_grad`, which megatron-core's DistributedDataParallel sets."""
     total = getattr(weight, "main_grad", None)
     return total is not None and total.dtype == torch.float32
 
@@ -29,7 +29,7 @@ def accumulate_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> No
 
 
 def mark_grad_added(weight: Tensor) -> Tensor | None:
-    """What a backward pass returns for `weight` once all of its gradient is in `main_grad`."""
+    """Mark that all of the gradient is in `main_grad`. Return what the backward pass returns for `weight`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         # The matrix is the embedding's as well: the hook adds the sum that autograd made of both gradients, and it runs

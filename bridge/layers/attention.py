@@ -189,7 +189,7 @@ class CoreAttention(MegatronModule):
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys a query meets, [queries, keys]: the last query meets the last key. None: all are met causally."""
+    """Return the mask of keys that a query attends to, [queries, keys], both ending together; None: causal."""
     if queries == keys and (window is None or window >= keys):
         return None
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

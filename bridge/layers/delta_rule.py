@@ -22,7 +22,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class DeltaLayout:
-    """Where the tokens of a micro batch lie while documents are mixed. Made on the CPU, once per micro batch.
+    """Positions of the tokens of a micro batch in chunks of documents, made on the CPU once per micro batch.
 
     Tokens [sequence, rows] are flattened; each document of each row is a run of its own. Chunks are sorted by their
     number in their document, longer documents first, so that those of one step are neighbours and follow their own.
@@ -105,7 +105,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _neighbours(steps: list[int]) -> list[tuple[slice, slice]]:
-    """For each step but the first: the chunks before those of the step, and these."""
+    """Return, for each step but the first, the chunks before those of the step, and these."""
     firsts = [0, *accumulate(steps)]
     return [
         (slice(before, before + count), slice(here, here + count))

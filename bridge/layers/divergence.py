@@ -1,4 +1,4 @@
-"""How far a student's next-token distributions are from a teacher's, straight from the hidden states of both.
+"""Divergence of a student's next-token distributions from a teacher's, straight from the hidden states of both.
 
 The generalised Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649, equation 1), vocabulary-parallel and
 in chunks: no rank has the logits of more than one chunk of tokens, of either model, and the backward pass computes them
@@ -57,10 +57,10 @@ def divergence(
     rows = select_rows(hidden, weight, **sizes)
     with torch.no_grad():
         teacher = select_rows(teacher_hidden, teacher_weight, **sizes)
-    found = _Divergence.apply(
+    divergences = _Divergence.apply(
         rows.hidden, weight, teacher.hidden, teacher_weight, rows.columns, temperatures, beta, group, accumulate
     )
-    return rows.scatter(found)  # type: ignore[arg-type]
+    return rows.scatter(divergences)  # type: ignore[arg-type]
 
 
 def top_divergence(
@@ -77,7 +77,7 @@ def top_divergence(
     accumulate: bool = False,
     scored: Tensor | None = None,
 ) -> Tensor:
-    """As `divergence`, between the two distributions over k tokens of each position, those of `ids`.
+    """Return the `divergence` between both distributions over the k tokens `ids` of each position.
 
     teacher_log_probs, ids [batch, sequence, k]: of the teacher's likeliest tokens, each once, at temperature 1. What
     either model gives to other tokens is left out: both are normalised over the k tokens, after the temperatures (so
@@ -110,14 +110,14 @@ def top_log_probs(
     rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
-    first, here = dist.get_rank(group) * len(weight), min(k, rows.columns)
+    first, local_k = dist.get_rank(group) * len(weight), min(k, rows.columns)
     values = rows.hidden.new_full((len(rows.hidden), k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros_like(values, dtype=torch.int64)
     for part in _chunks(rows.hidden, weight):
         logits = chunk_logits(rows.hidden[part], weight, rows.columns).div_(temperature)
         log_probs = logits.sub_(_normalizer(logits, group)[:, None])
-        values[part, :here], found = log_probs.topk(here)
-        ids[part, :here] = found + first
+        values[part, :local_k], columns = log_probs.topk(local_k)
+        ids[part, :local_k] = columns + first
     if dist.get_world_size(group) > 1:
         values, ids = (torch.cat(_gathered(each, group), dim=1) for each in (values, ids))
         values, places = values.topk(k)
@@ -130,12 +130,12 @@ def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
     the group calls this; weight [rows of this rank now, hidden_size]; no gradients."""
     if rows == len(weight):
         return weight.detach()
-    whole = torch.cat(_gathered(weight.detach(), group)) if dist.get_world_size(group) > 1 else weight.detach()
+    gathered = torch.cat(_gathered(weight.detach(), group)) if dist.get_world_size(group) > 1 else weight.detach()
     first = dist.get_rank(group) * rows
-    held = weight.new_zeros(rows, weight.shape[1])
-    mine = whole[first : first + rows]
-    held[: len(mine)] = mine
-    return held
+    shard = weight.new_zeros(rows, weight.shape[1])
+    rows_here = gathered[first : first + rows]
+    shard[: len(rows_here)] = rows_here
+    return shard
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -243,8 +243,7 @@ class _LogitsOf(torch.autograd.Function):
 
 
 class _Gradients:
-    """Of hidden states and of the output matrix, chunk by chunk from the slopes by logits: what a backward pass that
-    has `ctx` returns first."""
+    """Gradients of hidden states and output matrix, accumulated by chunks from the slopes of logits."""
 
     def __init__(self, ctx, hidden: Tensor, weight: Tensor):
         self._inputs, self._weight, self._used = hidden, weight, weight[: ctx.columns]
@@ -271,18 +270,18 @@ class _Gradients:
 
 def _normalizer(logits: Tensor, group) -> Tensor:
     """log sum exp over the columns [tokens, columns] of all tensor-parallel ranks: [tokens]."""
-    own = torch.logsumexp(logits, dim=-1)  # -infinity of no columns
-    return over_ranks(own, torch.zeros_like(own), None, group)[0]
+    local = torch.logsumexp(logits, dim=-1)  # -infinity of no columns
+    return over_ranks(local, torch.zeros_like(local), None, group)[0]
 
 
 def _gathered(values: Tensor, group) -> list[Tensor]:
-    """Of all ranks, in their order."""
+    """Gather values of all ranks, in their order."""
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, values.contiguous(), group=group)
     return everyone
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Of tokens; the same on every tensor-parallel rank, for each chunk is a collective."""
+    """Split tokens into chunks, the same on every tensor-parallel rank, as each chunk is a collective."""
     size = max(1, CHUNK_LOGITS // len(weight))
     return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]

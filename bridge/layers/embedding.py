@@ -1,7 +1,5 @@
 """megatron-core's embedding, whose gradient is added to `main_grad` row by row: of a large vocabulary few are there."""
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
@@ -26,7 +24,9 @@ class AccumulatingEmbedding(VocabParallelEmbedding):
         from ..kernels.embedding import Embedding
 
         partial = self.num_embeddings_per_partition < self.num_embeddings
-        found: Any = Embedding.apply(weight, input_ - self.vocab_start_index, partial)
+        embeddings = Embedding.apply(weight, input_ - self.vocab_start_index, partial)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(found.transpose(0, 1).contiguous(), group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(
+                embeddings.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return reduce_from_tensor_model_parallel_region(embeddings, group=self.tp_group)

@@ -54,7 +54,7 @@ class _StackedLinear(torch.nn.Module):
         return grouped_product(x, self.weight, ends, counts)
 
     def bias_rows(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor | None:
-        """What the bias adds to each row of `forward`'s result, [rows, out]; None without biases."""
+        """Return the bias of each row of `forward`'s result, [rows, out]; None without biases."""
         if self.bias is None:
             return None
         # Ranks that do not add it have its gradient all the same, for it is one parameter on all of them.

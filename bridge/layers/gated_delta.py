@@ -5,6 +5,7 @@ tensors into equal windows, and so does context parallelism, which trades positi
 `fla` is installed and a GPU is there, its kernels do what delta_rule.py does in plain PyTorch.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from .delta_rule import DeltaLayout, causal_conv, delta_rule
 
 
 class _Fused(NamedTuple):
-    conv: Any
-    rule: Any
+    conv: Callable
+    rule: Callable
 
 
 @cache
@@ -163,7 +164,7 @@ class GatedDeltaNet(MegatronModule):
     def _fused(
         self, fused: _Fused, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, runs: DeltaLayout
     ) -> Tensor:
-        """As `_plain`, [sequence, rows, ...] instead of [tokens, ...]."""
+        """Compute `_plain` by fla's kernels, on [sequence, rows, ...] instead of [tokens, ...]."""
         # fla has one row of documents: rows go one after another.
         sequence, rows = mixed.shape[:2]
         line = [x.transpose(0, 1).flatten(0, 1).unsqueeze(0) for x in (mixed.flatten(2), decay, beta)]

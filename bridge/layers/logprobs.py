@@ -123,7 +123,7 @@ class ScoredRows:
 def select_rows(
     hidden: Tensor, weight: Tensor, *, vocab_size: int, group, sequence_parallel: bool, scored: Tensor | None
 ) -> ScoredRows:
-    """What the output matrix is multiplied with. Arguments as of `label_log_probs`."""
+    """Return the input rows of the output matrix. Arguments as of `label_log_probs`."""
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     else:
@@ -157,8 +157,8 @@ def label_log_probs(
     rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
-    found, _ = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=False)
-    return rows.scatter(found)
+    log_probs, _ = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=False)
+    return rows.scatter(log_probs)
 
 
 def log_probs_and_entropies(
@@ -173,26 +173,28 @@ def log_probs_and_entropies(
     accumulate: bool = False,
     scored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `label_log_probs` gives, and the entropy of p at each position, in nats and without gradients: fp32
-    [batch, sequence] each."""
+    """Return `label_log_probs` and the entropy of p at each position, in nats and without gradients.
+
+    Both fp32 [batch, sequence].
+    """
     rows = select_rows(
         hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
     )
-    found, entropies = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=True)
+    log_probs, entropies = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=True)
     assert entropies is not None
-    return rows.scatter(found), rows.scatter(entropies)
+    return rows.scatter(log_probs), rows.scatter(entropies)
 
 
 def _log_probs(
     rows: ScoredRows, weight: Tensor, labels: Tensor, group, temperature: float, accumulate: bool, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    asked = rows.select(labels)
-    if not usable(rows.hidden, weight, asked):
-        return _LabelLogProbs.apply(rows.hidden, weight, asked, rows.columns, group, temperature, entropy)  # type: ignore[return-value]
+    selected = rows.select(labels)
+    if not usable(rows.hidden, weight, selected):
+        return _LabelLogProbs.apply(rows.hidden, weight, selected, rows.columns, group, temperature, entropy)  # type: ignore[return-value]
     from ..kernels.log_probs import LabelLogProbs
 
     first, together = dist.get_rank(group) * len(weight), partial(over_ranks, group=group)
     keep = torch.is_grad_enabled() and (rows.hidden.requires_grad or weight.requires_grad)
     return LabelLogProbs.apply(  # type: ignore[return-value]
-        rows.hidden, weight, asked, first, rows.columns, temperature, together, keep, accumulate, entropy
+        rows.hidden, weight, selected, first, rows.columns, temperature, together, keep, accumulate, entropy
     )

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from .attention import CoreAttention
+from .norm import NormBuilder
 from .packed_seqs import Documents
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever config.json says of the other norms: as transformers has it
@@ -29,7 +31,7 @@ class LatentAttentionSubmodules:
 
     column: Any
     row: Any
-    norm: Any
+    norm: NormBuilder
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -70,11 +72,12 @@ class LatentAttention(MegatronModule):
         layer_number: int,
         submodules: LatentAttentionSubmodules,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
         **_,
     ):
         super().__init__(config=config)
+        assert pg_collection is not None
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.heads = config.num_attention_heads // self.tp_group.size()

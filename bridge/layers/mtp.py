@@ -17,13 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from .mla import ReplicatedLinear
+from .norm import NormBuilder
 from .packed_seqs import Documents
 
 
 class MtpLayer(MegatronModule):
     """One depth."""
 
-    def __init__(self, config: TransformerConfig, depth: int, layer: ModuleSpec, norm: Any):
+    def __init__(self, config: TransformerConfig, depth: int, layer: ModuleSpec, norm: NormBuilder):
         super().__init__(config=config)
         self.enorm, self.hnorm, self.final_layernorm = (
             norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) for _ in range(3)
@@ -56,28 +57,28 @@ class MtpLayer(MegatronModule):
 class MtpBlock(MegatronModule):
     """All depths: `mtp` of a GPTModel."""
 
-    def __init__(self, config: TransformerConfig, depths: int, layer: ModuleSpec, norm: Any):
+    def __init__(self, config: TransformerConfig, depths: int, layer: ModuleSpec, norm: NormBuilder):
         super().__init__(config=config)
         self.layers = torch.nn.ModuleList(MtpLayer(config, depth + 1, layer, norm) for depth in range(depths))
 
     def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
         """The hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
-        found = []
+        depths = []
         for layer in self.layers:
             tokens = shift_left(tokens, documents)
             hidden = layer(hidden, embedding(input_ids=tokens, position_ids=None), documents)
-            found.append(hidden)
-        return found
+            depths.append(hidden)
+        return depths
 
 
 def shift_left(values: Tensor, documents: Documents) -> Tensor:
-    """What the next position of the same document has, [batch, local sequence]; 0 behind its last."""
+    """Return the values of the next position of the same document, [batch, local sequence]; 0 at its end."""
     assert documents.next_positions is not None
     group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
-    whole = values
+    gathered = values
     if group.size() > 1:
         parts = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(parts, values.contiguous(), group=group)
-        whole = torch.cat(parts, dim=1)
-    there = documents.next_positions >= 0
-    return whole[:, documents.next_positions.clamp(min=0)] * there.to(whole.dtype)
+        gathered = torch.cat(parts, dim=1)
+    has_next = documents.next_positions >= 0
+    return gathered[:, documents.next_positions.clamp(min=0)] * has_next.to(gathered.dtype)

@@ -1,6 +1,7 @@
 """Norms: in plain PyTorch, and RMSNorm in one kernel on a GPU."""
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..kernels import usable
+
+NormBuilder = Callable[..., Any]  # of config=, hidden_size=, eps=
 
 
 class Norm:

@@ -1,4 +1,4 @@
-"""What attention must know of a micro batch, found once, on the CPU, before the first layer runs."""
+"""Packed documents of a micro batch, described for attention once, on the CPU, before the first layer runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .rope import RotaryRule, RotaryTables, make_rotary_tables
 
 
 class AttentionSpan(NamedTuple):
-    """How far back a layer's queries see within a document: rows.Layer's window and chunk."""
+    """The range of a layer's queries within a document: window and chunk of Layer."""
 
     window: int | None = None
     chunk: int | None = None
@@ -25,7 +25,7 @@ FULL_SPAN = AttentionSpan()
 
 @dataclass(frozen=True)
 class Segments:
-    """Which keys a rank's queries meet: pieces of queries in order, each with its keys, the last of which is its own.
+    """Pieces of queries in order, each with the keys that it attends to, the last of which is its own.
 
     Without context parallelism a segment is a document, or a document's chunk where the layer attends by chunks. With
     context parallelism a rank holds two parts of each document, and a part meets the document from its start (or the
@@ -39,12 +39,14 @@ class Segments:
     key_index: Tensor | None  # [sum(keys)]: positions in the rank-major gathered keys; None without context parallelism
     window: int | None = None  # None too where no document is longer than the window
     chunked: bool = False  # whether some document was cut
-    tiled: dict[int, Any] = field(default_factory=dict)  # what `tiles` has made
+    tiled: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cache of `tiles`
 
     def tiles(self, size: int) -> tuple[Tensor, Tensor]:
         """Tiles of `size` queries, and of keys, for fused/attention.py, which says how they are written."""
         if size not in self.tiled:
-            self.tiled[size] = tuple(to_device(x, self.query_ends.device) for x in _tiles(self, size))
+            queries, keys = _tiles(self, size)
+            device = self.query_ends.device
+            self.tiled[size] = to_device(queries, device), to_device(keys, device)
         return self.tiled[size]
 
 
@@ -79,7 +81,7 @@ def _tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
     about = torch.stack((queries.cumsum(0) - queries, queries, keys.cumsum(0) - keys, keys), dim=1)
 
     def listed(lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each tile its segment and its first place, and the whole list."""
+        """Return the segment and first position of each tile, and the list of tiles."""
         counts = (lengths + size - 1) // size
         segment = torch.arange(len(lengths)).repeat_interleave(counts)
         first = (torch.arange(len(segment)) - (counts.cumsum(0) - counts)[segment]) * size
@@ -125,14 +127,14 @@ def gathered_positions(start: int, length: int, total: int, cp_size: int) -> Ten
 def next_positions(bounds: list[int], cp_rank: int, cp_size: int, device: torch.device) -> Tensor:
     """[local sequence]: where the next position of the same document lies once the ranks' tokens are laid one rank
     after another; -1 behind a document's last. `bounds` as in `make_segments`."""
-    found = []
+    positions = []
     for start, end in pairwise(bounds):
         places = (
             gathered_positions(start, end - start, bounds[-1], cp_size) if cp_size > 1 else torch.arange(start, end)
         )
         after = torch.cat((places[1:], torch.tensor([-1])))
-        found += [after[first:last] for first, last in _held(end - start, cp_rank, cp_size)]
-    return to_device(torch.cat(found), device)
+        positions += [after[first:last] for first, last in _held(end - start, cp_rank, cp_size)]
+    return to_device(torch.cat(positions), device)
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
@@ -187,13 +189,13 @@ def make_packed_seqs(
             packed |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
 
     def long(original: int) -> Tensor | bool:
-        """Which tokens are of documents longer than `original`: all or none, or [local sequence]."""
+        """Select the tokens of documents longer than `original`: all or none, or [local sequence]."""
         lengths = [end - start for start, end in pairwise(bounds)] if cu_seqlens is not None else [max_seqlen]
-        found = [length > original for length in lengths]
-        if all(found) or not any(found):
-            return found[0]
+        is_long = [length > original for length in lengths]
+        if all(is_long) or not any(is_long):
+            return is_long[0]
         here = torch.tensor(lengths) // cp_size
-        return to_device(torch.tensor(found).repeat_interleave(here), device)
+        return to_device(torch.tensor(is_long).repeat_interleave(here), device)
 
     return Documents(
         **packed,

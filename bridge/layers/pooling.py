@@ -46,11 +46,11 @@ def last_tokens(hidden: Tensor, ends: Tensor, *, sequence_parallel: bool) -> Ten
     local row the last token is, -1 where another context-parallel rank has it.
     """
     first = _first(hidden, sequence_parallel)
-    here = (ends >= first) & (ends < first + len(hidden))
-    places = torch.where(here, ends - first, 0)
-    found = hidden[:, 0].index_select(0, to_device(places, hidden.device)).float()
-    found = torch.where(to_device(here, hidden.device).unsqueeze(1), found, 0.0)
-    return _over_ranks(found, sequence_parallel)
+    is_local = (ends >= first) & (ends < first + len(hidden))
+    places = torch.where(is_local, ends - first, 0)
+    states = hidden[:, 0].index_select(0, to_device(places, hidden.device)).float()
+    states = torch.where(to_device(is_local, hidden.device).unsqueeze(1), states, 0.0)
+    return _over_ranks(states, sequence_parallel)
 
 
 def mean_tokens(
@@ -94,7 +94,7 @@ class _Unused(torch.autograd.Function):
 
 
 def _first(hidden: Tensor, sequence_parallel: bool) -> int:
-    """Where in the local row this rank's part of it begins."""
+    """Return the start of this rank's part of the local row."""
     return parallel_state.get_tensor_model_parallel_rank() * len(hidden) if sequence_parallel else 0
 
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..mapping.param_mapping import Rope
+from ..mapping.param_mapping import HfConfig, Rope
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RotaryRule:
 
 
 class RotaryTables(NamedTuple):
-    """How the tokens of a micro batch turn by one rule, in the model's dtype; angles in fp32."""
+    """Cosines and sines of a micro batch by one rope rule, in the model's dtype; angles in fp32."""
 
     cos: Tensor  # [sequence, batch, 1, dim]
     sin: Tensor
@@ -44,7 +44,7 @@ def make_rotary_rule(rope: Rope, device: torch.device) -> RotaryRule:
     return RotaryRule(frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original, long)
 
 
-def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -> Tensor:
+def inverse_frequencies(dim: int, base: float, scaling: HfConfig | None) -> Tensor:
     """The rotation speeds of the `dim / 2` planes, fp32, as transformers' rope functions give them.
 
     `scaling` is None or {"rope_type": ...} with the keys of a Hugging Face config, none left out. Linear; Llama 3
@@ -74,7 +74,7 @@ def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None) -
     return kept * frequencies + (1 - kept) * frequencies / scaling["factor"]
 
 
-def _yarn_kept(dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
+def _yarn_kept(dim: int, base: float, scaling: HfConfig) -> Tensor:
     """[planes]: 1 for planes that turn more than beta_fast times within the original length, 0 for those that turn
     less than beta_slow times, and a line over the planes between."""
 

@@ -13,7 +13,7 @@ from .packed_seqs import Documents
 
 
 def fuses(config: TransformerConfig) -> bool:
-    """Whether the kernel does all that this model's attention asks of heads."""
+    """Return whether the kernel supports this model's attention heads."""
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     assert config.num_query_groups is not None
     assert config.kv_channels is not None
@@ -30,7 +30,7 @@ def fuses(config: TransformerConfig) -> bool:
 class FusedSelfAttention(SelfAttention):
     """Its weights are megatron-core's, under their names."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         core: Any = self.core_attention
         self.rope, core.rope = core.rope, None  # queries and keys come turned
@@ -38,12 +38,16 @@ class FusedSelfAttention(SelfAttention):
         self.view_value = self.q_layernorm is not None and core.kernel != "transformer_engine"
         self.documents: Documents | None = None
 
-    def forward(self, *args: Any, packed_seq_params: Documents, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args, packed_seq_params: Documents, **kwargs) -> tuple[Tensor, Tensor | None]:
         self.documents = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Any = None, output_gate: bool = False, split_qkv: bool = True
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
     ) -> Any:
         """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> query, key, value, and gate
         where asked for: [sequence, batch, heads, dim]"""

@@ -34,9 +34,9 @@ class KernelAttention(torch.autograd.Function):
     ) -> Tensor:
         output, log_sum = forward(query, key, value)
         if sinks is not None:
-            whole = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
-            output = (output * (log_sum - whole).exp().t().unsqueeze(-1)).to(query.dtype)
-            log_sum = whole
+            log_total = torch.logaddexp(log_sum, sinks.float().unsqueeze(1))
+            output = (output * (log_sum - log_total).exp().t().unsqueeze(-1)).to(query.dtype)
+            log_sum = log_total
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         ctx.kernel = backward
         return output
@@ -59,8 +59,8 @@ def varlen_attention(
     """Flash attention over segments, causal: query [tokens, heads, dim], key and value [tokens, groups, dim]."""
     # Ours count a document's elements in 32 bits.
     largest = max(max(segments.queries) * query.stride(0), max(segments.keys) * max(key.stride(0), value.stride(0)))
-    own = query.shape[-1] <= WIDEST and largest < 2**31 and usable(query)
-    passes = (_own if own else _torch)(segments, query.shape[-1] ** -0.5 if scale is None else scale)
+    is_supported = query.shape[-1] <= WIDEST and largest < 2**31 and usable(query)
+    passes = (_own if is_supported else _torch)(segments, query.shape[-1] ** -0.5 if scale is None else scale)
     return KernelAttention.apply(query, key, value, sinks, *passes)  # type: ignore[return-value]
 
 
@@ -91,7 +91,10 @@ def _torch(segments: Segments, scale: float) -> tuple[Forward, Backward]:
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float | None, dropout: float
 ) -> Tensor:
-    """With every score in memory: query, key, value [batch, heads, length, dim]; mask [queries, keys], None: causal."""
+    """Compute attention with every score in memory.
+
+    query, key, value [batch, heads, length, dim]; mask [queries, keys], None: causal.
+    """
     if repeat := query.shape[1] // key.shape[1] - 1:
         key, value = (x.repeat_interleave(repeat + 1, dim=1) for x in (key, value))
     if mask is None:

@@ -2,7 +2,6 @@
 
 from copy import copy
 from functools import partial
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,7 +27,7 @@ from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import SwiGLU
 from .moe import ExpertLayer
-from .norm import Norm, WideNorm
+from .norm import Norm, NormBuilder, WideNorm
 from .residual import BranchEnd
 from .router import Router
 from .self_attention import FusedSelfAttention, fuses
@@ -55,14 +54,14 @@ def block_spec(
     )
 
 
-def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
+def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, NormBuilder]:
     """A layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
     norm = _norm(config, transformer_engine)
     return _layer(config, config.num_moe_experts is not None, transformer_engine), norm
 
 
 def _engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
-    """Whether norms are Transformer Engine's: with FP8, in which they give what is multiplied. Else ours are faster."""
+    """Return whether to use Transformer Engine's norms: in FP8 they output the matrix's input. Else ours are faster."""
     if config.norms_apart:  # type: ignore[attr-defined]
         return False
     return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
@@ -146,8 +145,8 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
     )
 
 
-def _head_norms(config: TransformerConfig, norm) -> tuple[Any, Any]:
-    """Of queries and of keys."""
+def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuilder, NormBuilder]:
+    """Return the norms of queries and of keys."""
     if not config.qk_layernorm:
         return IdentityOp, IdentityOp
     if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]

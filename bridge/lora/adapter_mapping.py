@@ -1,4 +1,4 @@
-"""What of a model has adapters, and the rows of the adapters' own tensors, which are made of the model's rows.
+"""The modules that get adapters, and the mappings of the adapters' tensors, derived from the model's.
 
 Beside a matrix [outputs, inputs] that is made of several Hugging Face matrices (q, k, v; gate, up) stand
 
@@ -53,7 +53,7 @@ class AdapterPlan:
 
     adapted: dict[ParamKey, tuple[int, ...]] = field(default_factory=dict)  # matrix -> which of its parts have adapters
     entries: ParamTable = field(default_factory=dict)  # the table of the adapters' tensors
-    whole: ParamTable = field(default_factory=dict)  # what of the model is trained and saved beside them
+    modules_to_save: ParamTable = field(default_factory=dict)  # the model's parameters trained and saved beside them
     modules: list[str] = field(default_factory=list)  # Hugging Face's names of what has adapters
     dropout: float = 0.0
     # PEFT holds experts and routers, and what else has the same names in a model with experts, as parameters.
@@ -64,6 +64,11 @@ class AdapterPlan:
     skipped_modules: list[str] = field(
         default_factory=list
     )  # modules that all-linear does not reach: experts in one tensor
+
+    @property
+    def all_entries(self) -> ParamTable:
+        """The table of the adapters and of the parameters trained beside them."""
+        return self.entries | self.modules_to_save
 
     @property
     def has_experts(self) -> bool:
@@ -84,7 +89,7 @@ class _Matrix(NamedTuple):
 
 
 def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> AdapterPlan:
-    """What `settings` mean for the model of `entries`. Raises ValueError for what cannot be."""
+    """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for an impossible one."""
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
@@ -92,10 +97,10 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
         chosen = []
         for part, name in enumerate(matrix.names):
-            found = _meant(hits, name, matrix)
-            for target in found:
+            targets = _meant(hits, name, matrix)
+            for target in targets:
                 hits[target] += 1
-            if found or (settings.regex and re.fullmatch(settings.regex, name)):
+            if targets or (settings.regex and re.fullmatch(settings.regex, name)):
                 chosen.append(part)
         if not chosen:
             continue
@@ -124,9 +129,9 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
     )
     _check_parameters(plan, settings)
     _check_experts(plan, entries)
-    plan.whole = _trained_whole(entries, plan, settings, scored=architecture.num_labels is not None)
-    if architecture.tied and EMBEDDING in plan.whole:
-        plan.copies[PREFIX + "lm_head.weight"] = plan.whole[EMBEDDING].hf[0]
+    plan.modules_to_save = _trained_whole(entries, plan, settings, scored=architecture.num_labels is not None)
+    if architecture.tied and EMBEDDING in plan.modules_to_save:
+        plan.copies[PREFIX + "lm_head.weight"] = plan.modules_to_save[EMBEDDING].hf[0]
     plan.dropout = _dropout(plan, settings)
     return plan
 
@@ -137,8 +142,8 @@ def modules_of(folder: Path, names: Iterable[str]) -> list[str]:
     Of experts in PEFT's fused form megatron-core's names. Raises ValueError where not both matrices of experts have
     adapters, for one alone might be either.
     """
-    modules = [found[1].removeprefix(PREFIX) for name in names if (found := A_MATRIX.fullmatch(name))]
-    fused = {name: found for name in modules if (found := FUSED_EXPERTS.fullmatch(name))}
+    modules = [match[1].removeprefix(PREFIX) for name in names if (match := A_MATRIX.fullmatch(name))]
+    fused = {name: match for name in modules if (match := FUSED_EXPERTS.fullmatch(name))}
     for name in fused:
         if name.endswith(".experts") and f"{name}.base_layer" not in fused:
             raise ValueError(
@@ -161,7 +166,7 @@ def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
 
 
 def _meant(targets: Container[str], name: str, matrix: _Matrix) -> list[str]:
-    """Which targets the module `name`, a part of `matrix`, is one of: their group, or how its name ends."""
+    """List the targets that include the module `name`, a part of `matrix`: its group, or an end of its name."""
     names = {group for group, leaves in GROUPS.items() if matrix.leaf in leaves}
     for words in (name.split("."), matrix.module.split(".")):
         names |= {".".join(words[first:]) for first in range(len(words))}
@@ -217,8 +222,8 @@ def _rows_of(kind: ShardingKind, chosen: list[int]) -> ShardingKind:
     numbers = {part: number for number, part in enumerate(chosen)}
 
     def spans(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-        found = kind.spans(length, ranks, architecture)
-        return [span if span.part is None else span._replace(part=numbers.get(span.part)) for span in found]
+        layout = kind.spans(length, ranks, architecture)
+        return [span if span.part is None else span._replace(part=numbers.get(span.part)) for span in layout]
 
     return ShardingKind(kind.dim, spans)
 
@@ -251,38 +256,38 @@ def _check_experts(plan: AdapterPlan, entries: ParamTable) -> None:
     """PEFT and vLLM hold a layer's experts together: all of them have adapters on all three matrices, or none has."""
     if not plan.has_experts:
         return
-    wanted, found = defaultdict(set), defaultdict(set)
+    expected, adapted = defaultdict(set), defaultdict(set)
     for key, entry in entries.items():
         if EXPERTS in key.name and key.name.endswith(".weight"):
-            wanted[key.layer] |= set(entry.hf)
-            found[key.layer] |= {entry.hf[part] for part in plan.adapted.get(key, ())}
-    for layer, names in found.items():
-        if names and names != wanted[layer]:
+            expected[key.layer] |= set(entry.hf)
+            adapted[key.layer] |= {entry.hf[part] for part in plan.adapted.get(key, ())}
+    for layer, names in adapted.items():
+        if names and names != expected[layer]:
             raise ValueError(
-                f"of layer {layer}, {len(names)} of {len(wanted[layer])} matrices of experts have adapters. PEFT and "
+                f"of layer {layer}, {len(names)} of {len(expected[layer])} matrices of experts have adapters. PEFT and "
                 "vLLM hold them fused: target all of them (all-linear, or gate, up and down projections of all "
                 "experts), or none"
             )
 
 
 def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSettings, *, scored: bool) -> ParamTable:
-    whole: ParamTable = {}
+    trained: ParamTable = {}
     named = settings.modules_to_save
     if scored:  # PEFT trains and names heads by itself, by all the names that transformers' models have for one
         named = [*(name for name in named if name not in HEADS), HEADS[0]]
     for name in named:
-        found = [key for key in (EMBEDDING, OUTPUT) if key in entries and _saved_by(name, key, entries[key])]
-        if not found:
+        keys = [key for key in (EMBEDDING, OUTPUT) if key in entries and _saved_by(name, key, entries[key])]
+        if not keys:
             tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)
             what = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
             what = "embed_tokens and the head (score)" if scored else what
             raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {what}")
-        for key in found:
+        for key in keys:
             if key in plan.adapted:
                 raise ValueError(f"--modules_to_save {name} has an adapter as well: leave all-embedding out")
-            whole[key] = entries[key]._replace(hf=tuple(PREFIX + hf for hf in entries[key].hf))
+            trained[key] = entries[key]._replace(hf=tuple(PREFIX + hf for hf in entries[key].hf))
     if settings.bias == "none":
-        return whole
+        return trained
     adapted = {key.name.removesuffix("weight") + "bias" for key in plan.adapted}
     for key, entry in entries.items():
         if key.name.endswith(".bias") and (settings.bias == "all" or key.name in adapted):
@@ -294,10 +299,10 @@ def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSetting
                 PREFIX + (hf.removesuffix("bias") + "base_layer.bias" if part in inside else hf)
                 for part, hf in enumerate(entry.hf)
             )
-            whole[key] = entry._replace(hf=names)
-    if not whole:
+            trained[key] = entry._replace(hf=names)
+    if not trained:
         raise ValueError(f"--lora_bias {settings.bias}: this model has no biases there")
-    return whole
+    return trained
 
 
 def _saved_by(name: str, key: ParamKey, entry: MappingEntry) -> bool:

@@ -46,7 +46,7 @@ def attach_adapters(
     for chunk in model.chunks:
         for name, parameter in list(chunk.named_parameters()):
             key, view = next(by_key(chunk, name, parameter))
-            parameter.requires_grad_(key in plan.whole or (key == OUTPUT and bool(plan.copies)))
+            parameter.requires_grad_(key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies)))
             if key in plan.adapted:
                 _check_rank(settings, key, entries[key], view, architecture)
                 module: Any = chunk.get_submodule(name.rpartition(".")[0])
@@ -98,8 +98,8 @@ def _adapter(
     return adapter
 
 
-def _parts(key: ParamKey, entry: MappingEntry, shape: Any, chosen: tuple[int, ...], model: Model) -> Tensor:
-    """Whether each of this rank's outputs belongs to each of the parts `chosen`: bool [outputs, parts]."""
+def _parts(key: ParamKey, entry: MappingEntry, shape: torch.Size, chosen: tuple[int, ...], model: Model) -> Tensor:
+    """Return whether each of this rank's outputs belongs to each of the parts `chosen`: bool [outputs, parts]."""
     parts = torch.zeros(shape[0], len(chosen), dtype=torch.bool)
     if entry.kind.dim == 1:
         return ~parts
@@ -121,7 +121,7 @@ def _check_rank(
 
 @torch.no_grad()
 def _initialise(model: Model, entries: ParamTable, seed: int) -> None:
-    """As PEFT does: one of the two matrices is 0, the other random, by the tensor's name and `seed` alone."""
+    """Initialize as PEFT: one of both matrices 0, the other random by the tensor's name and `seed` alone."""
     for key, tensor in collect_params(model.chunks, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
@@ -129,25 +129,25 @@ def _initialise(model: Model, entries: ParamTable, seed: int) -> None:
         entry = entries[key]
         ranks, rank = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, model.architecture)
-        whole = {
+        initial = {
             name: _beginning(name, shape, seed)
             for name, shape in entry.hf_shapes(tensor.shape, spans).items()
             if name.endswith(("lora_A.weight", "lora_embedding_B"))
         }
         size = tensor.shape[entry.dim]
         for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
-            if span.part is not None and entry.hf[span.part] in whole:
-                tensor.narrow(entry.dim, at, span.length).copy_(_cut(whole[entry.hf[span.part]], entry, span))
+            if span.part is not None and entry.hf[span.part] in initial:
+                tensor.narrow(entry.dim, at, span.length).copy_(_cut(initial[entry.hf[span.part]], entry, span))
 
 
-def _cut(whole: Tensor, entry: MappingEntry, span: Span) -> Tensor:
-    return whole.narrow(entry.dim, span.start, span.stop - span.start)
+def _cut(values: Tensor, entry: MappingEntry, span: Span) -> Tensor:
+    return values.narrow(entry.dim, span.start, span.stop - span.start)
 
 
 def _beginning(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """PEFT's: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
-    generator, whole = seeded_generator(name, seed), torch.empty(shape)
+    generator, values = seeded_generator(name, seed), torch.empty(shape)
     if name.endswith("lora_embedding_B"):
-        return whole.normal_(generator=generator)
+        return values.normal_(generator=generator)
     bound = 1 / math.sqrt(shape[1])
-    return whole.uniform_(-bound, bound, generator=generator)
+    return values.uniform_(-bound, bound, generator=generator)

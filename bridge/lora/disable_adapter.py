@@ -1,23 +1,22 @@
-"""Turning adapters off for a while: the model is what it was before it had them, as a reference to train against."""
+"""Temporarily disable adapters: the model is its own reference, as before training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..mapping.local_params import ADAPTER
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter
 
 
 class AdapterSwitch:
-    """Of the adapters of `chunks`. To be made when what is trained whole beside them still has its first values."""
+    """A switch of the adapters of `chunks`; made while the parameters trained beside them have their first values."""
 
     def __init__(self, chunks: Sequence[GPTModel]):
         kinds = LinearAdapter, ExpertsAdapter, EmbeddingAdapter
-        self._adapters: list[Any] = [
+        self._adapters: list[nn.Module] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)
         ]
         self._first: list[tuple[Tensor, Tensor]] = [
@@ -29,7 +28,7 @@ class AdapterSwitch:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within, there are no adapters. Gradients are not to be asked for."""
+        """Disable the adapters. There must be no backward pass within."""
         now = [parameter.detach().clone() for parameter, _ in self._first]
         for adapter in self._adapters:
             adapter.forward = _unchanged
@@ -42,11 +41,11 @@ class AdapterSwitch:
             _set(zip((parameter for parameter, _ in self._first), now, strict=True))
 
 
-def _unchanged(x: Tensor, output: Any, *more: Any) -> Any:
+def _unchanged[T](x: Tensor, output: T, *_: object) -> T:
     return output
 
 
 @torch.no_grad()
-def _set(values: Any) -> None:
+def _set(values: Iterable[tuple[Tensor, Tensor]]) -> None:
     for parameter, value in values:
         parameter.copy_(value)

@@ -24,7 +24,7 @@ from ..layers.experts import grouped_product
 
 
 class MatrixSharding(NamedTuple):
-    """Where a matrix stands among the processes."""
+    """Distribution of a matrix over processes."""
 
     split: int | None  # the dimension of the matrix [outputs, inputs] that is split over `group`; None: it is whole
     group: ProcessGroup
@@ -53,7 +53,7 @@ class _Adapter(nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """What megatron-core asks of parameters: whether they are split, and whether their gradients are partial."""
+        """Set megatron-core's marks on parameters: whether they are split, and whether their gradients are partial."""
         for parameter, dim in ((self.lora_A, 1), (self.lora_B, 0)):
             split = self.sharding.split == dim
             if split:
@@ -116,7 +116,7 @@ class LinearAdapter(_Adapter):
         return (y, *later) if isinstance(output, tuple) else y
 
     def _exchange(self, inner: Tensor) -> Tensor:
-        """What A gives [tokens ..., parts * rank], as B wants it: for all tokens that the matrix's output has."""
+        """Exchange A's output [tokens ..., parts * rank] for B's input: all tokens of the matrix's output."""
         split, group, sequence_parallel, exchanges = self.sharding
         if split is None or not exchanges:
             return inner
@@ -169,10 +169,10 @@ class LinearAdapter(_Adapter):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        found = super().merged(weight)
+        weights = super().merged(weight)
         if self.magnitude is None:
-            return found
-        return found * self._growth(weight).unsqueeze(1)
+            return weights
+        return weights * self._growth(weight).unsqueeze(1)
 
 
 class ExpertsAdapter(_Adapter):
@@ -224,7 +224,7 @@ class EmbeddingAdapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """As `_Adapter.merged`."""
+        """Merge as `_Adapter.merged`."""
         return weight.float() + self.scaling * self.lora_A.float() @ self.lora_B.float().t()
 
 

@@ -1,8 +1,7 @@
-"""Which tensors of a model have adapters beside them, and what they are with these in them."""
+"""Merge adapters into weights."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,26 +13,26 @@ from .layers import ExpertsAdapter
 
 
 def merge_functions(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Tensor]]:
-    """For each weight of `chunks` that has an adapter: this rank's shard -> the same with it, a copy in fp32.
+    """Return, for each weight with an adapter, a function from this rank's shard to the merged one, a copy in fp32.
 
     Where DoRA's matrices are split by their inputs, the ranks of a tensor-parallel group call it together.
     """
-    found: dict[ParamKey, Callable[[Tensor], Tensor]] = {}
+    functions: dict[ParamKey, Callable[[Tensor], Tensor]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             module, _, leaf = name.rpartition(".")
-            adapter: Any = getattr(chunk.get_submodule(module), "adapter", None)
+            adapter = getattr(chunk.get_submodule(module), "adapter", None)
             if leaf != "weight" or ADAPTER in name or adapter is None:
                 continue
             for number, (key, _) in enumerate(by_key(chunk, name, parameter)):
                 inside = isinstance(adapter, ExpertsAdapter)
-                found[key] = partial(adapter.merged, expert=number) if inside else adapter.merged
-    return found
+                functions[key] = partial(adapter.merged, expert=number) if inside else adapter.merged
+    return functions
 
 
 @torch.no_grad()
 def merge_and_unload(chunks: Sequence[GPTModel]) -> None:
-    """Put the adapters of `chunks` into their weights, and take them away: of a model that is written, never trained.
+    """Merge the adapters of `chunks` into their weights, and remove them: for a model that is saved, never trained.
 
     Each sum is made in fp32 and rounded once. Every rank calls this.
     """

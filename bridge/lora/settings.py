@@ -1,15 +1,14 @@
-"""What adapters are to be like, as the options or PEFT's adapter_config.json say it. No torch here."""
+"""Settings of adapters, from the options or from PEFT's adapter_config.json. No torch here."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ..mapping.param_mapping import HfConfig
 from ..options import LoraOptions
 
 # Keys of an adapter_config.json with which an adapter computes something else, and the values with which it does not.
-PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN: dict[str, tuple[bool | None, ...]] = {
     "fan_in_fan_out": (False,),
     "lora_bias": (False,),  # a bias behind B
     "layer_replication": (None,),
@@ -41,7 +40,7 @@ class LoraSettings:
 
     @property
     def scaling(self) -> float:
-        """By what an adapter's product is multiplied."""
+        """Factor on an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @classmethod
@@ -61,7 +60,7 @@ class LoraSettings:
 
     @classmethod
     def of_adapter(cls, config: HfConfig, modules: Iterable[str] | None = None) -> "LoraSettings":
-        """As a raw adapter_config.json says it; `modules`: the names of those that have adapters in the file beside it.
+        """Read a raw adapter_config.json; `modules`: the modules with adapters in the file beside it.
 
         Raises ValueError for one that is no LoRA adapter, or has what is not known here.
         """

@@ -93,7 +93,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingKind:
-    """How one megatron-core tensor is built from Hugging Face tensors, and how tensor parallelism splits it.
+    """Construction of a megatron-core tensor from Hugging Face tensors, and its split by tensor parallelism.
 
     `spans(length, ranks, architecture)` covers, in order and without a gap, the `length` positions along `dim` of the
     concatenated shards of all `ranks`; rank r holds the r-th equal window of them. `parts` are the words that replace

@@ -1,7 +1,6 @@
 """Architecture, layout and numerics -> megatron-core's TransformerConfig."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from .. import runtime
 from ..kernels import usable
 from ..mapping import fp8
-from ..mapping.param_mapping import Architecture
+from ..mapping.param_mapping import Architecture, TransformerArgs
 from ..options import BuildOptions, RecomputeOptions
 from .kernel_selection import Kernels
 
@@ -31,7 +30,7 @@ def transformer_config(
     pipeline = options.pipeline_model_parallel_size > 1
     interleaved = bool(options.virtual_pipeline_model_parallel_size)
     overlap_p2p = options.overlap_p2p_comm and interleaved
-    settings: dict[str, Any] = {
+    settings: TransformerArgs = {
         **architecture.transformer,
         "activation_func": ACTIVATIONS[architecture.transformer["activation_func"]],
         "params_dtype": dtype,
@@ -89,7 +88,7 @@ def transformer_config(
     return config
 
 
-def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> dict[str, Any]:
+def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> TransformerArgs:
     if options.recompute_granularity == "none":
         return {}
     if options.recompute_granularity == "full":
@@ -104,7 +103,7 @@ def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: s
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
-def _experts(options: BuildOptions, kernels: Kernels, settings: dict[str, Any]) -> dict[str, Any]:
+def _experts(options: BuildOptions, kernels: Kernels, settings: TransformerArgs) -> TransformerArgs:
     shared = settings.get("moe_shared_expert_intermediate_size") is not None
     balancing = settings.get("moe_router_load_balancing_type", "aux_loss")
     return {

@@ -15,7 +15,7 @@ from ..options import BuildOptions, KernelOptions, ParallelOptions
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs here, of what the options prefer."""
+    """The kernels that run on this machine."""
 
     transformer_engine: bool
     attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
@@ -31,7 +31,7 @@ class Kernels:
         return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn") else AttnBackend.auto
 
     def context_exchange(self, options: ParallelOptions) -> str:
-        """How context parallelism exchanges keys and values: ours are gathered; `a2a+p2p` would need more groups."""
+        """Return the exchange of context parallelism: ours gathers keys and values; `a2a+p2p` needs more groups."""
         if self.attention != "transformer_engine":
             return "all_gather"
         return options.cp_comm_type if options.cp_comm_type in ("all_gather", "a2a") else "p2p"
@@ -91,14 +91,16 @@ def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: 
     if not options.moe_permute_fusion:
         return "plain"
     # Ours is for tokens that each have all of their experts.
-    whole = options.moe_expert_capacity_factor is None and options.moe_router_load_balancing_type != "sinkhorn"
-    if dispatcher == "alltoall" and whole and usable(torch.empty(0, device=runtime.device())):
+    has_all_experts = (
+        options.moe_expert_capacity_factor is None and options.moe_router_load_balancing_type != "sinkhorn"
+    )
+    if dispatcher == "alltoall" and has_all_experts and usable(torch.empty(0, device=runtime.device())):
         return "own"
     return "transformer_engine" if transformer_engine else "plain"
 
 
 def _head_sizes(architecture: Architecture) -> tuple[int, ...]:
-    """Of keys and of values."""
+    """Return the head sizes of keys and of values."""
     about = architecture.transformer
     if about.get("multi_latent_attention"):
         return about["qk_head_dim"] + about["qk_pos_emb_head_dim"], about["v_head_dim"]

@@ -1,4 +1,4 @@
-"""Which of a model's parameters are trained, by their names or by a share of them all, and how many these are.
+"""Trained and frozen parameters, selected by name or by a share of all, and their number.
 
 A weight here is a parameter of the whole model as megatron-core has it, with all experts of a layer in one: what is
 frozen is the same in every layout of processes.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -31,7 +31,7 @@ from .build import Model, enable_grads_through_frozen
 
 
 class _Names(NamedTuple):
-    """What a weight is called: in megatron-core, and what it is made of in Hugging Face's files."""
+    """Names of a weight: in megatron-core, and of its parts in Hugging Face files."""
 
     own: set[str]
     parts: set[str]
@@ -77,7 +77,7 @@ def freeze_output(model: Model) -> None:
 
 
 def count_parameters(model: Model, hf_config: HfConfig) -> tuple[int, int]:
-    """How many parameters of the whole model are trained, and how many there are, adapters among them.
+    """Count the trained parameters of the model, and all of them, with adapters.
 
     Each counts once, however many ranks hold it; padding does not count. Every rank calls this.
     """
@@ -99,9 +99,9 @@ def _weights(model: Model, entries: ParamTable) -> dict[ParamKey, tuple[int, boo
             size = sum(map(prod, entries[key].hf_shapes(shard.shape, spans).values()))
             here[weight] = (size * (1 if key.expert is None else experts), parameter.requires_grad)
     group = parallel_state.get_pipeline_model_parallel_group()  # the other ranks of a stage have parts of the same
-    everywhere: list[Any] = [None] * dist.get_world_size(group)  # pyright: ignore[reportArgumentType]
-    dist.all_gather_object(everywhere, here, group=group)  # pyright: ignore[reportArgumentType]
-    return {weight: about for stage in everywhere for weight, about in stage.items()}
+    stages: list[dict[ParamKey, tuple[int, bool]]] = [{}] * dist.get_world_size(group)  # pyright: ignore[reportArgumentType]
+    dist.all_gather_object(stages, here, group=group)  # pyright: ignore[reportArgumentType]
+    return {weight: about for stage in stages for weight, about in stage.items()}
 
 
 def _held(chunk: GPTModel, architecture: Architecture) -> Iterator[tuple[ParamKey, Tensor, ParamKey, Tensor]]:
@@ -116,14 +116,14 @@ def _weight_of(key: ParamKey, architecture: Architecture) -> ParamKey:
 
 
 def _names(entries: ParamTable, weights: Container[ParamKey], architecture: Architecture) -> dict[ParamKey, _Names]:
-    """Of all `weights`, which are ordered from the embedding to the output layer."""
-    found: dict[ParamKey, _Names] = {}
+    """Return the names of all `weights`, ordered from the embedding to the output layer."""
+    names: dict[ParamKey, _Names] = {}
     for key, entry in entries.items():
         if (weight := _weight_of(key, architecture)) in weights:
-            own, parts = found.setdefault(weight, _Names(set(), set()))
-            own.add(key.name.format(layer=key.layer))
+            mcore, parts = names.setdefault(weight, _Names(set(), set()))
+            mcore.add(key.name.format(layer=key.layer))
             parts.update(entry.hf)
-    return dict(sorted(found.items(), key=lambda item: _depth(item[0])))
+    return dict(sorted(names.items(), key=lambda item: _depth(item[0])))
 
 
 def _depth(weight: ParamKey) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def _depth(weight: ParamKey) -> tuple[int, int]:
 
 
 def _first_ones(sizes: Mapping[ParamKey, int], ordered: Sequence[ParamKey], ratio: float) -> set[ParamKey]:
-    """As many weights as are whole among the first `ratio` of all parameters."""
+    """Select the first weights that lie entirely within the first `ratio` of all parameters."""
     most = ratio * sum(sizes.values())
     ends = accumulate(sizes[weight] for weight in ordered)
     return {weight for weight, end in zip(ordered, ends, strict=True) if end <= most}
@@ -141,26 +141,27 @@ def _first_ones(sizes: Mapping[ParamKey, int], ordered: Sequence[ParamKey], rati
 
 def _meant(named: Mapping[ParamKey, _Names], prefixes: Sequence[str], regex: str | None, *, flag: str) -> set[ParamKey]:
     """The weights whose own name, or all of whose parts', begin with a prefix or have the expression in them."""
-    tests: dict[str, Callable[[str], Any]] = {f"{flag} {each}": _begins(each) for each in prefixes}
+    tests: dict[str, Callable[[str], object]] = {f"{flag} {prefix}": _begins(prefix) for prefix in prefixes}
     if regex:
         tests[f"{flag}_regex {regex}"] = re.compile(regex).search
-    every = {name for own, parts in named.values() for name in own | parts}
-    hits = {given: {name for name in every if test(name)} for given, test in tests.items()}
-    for given, hit in hits.items():
+    every = {name for mcore, parts in named.values() for name in mcore | parts}
+    hits = {flag_value: {name for name in every if test(name)} for flag_value, test in tests.items()}
+    for flag_value, hit in hits.items():
         if not hit:
-            own, parts = list(named.values())[1]
+            mcore, parts = list(named.values())[1]
             raise ValueError(
-                f"{given} is in no parameter's name. Names are such as {min(parts)} or, megatron-core's, {min(own)}"
+                f"{flag_value} is in no parameter's name. Names are such as {min(parts)} or, megatron-core's, "
+                f"{min(mcore)}"
             )
     meant, chosen = {name for hit in hits.values() for name in hit}, set()
-    for weight, (own, parts) in named.items():
-        if meant & own or meant >= parts:
+    for weight, (mcore, parts) in named.items():
+        if meant & mcore or meant >= parts:
             chosen.add(weight)
         elif some := meant & parts:
-            given = next(given for given, hit in hits.items() if hit & some)
+            flag_value = next(flag_value for flag_value, hit in hits.items() if hit & some)
             raise ValueError(
-                f"{given} means {min(some)} and not {min(parts - some)}, and both are in {min(own)}, which is frozen "
-                "or trained as a whole: name all of it"
+                f"{flag_value} means {min(some)} and not {min(parts - some)}, and both are in {min(mcore)}, which is "
+                "frozen or trained as a whole: name all of it"
             )
     return chosen
 

@@ -238,7 +238,7 @@ def _same_modules(one: AdapterPlan | None, other: AdapterPlan | None) -> bool:
         one is not None
         and other is not None
         and one.adapted == other.adapted
-        and one.whole.keys() == other.whole.keys()
+        and one.modules_to_save.keys() == other.modules_to_save.keys()
     )
 
 

@@ -126,13 +126,13 @@ def adapted(config: dict[str, Any], options: BuildOptions, kind: str):
 def trained(model: Any) -> dict[Any, torch.Tensor]:
     plan = model.lora.plan
     tensors = collect_params(model.chunks) | collect_params(model.chunks, adapters=True)
-    return {key: tensor for key, tensor in tensors.items() if key in plan.entries | plan.whole}
+    return {key: tensor for key, tensor in tensors.items() if key in plan.all_entries}
 
 
 @torch.no_grad()
 def fill(model: Any) -> None:
     """Set each of PEFT's tensors to random numbers of its own, as they are in every layout."""
-    entries = model.lora.plan.entries | model.lora.plan.whole
+    entries = model.lora.plan.entries | model.lora.plan.modules_to_save
     for key, tensor in trained(model).items():
         entry, size = entries[key], tensor.shape[entries[key].dim]
         ranks, rank = shard_position(key, entry)

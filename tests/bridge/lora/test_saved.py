@@ -161,7 +161,7 @@ def _check_settings(case, base, folder):
     family = family_of(raw := read_config(base))
     architecture = family.describe(raw)
     plan = plan_adapters(expand_mappings(family, raw, architecture), settings, architecture)
-    wanted = {name for entry in (plan.entries | plan.whole).values() for name in entry.hf} | plan.copies.keys()
+    wanted = {name for entry in (plan.all_entries).values() for name in entry.hf} | plan.copies.keys()
     assert wanted == tensors
     assert settings.scaling == pytest.approx(ALPHA / (math.sqrt(RANK) if "use_rslora" in CASES[case].peft else RANK))
 

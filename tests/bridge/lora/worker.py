@@ -110,7 +110,7 @@ def _plant_in_attention(fault: str | None, chunk: Any) -> None:
 
 def copies(model: Model) -> dict[Any, Tensor]:
     """Of the weights that are not trained."""
-    trained = model.lora.plan.whole
+    trained = model.lora.plan.modules_to_save
     return {key: tensor.detach().clone() for key, tensor in collect_params(model.chunks).items() if key not in trained}
 
 

@@ -161,4 +161,4 @@ def test_what_adapters_of_heads_refuse(alone, causal):
     attach_adapters(
         model, config, replace(LORA, modules_to_save=("classifier", "score")), seed=1
     )  # as PEFT's files have it
-    assert [entry.hf for entry in model.lora.plan.whole.values()] == [("base_model.model.score.weight",)]
+    assert [entry.hf for entry in model.lora.plan.modules_to_save.values()] == [("base_model.model.score.weight",)]
