@@ -308,11 +308,11 @@ def _runs(piece: TensorShards, shards: list[Tensor], part: int) -> list[Tensor]:
     if entry.hf_dim == 0 and all(span.step == 1 for span, _ in pieces):
         return [run for _, run in sorted(pieces, key=lambda one: one[0].start)]
     shape = list(entry.hf_shapes(shards[0].shape, piece.spans).values())[part]
-    run = shards[0].new_empty(shape)
+    tensor = shards[0].new_empty(shape)
     for span, run in pieces:
-        places = slice(span.start, span.stop, span.step)
-        run[places if entry.hf_dim == 0 else (slice(None), places)] = run
-    return [run]
+        positions = slice(span.start, span.stop, span.step)
+        tensor[positions if entry.hf_dim == 0 else (slice(None), positions)] = run
+    return [tensor]
 
 
 def gather_or_raise[T](value: T, failure: Exception | None) -> list[T]:
