@@ -58,7 +58,7 @@ def destroy() -> None:
     dist.destroy_process_group()
 
 
-def _open_store(timeout: timedelta) -> tuple[Any, int, int]:
+def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store through which the run's processes find each other, this one's rank, and their number.
 
     On one node that is a file of this user or, of one process, its memory: a port would be open to other users.
