@@ -118,7 +118,7 @@ def _without_adapters(model: Model, of: Of) -> Sums:
     switch = model.lora.switch
 
     def sums(batches: list[Batch], training: TrainState | None) -> list[Tensor]:
-        with training.parameters_gathered() if training else nullcontext(), switch.off():
+        with training.parameters_gathered() if training else nullcontext(), switch.disabled():
             return of(model, training.chunks if training else model.chunks, batches)
 
     return sums

@@ -28,7 +28,7 @@ def test_pairs_that_are_none_are_left_out_with_the_reason(place: Place) -> None:
     silent = {"messages": good[2]["messages"], "margin": 0.0}
     printed = train(place, "dpo", [*good, empty, equal, silent, equal], fails=False)
     assert "its rejected answer is empty" in printed
-    assert "it has no rejected answer: give rejected_response" in printed
+    assert "it has no rejected answer: add rejected_response" in printed
     (line,) = [line for line in printed.splitlines() if "equal" in line or "the same" in line]
     assert "2" in line
 
