@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ..tasks.options import GrpoOptions, SftOptions
 from ..tasks.run.args_json import SECRET
-from ..tasks.run.planning import DataPlan, Layout, plan_data
-from ..tasks.run.resume import asked_for
+from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
+from ..tasks.run.resume import requested_checkpoint
 from ..templates.plural import plural
 from .checks.common import check_writable
 from .flags import flags_of, show
@@ -17,7 +17,7 @@ def report(
     argv: list[str],
     options: SftOptions,
     sources: Mapping[str, str],
-    layout: Layout,
+    layout: ProcessLayout,
     processes: Processes,
     settings: Mapping[str, str],
 ) -> str:
@@ -54,7 +54,7 @@ def _check_weights(options: SftOptions) -> None:
     """Check the weights in local folders against their config.json; a hub's are fetched by the run."""
     from ..bridge.checkpoint.pretrained import check_weights
 
-    for name in ("ref_model", "teacher_model", "reward_model", *([] if asked_for(options) else ["model"])):
+    for name in ("ref_model", "teacher_model", "reward_model", *([] if requested_checkpoint(options) else ["model"])):
         for folder in _folders(options, name):
             check_weights(folder, flag=f"--{name}")
 

@@ -174,7 +174,7 @@ def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *,
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
     os.environ["PYTHONSAFEPATH"] = "1"  # else a file of the working folder, such as types.py, would replace a module
     os.environ[HIDDEN] = json.dumps([word for word, is_secret in _marked(argv) if is_secret])
-    os.environ |= {STARTED: secrets.token_hex(8), **console.handed_over()} | ({OUTPUT: str(output)} if output else {})
+    os.environ |= {STARTED: secrets.token_hex(8), **console.handover_env()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
 

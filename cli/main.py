@@ -203,7 +203,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], li
 
 @guarded_exit()
 def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from ..tasks.run.planning import Layout
+    from ..tasks.run.planning import ProcessLayout
     from .checks.common import check_lock, check_training, check_writable, folder_of
     from .launch import (
         Processes,
@@ -221,7 +221,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
     gpus = visible_gpus()
     notes += unseen_gpus(gpus)
     processes = Processes.of_environment(gpus)
-    layout = Layout.of(options, processes.world)
+    layout = ProcessLayout.of(options, processes.world)
     before = dict(vars(options))
     notes += check_training(options, layout, gpus, processes.per_node, sources)
     sources |= _derived(before, options)
@@ -241,7 +241,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
 
 
 def _start_export(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
-    from ..tasks.run.planning import Layout, build_options
+    from ..tasks.run.planning import ProcessLayout, build_options
     from .checks.export import check_export, check_export_layout, gpus_needed
     from .launch import Processes, environment, start, visible_gpus
 
@@ -253,7 +253,7 @@ def _start_export(command: Command, options: Any, sources: dict[str, str], notes
     if argv[0] == "megatron":
         processes = Processes.of_environment(gpus)
         layout = build_options(options)
-        check_export_layout(options, Layout.of(layout, processes.world), config, gpus, processes.per_node)
+        check_export_layout(options, ProcessLayout.of(layout, processes.world), config, gpus, processes.per_node)
         _tell(notes)
         start(processes, argv, environment(layout, processes, gpus))
     else:  # one process, or where a GPU is too small `megatron export` with as many as the model needs

@@ -35,7 +35,7 @@ from ..bridge.options import STORE
 from ..tasks.distributed.signals import AGAIN, EXIT_STOPPED, is_ignored
 from ..tasks.distributed.watchdog import EXIT_HANGS
 from ..tasks.run.interrupt import OTHER_FAILED
-from ..tasks.run.resume import launched_folder
+from ..tasks.run.resume import launched_run_dir
 from ..tasks.system import console
 
 EXIT_USAGE = 2
@@ -134,7 +134,7 @@ def rendezvous(address: str, port: int, rank: int, nodes: int, *settings: Any) -
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(console.labelled(text, sys.stderr), file=sys.stderr, flush=True)
-    if folder := launched_folder():
+    if folder := launched_run_dir():
         console.append(console.log_file(folder), text)
 
 

@@ -1,12 +1,12 @@
-"""`swift infer`: talk to a checkpoint, or have it answer a dataset, by transformers or by vLLM.
+"""`swift infer`: chat with a checkpoint, or complete a dataset, with transformers or vLLM.
 
     swift infer --model DIR --stream true                          # a chat
     swift infer --model DIR --val_dataset test.jsonl --temperature 0 --max_batch_size 32
-    swift infer --adapters DIR                                     # an adapter, on the model that it is of
+    swift infer --adapters DIR                                     # an adapter, on its base model
 
-Both engines are given the same token ids, made by the tokenizer's own chat template. A dataset's last answer is kept
-out of the prompt. The result file has a JSON object a row: `messages` (with the answer at the end), `response`, and
-`labels`, the dataset's own answer (null where it has none).
+Both engines receive the same token ids from the tokenizer's chat template. A dataset's last response is removed from
+the prompt. Each line of the result file is a JSON object: `messages` (with the response at the end), `response`, and
+`labels`, the dataset's own response (null if none).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -38,28 +38,32 @@ from ..templates.chat_template.chat import ChatTemplate
 from ..templates.dataset.sources import open_sources
 from ..templates.formats.dataset_names import text_of
 from ..templates.formats.schemas import Conversation, UnusableRow, rename_columns, row_errors, to_conversation
+from ..templates.json_types import JsonObject
 from ..templates.plural import plural
-from .convert.peft_model import adapted, merged
+from .convert.peft_model import attach_adapter, merge_adapter
 from .options import InferOptions
-from .rollout.lora_support import RANKS, room_for
-from .system.atomic_dir import damage, loading
+from .rollout.lora_support import RANKS, lora_rank_bucket
+from .system.atomic_dir import loading, verify_files
 
-Emit = Callable[[str], None]  # takes a piece of an answer as it comes
-VLLM_PROMPTS = 2000  # that it is given at a time
-NOT_BY_VLLM = {  # what of an adapter_config.json vLLM refuses, or leaves out without a word
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+
+Emit = Callable[[str], None]  # receives a piece of a response
+VLLM_PROMPTS = 2000  # per call of vLLM
+UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
     "use_dora": "DoRA (use_dora)",
-    "modules_to_save": "modules that are trained whole (modules_to_save)",
+    "modules_to_save": "fully trained modules (modules_to_save)",
 }
 
 
 def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
-    """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError, each with its cure."""
+    """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError."""
     rows = list(read_prompts(options)) if options.val_dataset else []
     adapter = checked_adapter(options)
     options = with_base(options, adapter and adapter.folder)
     folder = checked_folder(options)
     path = result_path(adapter.folder if adapter else folder, options) if options.val_dataset else None
-    engine = (VllmEngine if options.infer_backend == "vllm" else TransformersEngine)(folder, adapter, options)
+    engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(folder, adapter, options)
     if path is None:
         chat(engine, options)
     else:
@@ -67,76 +71,76 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
 
 
 def checked_folder(options: InferOptions) -> Path:
-    """The model's folder, once it is known to hold a whole checkpoint."""
+    """Return the model's folder after checking that it holds a complete checkpoint."""
     folder = model_folder(options)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--model {folder}: there is no config.json in it. Give the folder of a checkpoint-N.")
-    _check_whole("--model", folder)
+        raise FileNotFoundError(f"--model {folder}: it has no config.json. Set the folder of a checkpoint-N.")
+    _verify("--model", folder)
     if not has_weights(folder):
         raise ValueError(f"--model {folder} {no_weights(folder)}. Use a folder that has them.")
     return folder
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterFolder:
     folder: Path
-    config: dict[str, Any]  # adapter_config.json
+    config: JsonObject  # adapter_config.json
 
 
-def checked_adapter(options: InferOptions) -> Adapter | None:
-    """The adapter of `--adapters`, once its folder is known to be whole; None where none is given."""
+def checked_adapter(options: InferOptions) -> AdapterFolder | None:
+    """Return the adapter of `--adapters` after checking its folder; None if unset."""
     folder = adapter_folder(options, options.adapters)
     if folder is None:
         return None
-    adapter = Adapter(folder, read_adapter_config(folder))
-    _check_whole("--adapters", folder)
+    adapter = AdapterFolder(folder, read_adapter_config(folder))
+    _verify("--adapters", folder)
     return adapter
 
 
-def _check_whole(flag: str, folder: Path) -> None:
-    if faults := damage(folder):
+def _verify(flag: str, folder: Path) -> None:
+    if faults := verify_files(folder):
         raise ValueError(
-            f"{flag} {folder} is not whole ({'; '.join(faults)}). Copy it again, or take another checkpoint."
+            f"{flag} {folder}: it is damaged ({'; '.join(faults)}). Copy it again, or use another checkpoint."
         )
     from ..bridge.checkpoint.safetensors_io import check_headers
 
-    check_headers(folder)  # raises for what a manifest does not tell: shards that are missing or cut short
+    check_headers(folder)  # finds what a manifest cannot: missing or truncated shards
 
 
 @dataclass
-class Prompt:
-    """A row to answer. `label`: the last answer of the row's own, None where it has none."""
+class InferPrompt:
+    """Row to complete. `label`: the dataset's own last response, None if it has none."""
 
     conversation: Conversation
     label: str | None
 
 
-def read_prompts(options: InferOptions) -> Iterator[Prompt]:
-    """The rows of `--val_dataset`, with `--system` in those that have no system prompt of their own."""
+def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
+    """Yield the rows of `--val_dataset`, with `--system` in those without a system prompt."""
     hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
     system = text_of("--system", options.system)
     for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
         if not len(source):
-            raise ValueError(f"--val_dataset {source.name} is empty: it holds no row")
-        for _, place, row in source.rows(np.arange(min(count or len(source), len(source)))):
+            raise ValueError(f"--val_dataset {source.name}: it has no rows. Set another one")
+        for _, row_name, row in source.rows(np.arange(min(count or len(source), len(source)))):
             try:
                 with row_errors():
                     conversation = to_conversation(rename_columns(row, options.columns), answered=False, strict=False)
             except UnusableRow as error:
-                raise ValueError(f"--val_dataset: {place}: {error}") from error
+                raise ValueError(f"--val_dataset: {row_name}: {error}") from error
             messages = conversation.messages
             label = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
             if not messages:
-                raise ValueError(f"--val_dataset: {place}: it has an answer and no question")
+                raise ValueError(f"--val_dataset: {row_name}: it has a response but no prompt")
             if system and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": system})
-            yield Prompt(conversation, label)
+            yield InferPrompt(conversation, label)
 
 
 def result_path(folder: Path, options: InferOptions) -> Path:
-    """Return the path of the result file, whose folder is made where it is missing.
+    """Return the path of the result file, after making its folder.
 
-    Raises FileExistsError where the file exists, and ValueError where it cannot be written.
+    Raises FileExistsError where the file exists, ValueError where it cannot be written.
     """
     if options.result_path is None:
         path = _default_path(folder.resolve(), time.strftime("%Y%m%d-%H%M%S"))
@@ -149,7 +153,7 @@ def result_path(folder: Path, options: InferOptions) -> Path:
     except OSError as error:
         raise ValueError(f"--result_path {path}: {error.strerror}. Set another path.") from error
     else:
-        raise FileExistsError(f"--result_path {path} exists. Move it away, or set another path.")
+        raise FileExistsError(f"--result_path {path} exists. Move it, or set another path.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -160,17 +164,17 @@ def result_path(folder: Path, options: InferOptions) -> Path:
 
 
 def _default_path(folder: Path, now: str) -> Path:
-    """A file in the model's folder; for a run's checkpoint, which the run may delete, in the run's folder."""
+    """Return a path in the model's folder, or in the run's for a checkpoint, which the run may delete."""
     if re.fullmatch(r"checkpoint-\d+(-merged)?", folder.name):
         return folder.parent / "infer_result" / f"{folder.name}-{now}.jsonl"
     return folder / "infer_result" / f"{now}.jsonl"
 
 
-def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOptions) -> None:
-    """Answer each prompt, in order, a row of `path` each; rows are written as their batch is done."""
-    size = VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size  # vLLM makes its own batches
-    right, start = 0, time.perf_counter()
-    with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Answer", disable=None) as bar:
+def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options: InferOptions) -> None:
+    """Complete each prompt and write its row to `path`, batch by batch."""
+    size = VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
+    correct, start = 0, time.perf_counter()
+    with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Generate", disable=None) as bar:
         for first in range(0, len(prompts), size):
             batch = prompts[first : first + size]
             responses = engine.generate([engine.encode(prompt.conversation) for prompt in batch])
@@ -178,23 +182,23 @@ def answer(engine: "Engine", prompts: list[Prompt], path: Path, options: InferOp
                 messages = [*prompt.conversation.messages, {"role": "assistant", "content": response}]
                 row = {"messages": messages, "response": response, "labels": prompt.label}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                right += prompt.label is not None and response.strip() == prompt.label.strip()
+                correct += prompt.label is not None and response.strip() == prompt.label.strip()
             file.flush()
             bar.update(len(batch))
     seconds = time.perf_counter() - start
-    print(f"{plural(len(prompts), 'answer')} in {seconds:.1f} s ({len(prompts) / seconds:,.1f}/s): {path}")
+    print(f"{plural(len(prompts), 'response')} in {seconds:.1f} s ({len(prompts) / seconds:,.1f}/s): {path}")
     if labelled := sum(prompt.label is not None for prompt in prompts):
-        print(f"equal to the dataset's answer: {right} of {labelled} ({right / labelled:.1%})")
+        print(f"equal to the dataset's response: {correct} of {labelled} ({correct / labelled:.1%})")
 
 
-def chat(engine: "Engine", options: InferOptions) -> None:
-    """Ask and answer on the terminal until `exit`, `quit`, or the end of the input."""
+def chat(engine: "ChatEngine", options: InferOptions) -> None:
+    """Chat on the terminal until `exit`, `quit`, or the end of the input."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (gives input() its line editing and history)
-    print("Chat. `clear` forgets what was said, `exit` leaves; Ctrl-C stops an answer.")
+        import readline  # noqa: F401  (adds line editing and history to input())
+    print("Chat. `clear` starts over, `exit` quits; Ctrl-C stops a response.")
     system = text_of("--system", options.system)
-    beginning = [{"role": "system", "content": system}] if system else []
-    messages = list(beginning)
+    initial_messages = [{"role": "system", "content": system}] if system else []
+    messages = list(initial_messages)
     while True:
         try:
             text = input("<<< ").strip()
@@ -204,15 +208,15 @@ def chat(engine: "Engine", options: InferOptions) -> None:
         if text in ("exit", "quit"):
             return
         if text == "clear":
-            messages = list(beginning)
+            messages = list(initial_messages)
             continue
         if not text:
             continue
         messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        pieces: list[str] = []
 
-        def emit(piece: str, said: list[str] = said) -> None:
-            said.append(piece)
+        def emit(piece: str, pieces: list[str] = pieces) -> None:
+            pieces.append(piece)
             print(piece, end="", flush=True)
 
         try:
@@ -220,25 +224,25 @@ def chat(engine: "Engine", options: InferOptions) -> None:
             (response,) = engine.generate([prompt], emit if options.stream else None)
             print("" if options.stream else response)
         except KeyboardInterrupt:
-            response = "".join(said)
+            response = "".join(pieces)
             print(" [stopped]")
         messages.append({"role": "assistant", "content": response})
 
 
-class Engine(ABC):
-    """Token ids in, text out."""
+class ChatEngine(ABC):
+    """Engine of `swift infer`: token ids in, text out."""
 
     def __init__(self, folder: Path):
-        self.tokenizer: Any = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
         if not self.tokenizer.chat_template:
             raise ValueError(
-                f"--model {folder}: its tokenizer has no chat template, so it is no chat model. Give one that was "
-                "fine-tuned on conversations, or add a chat_template.jinja to the folder."
+                f"--model {folder}: its tokenizer has no chat template. Set a model that was fine-tuned on "
+                "conversations, or add a chat_template.jinja to the folder."
             )
         self._template = ChatTemplate(self.tokenizer)
 
     def encode(self, conversation: Conversation) -> list[int]:
-        """The conversation as the model is to see it, up to where its answer begins."""
+        """Return the token ids of a conversation up to the start of its response."""
         try:
             text = self._template.render(conversation, prompt=True)
         except UnusableRow as error:
@@ -247,13 +251,13 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
-        """An answer to each prompt. `emit`, with a single prompt, is given the answer piece by piece."""
+        """Return a response to each prompt. `emit` receives the pieces of a single prompt's response."""
 
 
-class TransformersEngine(Engine):
-    """`model.generate` on batches padded on the left; on every GPU that is visible, or on the CPU."""
+class TransformersChat(ChatEngine):
+    """Engine over `model.generate`, on all visible GPUs or the CPU."""
 
-    def __init__(self, folder: Path, adapter: Adapter | None, options: InferOptions):
+    def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
         super().__init__(folder)
         import torch
         from transformers import set_seed
@@ -263,17 +267,17 @@ class TransformersEngine(Engine):
         with loading(folder, by_bar=True):
             self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
         if adapter:
-            self.model = adapted(self.model, adapter.folder, folder)
+            self.model = attach_adapter(self.model, adapter.folder, folder)
             if options.merge_lora:
-                self.model = merged(self.model)
+                self.model = merge_adapter(self.model)
         self.settings = self._settings(options)
 
-    def _settings(self, options: InferOptions) -> Any:
-        """The model's generation config with the options on top of it."""
+    def _settings(self, options: InferOptions) -> "GenerationConfig":
+        """Return the model's generation config, overridden by the options."""
         settings = self.model.generation_config
         ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
         settings.eos_token_id = sorted({end for end in (*ends, self.tokenizer.eos_token_id) if end is not None})
-        # Padding is masked, so that any token does; a tokenizer's own may lie beyond the model's embedding.
+        # Padding is masked, so that any token will do; the tokenizer's own may lie beyond the embedding.
         settings.pad_token_id = (settings.eos_token_id or [0])[0]
         for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"):
             if (value := getattr(options, name)) is not None:
@@ -283,7 +287,7 @@ class TransformersEngine(Engine):
         elif not (options.temperature is options.top_p is options.top_k is None):
             settings.do_sample = True
         if settings.top_k == -1:
-            settings.top_k = 0  # transformers' spelling of "all"
+            settings.top_k = 0  # transformers' value for all tokens
         return settings
 
     def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
@@ -291,12 +295,10 @@ class TransformersEngine(Engine):
 
         import torch
 
-        longest = max(map(len, prompts))
-        tokens = torch.full((len(prompts), longest), self.settings.pad_token_id)  # [prompts, longest]
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        from .rollout.transformers_engine import left_pad
+
+        tokens, mask = left_pad(prompts, self.settings.pad_token_id)
+        longest = tokens.shape[1]
         settings = copy.copy(self.settings)
         if settings.max_new_tokens is None:
             settings.max_new_tokens = max(1, self.model.config.get_text_config().max_position_embeddings - longest)
@@ -310,7 +312,7 @@ class TransformersEngine(Engine):
         return self.tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
 
 
-def _streamer(tokenizer: Any, emit: Emit) -> Any:
+def _streamer(tokenizer: "PreTrainedTokenizerBase", emit: Emit) -> "TextStreamer":
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
@@ -320,19 +322,19 @@ def _streamer(tokenizer: Any, emit: Emit) -> Any:
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-class VllmEngine(Engine):
-    """vLLM in this process."""
+class VllmChat(ChatEngine):
+    """Engine over vLLM in this process."""
 
-    def __init__(self, folder: Path, adapter: Adapter | None, options: InferOptions):
+    def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
-                "'megaswift[vllm]'), or leave the flag out to use transformers."
+                "'megaswift[vllm]'), or remove the flag to use transformers."
             )
         lora = {}
         if adapter:
             _check_for_vllm(adapter, options)
-            lora = {"enable_lora": True, "max_lora_rank": room_for(adapter.config.get("r", 8))}
+            lora = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
         super().__init__(folder)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -360,12 +362,12 @@ class VllmEngine(Engine):
         if emit:
             return [self._stream(prompts[0], emit)]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        shown = len(prompts) > 1 and sys.stderr.isatty()
-        outputs = self.llm.generate(requests, self.settings, use_tqdm=shown, lora_request=self.adapter)
+        show_progress = len(prompts) > 1 and sys.stderr.isatty()
+        outputs = self.llm.generate(requests, self.settings, use_tqdm=show_progress, lora_request=self.adapter)
         return [output.outputs[0].text for output in outputs]
 
     def _stream(self, prompt: list[int], emit: Emit) -> str:
-        """vLLM's own loop, a token at a time."""
+        """Run vLLM's engine loop, token by token."""
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         settings = self.settings.clone()
@@ -387,24 +389,24 @@ class VllmEngine(Engine):
         return "".join(pieces)
 
 
-def _check_for_vllm(adapter: Adapter, options: InferOptions) -> None:
-    """Raise ValueError for what vLLM does not do."""
+def _check_for_vllm(adapter: AdapterFolder, options: InferOptions) -> None:
+    """Raise ValueError for adapter features that vLLM does not support."""
     from ..bridge.checkpoint.safetensors_io import SafetensorsFolder
 
     config = adapter.config
-    found = [what for name, what in NOT_BY_VLLM.items() if config.get(name)]
-    for name, what in (("rank_pattern", "ranks"), ("alpha_pattern", "scales")):
-        # A pattern for fused experts is PEFT's own affair: vLLM takes these one by one.
+    problems = [feature for name, feature in UNSUPPORTED_BY_VLLM.items() if config.get(name)]
+    for name, feature in (("rank_pattern", "ranks"), ("alpha_pattern", "scales")):
+        # Patterns for fused experts are internal to PEFT: vLLM loads experts one by one.
         modules = [module for module in config.get(name) or {} if not module.endswith("gate_up_proj")]
-        found += [f"{what} of their own for some modules ({name})"] * bool(modules)
+        problems += [f"{feature} per module ({name})"] * bool(modules)
     if any(".kv_b_proj." in name for name in SafetensorsFolder(adapter.folder).tensors):
-        found.append("adapters of kv_b_proj, whose weight it takes apart")  # and goes on without them
-    found += ["biases (bias)"] * (config.get("bias", "none") != "none")
-    found += [f"a rank of {config['r']}"] * (config.get("r", 8) > RANKS[-1])
-    found += ["weights that are merged in memory (--merge_lora true)"] * bool(options.merge_lora)
-    if found:
+        problems.append("adapters of kv_b_proj, which it ignores silently")
+    problems += ["biases (bias)"] * (config.get("bias", "none") != "none")
+    problems += [f"a rank of {config['r']}"] * (config.get("r", 8) > RANKS[-1])
+    problems += ["merging in memory (--merge_lora true)"] * bool(options.merge_lora)
+    if problems:
         raise ValueError(
-            f"--adapters {adapter.folder}: vLLM does not take {', '.join(found)}. Make a merged folder (swift export "
-            f"--adapters {adapter.folder} --merge_lora true) and give it as --model, or leave --infer_backend out to "
-            "use transformers."
+            f"--adapters {adapter.folder}: vLLM does not support {', '.join(problems)}. Export a merged folder (swift "
+            f"export --adapters {adapter.folder} --merge_lora true) and set it as --model, or remove --infer_backend "
+            "to use transformers."
         )

@@ -23,9 +23,9 @@ from megaswift.bridge.checkpoint.pickles import read_metadata
 from megaswift.bridge.checkpoint.safetensors_io import INDEX, SafetensorsFolder
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.rollout.in_process import InProcess
+from megaswift.tasks.rollout.in_process import InProcessBackend
 from megaswift.tasks.rollout.server import Server
-from megaswift.tasks.system.atomic_dir import MANIFEST, damage
+from megaswift.tasks.system.atomic_dir import MANIFEST, verify_files
 from megaswift.templates.dataset.sources import open_source
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -155,7 +155,7 @@ def test_indexes(place: Path, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("name", "read", "content"),
     [
-        (MANIFEST, damage, {"files": {"a": {"size": 1, "sha256": "00"}, "b": {"size": 2, "sha256": "11"}}}),
+        (MANIFEST, verify_files, {"files": {"a": {"size": 1, "sha256": "00"}, "b": {"size": 2, "sha256": "11"}}}),
         ("config.json", read_config, {"model_type": "qwen2", "hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}}),
         ("adapter_config.json", partial(read_adapter_config, mcore=True), {"r": 8, "lora_alpha": 16, "bias": "none"}),
     ],
@@ -220,7 +220,7 @@ def test_rows(place: Path, data: st.DataObject) -> None:
 
 BODIES: dict[str, Any] = {
     "/generate": generate(request_max_new_tokens=2, sampling_temperature=1.0, sampling_top_k=3),
-    "/top_log_probs": {"requests": [{"tokens": [1, 2], "places": [0]}], "top": 2},
+    "/top_log_probs": {"requests": [{"tokens": [1, 2], "positions": [0]}], "top": 2},
     "/claim": {"run": "a", "who": "b", "probe": {"pid": 1, "fd": 3, "bytes": 16, "secret": "00" * 16}},
     "/weights/bucket": {"entries": [["a", "F32", [2], 0]], "place": [1, 2, 8], "bytes": 8},
     "/weights/finish": {"version": "1"},
@@ -232,7 +232,7 @@ BODIES: dict[str, Any] = {
 @pytest.mark.parametrize("path", [*BODIES, "/vocabulary", "/release", "/weights/begin", "/cache/reset", "/wake"])
 def test_routes(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """Every answer is one of the server's own: no traceback, no 500, within a second."""
-    server = Server(InProcess(KnownEngine(), "known"), "known", vocab_size=100, positions=16)
+    server = Server(InProcessBackend(KnownEngine(), "known"), "known", vocab_size=100, positions=16)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test")
     loop = asyncio.new_event_loop()
 

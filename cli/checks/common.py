@@ -11,8 +11,8 @@ from ...bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ...tasks.observability.reporters import require_reporters
 from ...tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
 from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOptions
-from ...tasks.run.planning import Layout, shard_bytes
-from ...tasks.run.resume import asked_for
+from ...tasks.run.planning import ProcessLayout, shard_bytes
+from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
 from ...templates.formats.dataset_names import check_exists, split_count, text_of
 from ...templates.options import PrepareOptions
@@ -27,7 +27,7 @@ from .vllm_lora import check_room
 
 
 def check_training(
-    options: SftOptions, layout: Layout, gpus: int, processes: int, sources: Mapping[str, str]
+    options: SftOptions, layout: ProcessLayout, gpus: int, processes: int, sources: Mapping[str, str]
 ) -> list[str]:
     """Raise UsageError for what cannot run; what can be put right is put right, and told in the notes returned.
 
@@ -38,7 +38,7 @@ def check_training(
     check_tuner(options, sources)
     notes += check_resume(options)
     notes += take_base(options, options)
-    model = known_model(options, weights=() if asked_for(options) else READ)  # a run that goes on has others
+    model = known_model(options, weights=() if requested_checkpoint(options) else READ)  # a run that goes on has others
     _data(options)
     _cache()
     _batch(options, layout)
@@ -138,7 +138,9 @@ def _cache() -> None:
 
 def check_lock(options: SftOptions) -> None:
     """Raise UsageError if another run of this machine writes to the run's folder, before any process starts."""
-    if options.add_version or asked_for(options):  # then the run chooses a folder, or waits for one that is ending
+    if options.add_version or requested_checkpoint(
+        options
+    ):  # then the run chooses a folder, or waits for one that is ending
         return
     folder = folder_of(options)
     try:
@@ -163,7 +165,7 @@ def _check_system(options: PrepareOptions | InferOptions) -> None:
         raise UsageError(str(error)) from None
 
 
-def _batch(options: SftOptions, layout: Layout) -> None:
+def _batch(options: SftOptions, layout: ProcessLayout) -> None:
     if options.train_iters is None and options.num_train_epochs is None:
         raise UsageError("--train_iters or --num_train_epochs is needed: how long to train.")
     if options.streaming and options.train_iters is None:
@@ -259,7 +261,7 @@ def check_pipeline(options: ParallelOptions) -> None:
             )
 
 
-def check_processes(layout: Layout, gpus: int, processes: int) -> None:
+def check_processes(layout: ProcessLayout, gpus: int, processes: int) -> None:
     """Raise UsageError where `processes` on this machine, with its `gpus`, cannot be laid out so."""
     if gpus and processes > gpus:
         raise UsageError(
@@ -277,7 +279,7 @@ def check_processes(layout: Layout, gpus: int, processes: int) -> None:
             )
 
 
-def _global_batch(options: SftOptions, layout: Layout) -> None:
+def _global_batch(options: SftOptions, layout: ProcessLayout) -> None:
     share = options.micro_batch_size * layout.data
     if options.global_batch_size % share:
         raise UsageError(
@@ -402,7 +404,7 @@ def _reporters(options: LoggingOptions) -> None:
         raise UsageError(str(error)) from None
 
 
-def _profile(options: SftOptions, layout: Layout) -> None:
+def _profile(options: SftOptions, layout: ProcessLayout) -> None:
     if not options.profile:
         return
     start, end = options.profile_step_start, options.profile_step_end

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...bridge.checkpoint.hub import model_folder, read_config
 from ...tasks.options import ExportOptions, MegatronExportOptions
-from ...tasks.run.planning import Layout, build_options, export_folder, shard_bytes
+from ...tasks.run.planning import ProcessLayout, build_options, export_folder, shard_bytes
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError
 from .common import check_pipeline, check_processes
@@ -85,7 +85,7 @@ def _adapter(options: ExportOptions) -> None:
 
 
 def check_export_layout(
-    options: MegatronExportOptions, layout: Layout, config: dict[str, Any] | None, gpus: int, processes: int
+    options: MegatronExportOptions, layout: ProcessLayout, config: dict[str, Any] | None, gpus: int, processes: int
 ) -> None:
     """Raise UsageError where the model, or the `processes` of this machine with its `gpus`, do not fit the layout."""
     # What only training asks for is not asked here.

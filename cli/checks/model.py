@@ -15,7 +15,7 @@ from ...bridge.checkpoint.hub import (
 )
 from ...bridge.families import family_of
 from ...bridge.options import BuildOptions, ModelOptions
-from ...tasks.run.planning import Layout
+from ...tasks.run.planning import ProcessLayout
 from ...templates.plural import plural
 from ..flags import UsageError
 
@@ -109,7 +109,7 @@ def beyond_positions(flags: str, length: int, model: dict[str, Any] | None) -> I
         )
 
 
-def check_divisible(options: BuildOptions, layout: Layout, model: dict[str, Any]) -> None:
+def check_divisible(options: BuildOptions, layout: ProcessLayout, model: dict[str, Any]) -> None:
     """Raise UsageError where the model's own sizes, as far as config.json names them, cannot be laid out so.
 
     Fewer KV heads than TP are repeated: no error.
@@ -141,7 +141,7 @@ def _divides(flag: str, size: int, whole: int | None, what: str) -> None:
         raise UsageError(f"--{flag} {size}: does not divide the model's {whole} {what}. Give a divisor of {whole}.")
 
 
-def _experts(options: BuildOptions, layout: Layout, experts: int, width: int | None) -> None:
+def _experts(options: BuildOptions, layout: ProcessLayout, experts: int, width: int | None) -> None:
     _divides("expert_model_parallel_size", layout.expert, experts, "experts")
     _divides("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
     if layout.tensor > 1 and not options.sequence_parallel:
@@ -151,7 +151,7 @@ def _experts(options: BuildOptions, layout: Layout, experts: int, width: int | N
         )
 
 
-def _layers(options: BuildOptions, layout: Layout, layers: int) -> None:
+def _layers(options: BuildOptions, layout: ProcessLayout, layers: int) -> None:
     chunks = options.virtual_pipeline_model_parallel_size or 1
     given = {
         name: value

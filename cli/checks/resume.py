@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...tasks.options import SftOptions
-from ...tasks.run.resume import asked_for
+from ...tasks.run.resume import requested_checkpoint
 from ..flags import UsageError
 
 NEWEST = ("latest", "auto")  # of --resume_from_checkpoint: no folders
@@ -28,7 +28,7 @@ GO_ON = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # without somethin
 
 def check_resume(options: SftOptions) -> Iterator[str]:
     """Raise UsageError for what cannot be; notes for the user."""
-    wanted, flag = asked_for(options), "--resume_from_checkpoint"
+    wanted, flag = requested_checkpoint(options), "--resume_from_checkpoint"
     if not options.finetune:
         flag = "--finetune false, which resumes from"
         if not wanted:

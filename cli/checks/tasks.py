@@ -23,7 +23,7 @@ from ...tasks.options import (
     SeqClsOptions,
     SftOptions,
 )
-from ...tasks.run.planning import Layout, teacher_layout
+from ...tasks.run.planning import ProcessLayout, teacher_layout
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import VARIABLES, VARIABLES_BEGIN
 from .generation import check_generation, check_replay
@@ -50,7 +50,7 @@ ONLY_WITH = {
 
 
 def check_task(
-    options: SftOptions, layout: Layout, model: dict[str, Any] | None, sources: Mapping[str, str]
+    options: SftOptions, layout: ProcessLayout, model: dict[str, Any] | None, sources: Mapping[str, str]
 ) -> Iterator[str]:
     """Raise UsageError for what cannot be; notes for the user. `model`: its raw config.json; None: a hub's."""
     _head(options, model)
@@ -206,7 +206,7 @@ def _dpo(options: DpoOptions) -> None:
         )
 
 
-def _reference(options: WithReference, layout: Layout, model: dict[str, Any] | None) -> Iterator[str]:
+def _reference(options: WithReference, layout: ProcessLayout, model: dict[str, Any] | None) -> Iterator[str]:
     asked = [field.name for field in fields(PrecomputeOptions) if getattr(options, field.name, None)]
     asked = [name for name in asked if name not in ONLY_WITH]
     written = [f"--{name} {show(getattr(options, name))}" for name in asked]
@@ -270,17 +270,17 @@ def _reference_adapter(options: WithReference, model: dict[str, Any] | None) -> 
         raise UsageError(str(error).replace("--adapters", "--ref_adapters")) from None
 
 
-def _reference_model(options: WithReference, layout: Layout, given: str) -> None:
+def _reference_model(options: WithReference, layout: ProcessLayout, given: str) -> None:
     as_policy = replace(options, model=options.ref_model or "", mcore_model=options.mcore_ref_model)
     _another_model(as_policy, layout, given, "ref")
 
 
-def _teacher(options: GkdOptions, layout: Layout) -> None:
+def _teacher(options: GkdOptions, layout: ProcessLayout) -> None:
     given = check_teacher(options, layout.world)
     if given is None:  # a server has it
         return
     apart = teacher_layout(options)
-    own, layout = apart or options, Layout.of(apart, layout.world) if apart else layout
+    own, layout = apart or options, ProcessLayout.of(apart, layout.world) if apart else layout
     as_policy = replace(own, model=options.teacher_model or "", mcore_model=options.mcore_teacher_model)
     try:
         _another_model(as_policy, layout, given, "teacher")
@@ -288,7 +288,7 @@ def _teacher(options: GkdOptions, layout: Layout) -> None:
         raise UsageError(of_teacher(str(error)) if apart else str(error)) from None
 
 
-def _another_model(as_policy: Any, layout: Layout, given: str, which: str) -> None:
+def _another_model(as_policy: Any, layout: ProcessLayout, given: str, which: str) -> None:
     """The same checks as of the model that is trained, their messages with the flags of `which` model. `given`: as
     typed."""
     try:

@@ -5,7 +5,7 @@ from math import lcm
 
 from ...tasks.options import GkdOptions
 from ...tasks.rollout.addresses import check_address
-from ...tasks.run.planning import Layout, length_multiple, teacher_layout
+from ...tasks.run.planning import ProcessLayout, length_multiple, teacher_layout
 from ..flags import UsageError, show
 from .generation import check_key
 
@@ -64,7 +64,7 @@ def _layout(options: GkdOptions, processes: int) -> None:
     own = teacher_layout(options)
     if own is None:
         return
-    layout = Layout.of(own, processes)
+    layout = ProcessLayout.of(own, processes)
     for product, sizes in (
         (layout.tensor * layout.pipeline * layout.context, ("tensor_model", "pipeline_model", "context")),
         (layout.expert * layout.expert_tensor * layout.pipeline, ("expert_model", "expert_tensor", "pipeline_model")),

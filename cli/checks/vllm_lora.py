@@ -6,7 +6,7 @@ from typing import Any
 
 from ...bridge.lora.settings import LoraSettings
 from ...tasks.options.rollout import VllmOptions
-from ...tasks.rollout.lora_support import RANKS, refused
+from ...tasks.rollout.lora_support import RANKS, unsupported_by_vllm
 from ..flags import UsageError
 from .lora import check_fits, settings_of
 
@@ -58,7 +58,7 @@ def check_alone(options: Any, sources: Mapping[str, str], model: dict[str, Any] 
         )
     settings = settings_of(options) or LoraSettings.of_options(options)
     plan = None if model is None else check_fits(settings, model, options)
-    if what := refused(settings, plan):
+    if what := unsupported_by_vllm(settings, plan):
         raise UsageError(f"{flag}: vLLM does not take {what}. Leave {flag} out, or that.")
     if (room := options.vllm_max_lora_rank) is not None and room < settings.rank:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""`swift export` and `megatron export`: from a Hugging Face folder to a megatron-core checkpoint, and back.
+"""Conversion between a Hugging Face folder and a megatron-core checkpoint: `swift export` and `megatron export`.
 
-With an adapter, what is written has it in its weights (`--merge_lora`), or is the adapter alone in PEFT's format.
+An adapter is merged into the written weights (`--merge_lora`), or exported alone in PEFT's format.
 """
 
 import shutil
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,29 +37,39 @@ from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head
 from ...bridge.options import BuildOptions
 from ...bridge.parallel import barrier, initialize
-from ..distributed.collectives import first_of_each_node, on_every_rank, on_first_rank
+from ...templates.json_types import JsonObject
+from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..options import ExportOptions
 from ..run.args_json import save_args
 from ..run.context import dtype_of
-from ..run.planning import Layout, build_options, export_folder, shard_bytes
-from ..system.atomic_dir import MANIFEST, WEIGHTS, begin, check_free, commit, damage, explained, listed
-from .logit_parity import Comparison, as_json, check_precision, round_weights
+from ..run.planning import ProcessLayout, build_options, export_folder, shard_bytes
+from ..system.atomic_dir import (
+    MANIFEST,
+    WEIGHTS,
+    check_free,
+    commit,
+    os_error_hints,
+    read_manifest,
+    stage,
+    verify_files,
+)
+from .logit_parity import LogitComparison, as_json, check_precision, round_weights
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is exported."""
+class ExportSource:
+    """Model, and optionally an adapter, to export."""
 
     folder: Path  # of the model
-    mcore: bool  # in megatron-core's format, else Hugging Face's
-    hf_config: dict[str, Any]
+    mcore: bool  # megatron-core's format, else Hugging Face's
+    hf_config: JsonObject
     adapter: Path | None = None  # its folder
     mcore_adapter: bool = False
-    merged: bool = False  # the adapter is to be in the weights, else it is exported alone
+    merged: bool = False  # merge the adapter, else export it alone
 
     @classmethod
-    def of(cls, options: ExportOptions) -> "Source":
-        """Raises what bridge/checkpoint/hub.py raises."""
+    def of(cls, options: ExportOptions) -> "ExportSource":
+        """Return the source of the options. Raises what bridge/checkpoint/hub.py raises."""
         if mcore_adapter := bool(options.mcore_adapter):
             adapter = Path(options.mcore_adapter or "").expanduser()
         else:
@@ -70,7 +79,7 @@ class Source:
         hf_config = hub.read_config(folder, mcore=mcore)
         peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
         labels = read_num_labels(adapter) if adapter and peft else None
-        if labels is not None:  # the adapter is of a model with a head
+        if labels is not None:  # an adapter for a model with a head
             hf_config = add_score_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
 
@@ -83,81 +92,80 @@ class Source:
 
 
 def run(options: ExportOptions, sources: dict[str, str]) -> None:
-    """Do what the options say. `sources`: where each option's value came from, for args.json."""
+    """Export by the options. `sources`: origin of each option's value, for args.json."""
     layout = build_options(options)
     initialize(layout, seed=0)
-    source = first_of_each_node(lambda: Source.of(options))
+    source = local_rank0_first(lambda: ExportSource.of(options))
     dtype = dtype_of(options, source.hf_config)
     destination = export_folder(options)
-    on_first_rank(lambda: _check_free(destination, source, options))
+    broadcast_from_rank0(lambda: _check_free(destination, source, options))
     world = dist.get_world_size()
-    _say(f"{Layout.of(layout, world)}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
-    on_every_rank(lambda: _check_weights(source))
-    if options.test_convert_precision:  # what it needs last is looked for first
-        on_first_rank(lambda: load_tokenizer(source.folder) and None)
-    if options.to_hf:  # everything that the checkpoint has
-        layout.mtp_num_layers = on_every_rank(lambda: count_mtp_depths(source.folder)) or None
-    with _whole_or_absent(destination) as temporary:
+    _print(f"{ProcessLayout.of(layout, world)}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
+    run_on_all_ranks(lambda: _check_weights(source))
+    if options.test_convert_precision:  # fails early where it is missing
+        broadcast_from_rank0(lambda: load_tokenizer(source.folder) and None)
+    if options.to_hf:  # including all prediction layers of the checkpoint
+        layout.mtp_num_layers = run_on_all_ranks(lambda: count_mtp_depths(source.folder)) or None
+    with _atomic_folder(destination) as temporary:
         started = time.perf_counter()
         model = _open(source, layout, dtype)
-        _say(f"read in {time.perf_counter() - started:.1f} s")
-        between = time.perf_counter()
+        _print(f"read in {time.perf_counter() - started:.1f} s")
+        read_at = time.perf_counter()
         _write(model, source, temporary, options, dtype, started)
-        _say(f"written in {time.perf_counter() - between:.1f} s")
+        _print(f"written in {time.perf_counter() - read_at:.1f} s")
         facts = {}
         if options.test_convert_precision:
             del model
             facts["precision"] = as_json(_compare(source, temporary, options, layout, dtype))
-        on_first_rank(lambda: save_args(temporary / "args.json", options, sources, **facts))
-        on_first_rank(lambda: _check_free(destination, source, options))  # another may have been first
-    _say(f"exported: {destination}")
+        broadcast_from_rank0(lambda: save_args(temporary / "args.json", options, sources, **facts))
+        broadcast_from_rank0(
+            lambda: _check_free(destination, source, options)
+        )  # another process may have written it meanwhile
+    _print(f"exported: {destination}")
     barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def _check_free(destination: Path, source: Source, options: ExportOptions) -> None:
+def _check_free(destination: Path, source: ExportSource, options: ExportOptions) -> None:
     for folder in source.folders:
         check_free(destination, folder, exist_ok=options.exist_ok)
 
 
-def _check_weights(source: Source) -> None:
-    """Raise ValueError where files of weights are not those that were written, by a folder's manifest if it has one.
-
-    Each rank reads its share of them.
-    """
+def _check_weights(source: ExportSource) -> None:
+    """Raise ValueError where weight files differ from their folder's manifest. Each rank reads its share."""
     for folder in source.folders:
-        names = sorted(name for name in listed(folder) if name.endswith(WEIGHTS))
-        if faults := damage(folder, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
+        names = sorted(name for name in read_manifest(folder) if name.endswith(WEIGHTS))
+        if faults := verify_files(folder, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
             raise ValueError(
-                f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another. Where this "
-                f"is meant to be, remove its {MANIFEST}"
+                f"{folder} is damaged ({'; '.join(faults)}). Copy it again, or use another one. Where the change is "
+                f"intended, remove its {MANIFEST}"
             )
 
 
-def _open(source: Source, layout: BuildOptions, dtype: torch.dtype, computed: torch.dtype | None = None) -> Model:
-    """The model of `source`, read: with weights of `dtype`, that computes in `computed` (left out: in the same).
+def _open(source: ExportSource, layout: BuildOptions, dtype: torch.dtype, computed: torch.dtype | None = None) -> Model:
+    """Return the loaded model of `source` with weights of `dtype`, computing in `computed` (default: the same).
 
     Every rank calls this.
     """
     hf_config, adapter = source.hf_config, source.adapter
     adapters = adapter is not None
-    model = on_every_rank(lambda: build_model(hf_config, layout, computed or dtype, adapters=adapters))
+    model = run_on_all_ranks(lambda: build_model(hf_config, layout, computed or dtype, adapters=adapters))
     read = load_distributed if source.mcore else load_weights
-    on_every_rank(lambda: read(model.chunks, hf_config, source.folder))
+    run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
     if adapter:
         round_weights(model, hf_config, dtype)
-        settings = on_every_rank(lambda: _settings(source, adapter))
+        settings = run_on_all_ranks(lambda: _settings(source, adapter))
         names = tensor_names(source.folder)
-        on_every_rank(lambda: attach_adapters(model, hf_config, settings, seed=0, names=names))
+        run_on_all_ranks(lambda: attach_adapters(model, hf_config, settings, seed=0, names=names))
         read_adapter = load_distributed_adapter if source.mcore_adapter else load_adapter
-        on_every_rank(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
+        run_on_all_ranks(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
         if source.merged:
             merge_and_unload(model.chunks)
     return model
 
 
-def _settings(source: Source, adapter: Path) -> LoraSettings:
+def _settings(source: ExportSource, adapter: Path) -> LoraSettings:
     if source.mcore_adapter:
         settings = read_distributed_settings(adapter)
     else:
@@ -166,9 +174,9 @@ def _settings(source: Source, adapter: Path) -> LoraSettings:
 
 
 def _write(
-    model: Model, source: Source, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
+    model: Model, source: ExportSource, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
 ) -> None:
-    """Write what is exported into `folder`; `started`: when reading it did."""
+    """Write the export into `folder`; `started`: when reading began."""
     chunks, hf_config = model.chunks, source.hf_config
     if source.adapter and not source.merged:
         config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
@@ -179,57 +187,61 @@ def _write(
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=converted)
         if converted:
             seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
-            on_every_rank(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
+            run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
     else:
-        most = shard_bytes(options.max_shard_size)
-        save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=most)
+        max_bytes = shard_bytes(options.max_shard_size)
+        save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=max_bytes)
 
 
 def _compare(
-    source: Source, written: Path, options: ExportOptions, layout: BuildOptions, dtype: torch.dtype
-) -> list[Comparison]:
-    """`--test_convert_precision`: one side is opened here, the other by transformers.
+    source: ExportSource, written: Path, options: ExportOptions, layout: BuildOptions, dtype: torch.dtype
+) -> list[LogitComparison]:
+    """Run `--test_convert_precision`: compare one side in this process with the other in transformers.
 
-    That is the source where transformers (with PEFT) can open it, else what was written.
+    transformers opens the source if it (with PEFT) can, else the result.
     """
     if source.mcore or source.mcore_adapter:
-        ours, theirs, adapter = source, written, None
+        tested, reference, adapter = source, written, None
     else:
-        ours, theirs, adapter = Source(written, options.to_mcore, source.hf_config), source.folder, source.adapter
+        tested, reference, adapter = (
+            ExportSource(written, options.to_mcore, source.hf_config),
+            source.folder,
+            source.adapter,
+        )
 
     def build(computed: torch.dtype) -> Model:
-        return _open(ours, layout, dtype, computed)
+        return _open(tested, layout, dtype, computed)
 
-    return check_precision(theirs, source.hf_config, build, dtype, adapter=adapter)
+    return check_precision(reference, source.hf_config, build, dtype, adapter=adapter)
 
 
 @contextmanager
-def _whole_or_absent(destination: Path) -> Iterator[Path]:
-    """A folder beside `destination`, which takes its place where all goes well, and is removed where it does not."""
-    temporary = on_first_rank(lambda: begin(destination))
-    first = dist.get_rank() == 0
-    ended: list[int] = []
+def _atomic_folder(destination: Path) -> Iterator[Path]:
+    """Yield a folder beside `destination` that is renamed to it on success, else removed."""
+    temporary = broadcast_from_rank0(lambda: stage(destination))
+    is_first = dist.get_rank() == 0
+    signals: list[int] = []
 
     def end(number: int, _: object) -> None:
-        ended.append(number)
+        signals.append(number)
         raise SystemExit(128 + number)
 
-    if first:
+    if is_first:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
     try:
-        with explained(destination):
+        with os_error_hints(destination):
             yield temporary
         barrier()
-        on_first_rank(lambda: commit(temporary, destination))
+        broadcast_from_rank0(lambda: commit(temporary, destination))
     except BaseException:
-        if first:
+        if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
-        if ended:  # torch's writer makes an error of its own of it
-            raise SystemExit(128 + ended[0]) from None
+        if signals:  # torch's writer replaces the SystemExit by its own error
+            raise SystemExit(128 + signals[0]) from None
         raise
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, flush=True)

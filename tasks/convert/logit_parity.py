@@ -1,7 +1,8 @@
-"""`--test_convert_precision`: the logits of a conversion's two sides on real texts, in fp32 and in the export's dtype.
+"""Logit parity of a conversion (`--test_convert_precision`), in fp32 and in the export's dtype.
 
-Our model runs in its layout, on all ranks, and is let go before the first rank opens transformers' model, which has to
-fit into that rank's memory once in fp32. Both sides' weights are rounded to the export's dtype before either computes.
+Both sides' logits on real texts are compared. This project's model runs in its layout on all ranks, and is freed before
+rank 0 opens transformers' model, which must fit into that rank's memory once in fp32. Both sides' weights are rounded
+to the export's dtype first.
 """
 
 import gc
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,20 +26,24 @@ from ...bridge.mapping.param_mapping import expand_mappings
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import Logits
 from ...templates.batching.collator import BatchLayout
-from ..distributed.collectives import on_first_rank
+from ...templates.json_types import JsonObject
+from ..distributed.collectives import broadcast_from_rank0
 from ..train.step import run_schedule
-from .peft_model import adapted, merged
+from .peft_model import attach_adapter, merge_adapter
 
-Build = Callable[[torch.dtype], Model]  # our model, which computes in a type, with weights set
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-LONGEST = 64  # tokens of each text
-SAMPLED = 8  # of so many tokens, the hidden states of one are compared
-# Largest and mean difference of a logit in fp32, over the logits' standard deviation. Where two experts' scores are all
-# but equal, rounding decides which of them a token is sent to: with experts a few tokens may differ by more.
+Build = Callable[[torch.dtype], Model]  # returns this project's loaded model, computing in a dtype
+
+MAX_TOKENS = 64  # tokens of each text
+HIDDEN_STRIDE = 8  # hidden states are compared at every 8th token
+# Bounds of the largest and mean difference of a logit in fp32, over the logits' standard deviation, without and with
+# experts: where two experts' scores are almost equal, rounding decides between them, and a few tokens differ more.
 BOUNDS_FP32 = {False: (1e-3, 1e-4), True: (0.1, 1e-3)}
-# In another dtype: by how much our errors may exceed those that transformers has there against itself in fp32.
-LARGEST_TIMES, MEAN_TIMES = 4.0, 2.0
-AGREEMENT = 0.98  # of the most probable token, in fp32
+# In another dtype: factors over the errors of transformers itself against its own fp32 logits.
+MAX_FACTOR, MEAN_FACTOR = 4.0, 2.0
+AGREEMENT = 0.98  # share of equal top tokens, in fp32
 
 TEXTS = (
     "The harbour was quiet when Maria unlocked the ferry office. She counted the tickets left over from Sunday, wrote "
@@ -58,22 +63,22 @@ TEXTS = (
 
 
 class PrecisionError(RuntimeError):
-    """The two sides of a conversion do not compute the same."""
+    """Raised when the two sides of a conversion compute different logits."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How far our logits are from transformers', over the standard deviation of these."""
+class LogitComparison:
+    """Differences of the logits from transformers', divided by the standard deviation of the latter."""
 
     dtype: str
     largest: float
     mean: float
-    agreement: float  # the share of positions at which the most probable token is the same
+    agreement: float  # share of positions with the same top token
     largest_allowed: float
     mean_allowed: float
 
     @property
-    def passed(self) -> bool:  # also where something is not a number
+    def passed(self) -> bool:  # False for NaN
         within = self.largest <= self.largest_allowed and self.mean <= self.mean_allowed
         return within and (self.dtype != "float32" or self.agreement >= AGREEMENT)
 
@@ -86,35 +91,35 @@ class Comparison:
 
 
 @dataclass
-class _Run:
-    """What a model makes of the texts: on the CPU, in fp32."""
+class _Outputs:
+    """Outputs of a model on the texts, on the CPU in fp32."""
 
     logits: Tensor  # [tokens, vocab_size]
     hidden: dict[int, Tensor]  # the states after each layer, of some tokens [tokens / SAMPLED, hidden_size]
 
 
 def check_precision(
-    folder: Path, hf_config: dict[str, Any], build: Build, dtype: torch.dtype, *, adapter: Path | None = None
-) -> list[Comparison]:
-    """Compare the Hugging Face checkpoint in `folder`, with an adapter merged into it by PEFT, with what `build` gives.
+    folder: Path, hf_config: JsonObject, build: Build, dtype: torch.dtype, *, adapter: Path | None = None
+) -> list[LogitComparison]:
+    """Compare the Hugging Face checkpoint in `folder`, with a merged adapter, with the model of `build`.
 
-    To be called by every rank; prints a line for each dtype. Returns the comparisons. Raises PrecisionError on every
-    rank where one of them is beyond its bound, with the layers that are furthest apart.
+    Every rank calls this; prints a line per dtype. Returns the comparisons. Raises PrecisionError on every rank where
+    one exceeds its bound, with the differences per layer.
     """
-    documents = on_first_rank(lambda: _documents(folder))
+    documents = broadcast_from_rank0(lambda: _documents(folder))
     dtypes = list(dict.fromkeys([torch.float32, dtype]))
-    ours = []
+    tested_outputs = []
     for computed in dtypes:
-        ours.append(_run_ours(hf_config, build, documents, computed, dtype))
+        tested_outputs.append(_run_tested(hf_config, build, documents, computed, dtype))
         _free()
 
-    def compare() -> tuple[list[Comparison], list[str]]:
-        mine = [run for run in ours if run is not None]
+    def compare() -> tuple[list[LogitComparison], list[str]]:
+        tested = [run for run in tested_outputs if run is not None]
         experts = bool(family_of(hf_config).describe(hf_config).transformer.get("num_moe_experts"))
-        theirs = _run_theirs(folder, adapter, hf_config, documents, dtypes, dtype)
-        return _compare(mine, theirs, dtypes, experts)
+        reference = _run_reference(folder, adapter, hf_config, documents, dtypes, dtype)
+        return _compare(tested, reference, dtypes, experts)
 
-    comparisons, report = on_first_rank(compare)
+    comparisons, report = broadcast_from_rank0(compare)
     if dist.get_rank() == 0:
         print("\n".join(report), flush=True)
     if not all(comparison.passed for comparison in comparisons):
@@ -122,21 +127,21 @@ def check_precision(
     return comparisons
 
 
-def as_json(comparisons: list[Comparison]) -> list[dict[str, Any]]:
+def as_json(comparisons: list[LogitComparison]) -> list[JsonObject]:
     return [asdict(comparison) | {"passed": comparison.passed} for comparison in comparisons]
 
 
 def _documents(folder: Path) -> list[list[int]]:
-    """The texts' token ids."""
+    """Return the texts' token ids."""
     tokenizer = load_tokenizer(folder)
-    return [tokenizer(text)["input_ids"][:LONGEST] for text in TEXTS]
+    return [tokenizer(text)["input_ids"][:MAX_TOKENS] for text in TEXTS]
 
 
 @torch.no_grad()
-def _run_ours(
-    hf_config: dict[str, Any], build: Build, documents: list[list[int]], computed: torch.dtype, dtype: torch.dtype
-) -> _Run | None:
-    """Our model on the texts, packed, with weights of `dtype` and computing in `computed`; the result on rank 0."""
+def _run_tested(
+    hf_config: JsonObject, build: Build, documents: list[list[int]], computed: torch.dtype, dtype: torch.dtype
+) -> _Outputs | None:
+    """Run this project's model on the packed texts: weights of `dtype`, computing in `computed`; returns on rank 0."""
     model = build(computed)
     split = model.config.sequence_parallel
     round_weights(model, hf_config, dtype)
@@ -148,23 +153,23 @@ def _run_ours(
         context_parallel_size=1,
     ).batch([[(np.array(ids), np.ones(len(ids), np.float32)) for ids in documents]], 1.0)
     tokens = sum(len(ids) for ids in documents)  # the rest is padding
-    found: dict[str, Any] = {"hidden": {}}
+    outputs: JsonObject = {"hidden": {}}
 
-    def some(states: Tensor) -> Tensor:
+    def sample(states: Tensor) -> Tensor:
         """[length (/ TP under sequence parallelism), 1, hidden_size] -> of some tokens [some, hidden_size]"""
         if split:
             states = gather_from_sequence_parallel_region(states)
-        return states[:tokens:SAMPLED, 0]
+        return states[:tokens:HIDDEN_STRIDE, 0]
 
     def keep(_, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        found["logits"] = logits[0, :tokens].float().cpu()
+        outputs["logits"] = logits[0, :tokens].float().cpu()
         return logits.sum() * 0, {}
 
     with ExitStack() as hooks:
         for chunk in model.chunks:
             chunk.eval()
             for layer in cast(Any, chunk.decoder.layers):
-                hooks.enter_context(_kept(layer, found["hidden"], layer.layer_number - 1, some))
+                hooks.enter_context(_store_outputs(layer, outputs["hidden"], layer.layer_number - 1, sample))
         run_schedule(
             model,
             model.chunks,  # pyright: ignore[reportArgumentType]
@@ -174,17 +179,17 @@ def _run_ours(
             output=lambda batch: Logits(),
         )
     first_copy = model.groups.dp.rank() == 0 and model.groups.tp.rank() == 0
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(found if first_copy else {}, everyone if dist.get_rank() == 0 else None)
+    parts: list[JsonObject] = [{}] * dist.get_world_size()
+    dist.gather_object(outputs if first_copy else {}, parts if dist.get_rank() == 0 else None)
     if dist.get_rank():
         return None
-    logits = next(one["logits"] for one in everyone if "logits" in one)
-    return _Run(logits, {layer: states for one in everyone for layer, states in one.get("hidden", {}).items()})
+    logits = next(part["logits"] for part in parts if "logits" in part)
+    return _Outputs(logits, {layer: states for part in parts for layer, states in part.get("hidden", {}).items()})
 
 
 @torch.no_grad()
-def round_weights(model: Model, hf_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give every tensor the values that it has in a checkpoint of `dtype`."""
+def round_weights(model: Model, hf_config: JsonObject, dtype: torch.dtype) -> None:
+    """Round every tensor to its values in a checkpoint of `dtype`."""
     entries = expand_mappings(family_of(hf_config), hf_config, model.architecture)
     for key, tensor in collect_params(model.chunks).items():
         if not entries[key].fp32:
@@ -192,16 +197,16 @@ def round_weights(model: Model, hf_config: dict[str, Any], dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def _run_theirs(
+def _run_reference(
     folder: Path,
     adapter: Path | None,
-    hf_config: dict[str, Any],
+    hf_config: JsonObject,
     documents: list[list[int]],
     dtypes: list[torch.dtype],
     dtype: torch.dtype,
-) -> list[_Run]:
-    """transformers' model on the texts, one by one, with weights of `dtype`: once computing in each of `dtypes`."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+) -> list[_Outputs]:
+    """Run transformers' model on each text, with weights of `dtype`, computing in each of `dtypes`."""
+    options: JsonObject = {"dtype": dtype, "attn_implementation": "eager"}
     if quantization := hf_config.get("quantization_config"):
         from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
@@ -212,41 +217,45 @@ def _run_theirs(
     except ValueError as error:
         raise PrecisionError(f"--test_convert_precision: {error}") from error
     if adapter:
-        model = merged(adapted(model, adapter, folder))
+        model = merge_adapter(attach_adapter(model, adapter, folder))
     needed = sum(parameter.numel() for parameter in model.parameters()) * torch.float32.itemsize
     device = runtime.device()
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
-        device = torch.device("cpu")  # slowly, but it fits
+        device = torch.device("cpu")  # slow, but it fits
     runs = {}
-    for computed in sorted(dtypes, key=lambda one: one == torch.float32):  # first as it was read: parts may be fp32
+    for computed in sorted(
+        dtypes, key=lambda computed_dtype: computed_dtype == torch.float32
+    ):  # the stored dtype first, since parts may be fp32
         model = (model if computed == dtype else model.to(computed)).to(device)
         logits, parts = [], []
         for ids in documents:
             hidden: dict[int, Tensor] = {}
             with ExitStack() as hooks:
                 for number, layer in enumerate(_layers_of(model)):
-                    hooks.enter_context(_kept(layer, hidden, number))
+                    hooks.enter_context(_store_outputs(layer, hidden, number))
                 logits.append(model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu())
             parts.append(hidden)
-        states = {layer: torch.cat([part[layer][0] for part in parts])[::SAMPLED].clone() for layer in parts[0]}
-        runs[computed] = _Run(torch.cat(logits), states)
+        states = {layer: torch.cat([part[layer][0] for part in parts])[::HIDDEN_STRIDE].clone() for layer in parts[0]}
+        runs[computed] = _Outputs(torch.cat(logits), states)
     return [runs[computed] for computed in dtypes]
 
 
-def _layers_of(model: Any) -> list[nn.Module]:
-    """The decoder layers of a transformers model."""
+def _layers_of(model: "PreTrainedModel") -> list[nn.Module]:
+    """Return the decoder layers of a transformers model."""
     number = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
     return list(lists[0]) if lists else []
 
 
 @contextmanager
-def _kept(layer: nn.Module, found: dict[int, Tensor], number: int, change: Callable[[Tensor], Tensor] | None = None):
-    """Within, what `layer` gives is put into `found` under its number, on the CPU in fp32."""
+def _store_outputs(
+    layer: nn.Module, states_by_layer: dict[int, Tensor], number: int, change: Callable[[Tensor], Tensor] | None = None
+):
+    """Store the layer's outputs within the context in `states_by_layer`, on the CPU in fp32."""
 
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
+    def keep(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states = output if isinstance(output, Tensor) else output[0]
-        found[number] = (states if change is None else change(states)).float().cpu()
+        states_by_layer[number] = (states if change is None else change(states)).float().cpu()
 
     handle = layer.register_forward_hook(keep)
     try:
@@ -256,44 +265,46 @@ def _kept(layer: nn.Module, found: dict[int, Tensor], number: int, change: Calla
 
 
 def _compare(
-    ours: list[_Run], theirs: list[_Run], dtypes: list[torch.dtype], experts: bool
-) -> tuple[list[Comparison], list[str]]:
-    """The comparisons, and lines for the user: of the layers too, where a comparison fails."""
-    exact = theirs[0].logits  # fp32 comes first
+    tested: list[_Outputs], reference: list[_Outputs], dtypes: list[torch.dtype], experts: bool
+) -> tuple[list[LogitComparison], list[str]]:
+    """Return the comparisons and their report, which includes the layers of a failed one."""
+    exact = reference[0].logits  # fp32 comes first
     spread = exact.std().item()
     comparisons, report = [], []
-    for dtype, mine, other in zip(dtypes, ours, theirs, strict=True):
-        difference = (mine.logits - other.logits).abs()
+    for dtype, tested_run, reference_run in zip(dtypes, tested, reference, strict=True):
+        difference = (tested_run.logits - reference_run.logits).abs()
         allowed = BOUNDS_FP32[experts]
         if dtype != torch.float32:
-            difference = (mine.logits - exact).abs()
-            error = (other.logits - exact).abs()
+            difference = (tested_run.logits - exact).abs()
+            error = (reference_run.logits - exact).abs()
             allowed = (
-                max(LARGEST_TIMES * error.max().item() / spread, allowed[0]),
-                max(MEAN_TIMES * error.mean().item() / spread, allowed[1]),
+                max(MAX_FACTOR * error.max().item() / spread, allowed[0]),
+                max(MEAN_FACTOR * error.mean().item() / spread, allowed[1]),
             )
-        comparison = Comparison(
+        comparison = LogitComparison(
             dtype=str(dtype).removeprefix("torch."),
             largest=difference.max().item() / spread,
             mean=difference.mean().item() / spread,
-            agreement=(mine.logits.argmax(-1) == other.logits.argmax(-1)).float().mean().item(),
+            agreement=(tested_run.logits.argmax(-1) == reference_run.logits.argmax(-1)).float().mean().item(),
             largest_allowed=allowed[0],
             mean_allowed=allowed[1],
         )
         comparisons.append(comparison)
         report.append(str(comparison))
         if not comparison.passed:
-            report += _layers_apart(mine, other)
+            report += _layer_differences(tested_run, reference_run)
     return comparisons, report
 
 
-def _layers_apart(ours: _Run, theirs: _Run) -> list[str]:
-    """For each layer how far the hidden states after it are apart, over their standard deviation."""
+def _layer_differences(tested: _Outputs, reference: _Outputs) -> list[str]:
+    """Return for each layer the difference of the hidden states after it, over their standard deviation."""
     lines = []
-    for layer in sorted(ours.hidden.keys() & theirs.hidden.keys()):
-        mine, other = ours.hidden[layer], theirs.hidden[layer]
-        far = ((mine - other).abs().max() / other.std()).item()
-        lines.append(f"  after layer {layer}: hidden states differ by at most {far:.2e} of their standard deviation")
+    for layer in sorted(tested.hidden.keys() & reference.hidden.keys()):
+        tested_states, reference_states = tested.hidden[layer], reference.hidden[layer]
+        difference = ((tested_states - reference_states).abs().max() / reference_states.std()).item()
+        lines.append(
+            f"  after layer {layer}: hidden states differ by at most {difference:.2e} of their standard deviation"
+        )
     return lines
 
 

@@ -19,14 +19,14 @@ from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
 from ...templates.dataset.store import Document
-from ..distributed.collectives import on_every_rank
+from ..distributed.collectives import run_on_all_ranks
 from ..losses.distillation import distillation_loss
 from ..options import GkdOptions
 from ..rl.episode import Episode, as_bytes, from_bytes
 from ..rl.rollout_metrics import RolloutMetrics
 from ..rl.sampler import Sampler
-from ..rollout.engine_group import Rollout
-from ..rollout.eos import end_tokens
+from ..rollout.engine_group import EngineGroup
+from ..rollout.eos import eos_token_ids
 from ..rollout.factory import ModelRollout, open_rollout
 from ..rollout.transformers_engine import TransformersEngine
 from ..run.context import Run, episode_plan
@@ -63,7 +63,7 @@ class Gkd:
         self.samplers: dict[str, Sampler] = {}  # of who may generate: student, teacher
         if options.lmbda > 0:
             self.student = open_rollout(run, model, options)
-            ends = end_tokens(run.model_folder, run.tokenizer)
+            ends = eos_token_ids(run.model_folder, run.tokenizer)
             self.samplers["student"] = Sampler(
                 self.student, options, options.seed, ends=ends, vocab_size=model.architecture.vocab_size
             )
@@ -72,14 +72,14 @@ class Gkd:
         if options.seq_kd and self.teacher.server:
             reader = self.teacher.server.reader if dist.get_rank() == 0 else None
             self.samplers["teacher"] = Sampler(
-                Rollout(reader, None), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
+                EngineGroup(reader, None), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
             )
         elif options.seq_kd:
             # Whatever generates for the student: a server has its weights, and no others.
-            engine = on_every_rank(lambda: TransformersEngine(self.teacher.folder, dtype=run.dtype))
+            engine = run_on_all_ranks(lambda: TransformersEngine(self.teacher.folder, dtype=run.dtype))
             engine.sleep()
             self.samplers["teacher"] = Sampler(
-                Rollout(engine, 1), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
+                EngineGroup(engine, 1), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
             )
             self.notes.append("the teacher's completions: transformers, a copy of it in each process")
         self.sequences = Sequences([], [], [])  # of the micro batches that were made last

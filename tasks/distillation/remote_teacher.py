@@ -7,49 +7,49 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...templates.batching.episode_batches import Sequences
-from ..distributed.collectives import on_every_rank, on_first_rank, patient_group
-from ..distributed.redistribute import starts_of
+from ..distributed.collectives import broadcast_from_rank0, gloo_group, run_on_all_ranks
+from ..distributed.redistribute import document_starts
 from ..options import GkdOptions
-from ..rollout.scoring_client import ServerReader
+from ..rollout.scoring_client import ScoringClient
 from ..run.context import Run
 
 
 class Served:
     """See teacher_apart.Sight. Every rank makes one; errors reach every rank.
 
-    Raises ReaderLost where no server answers, ValueError where its vocabulary is another than the student's.
+    Raises ScoringServerLost where no server answers, ValueError where its vocabulary is another than the student's.
     """
 
     def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
         url, self.top, self.vocab_size = options.teacher_model_server or "", options.gkd_logits_topk or 0, vocab_size
 
-        def connect() -> ServerReader:
-            return ServerReader(
+        def connect() -> ScoringClient:
+            return ScoringClient(
                 url,
                 api_key=options.teacher_model_server_api_key,
                 timeout=options.vllm_server_timeout,
                 wait=options.server_reconnect_timeout,
             )
 
-        self.reader = on_every_rank(connect, patient_group())
-        on_first_rank(lambda: self.reader.check_vocabulary(run.tokenizer), patient_group())
+        self.reader = run_on_all_ranks(connect, gloo_group())
+        broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())
         if self.top > vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: there are {vocab_size} tokens. Give fewer")
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         """Places are asked for where the label behind them is trained on."""
-        rank, world, starts = dist.get_rank(), dist.get_world_size(), starts_of(sequences)
+        rank, world, starts = dist.get_rank(), dist.get_world_size(), document_starts(sequences)
         positions = [np.flatnonzero(weights[1:]) for weights in sequences.weights]
         have = [
             np.concatenate([starts[n] + positions[n] for n in range(r, len(positions), world)] or [starts[:0]])
             for r in range(world)
         ]
         assigned = [n for n in range(rank, len(positions), world) if len(positions[n])]
-        scores = on_every_rank(
+        scores = run_on_all_ranks(
             lambda: self.reader.top_log_probs(
                 [sequences.tokens[n] for n in assigned], [positions[n] for n in assigned], self.top, self.vocab_size
             ),
-            patient_group(),
+            gloo_group(),
         )
         # fp32 has every whole number below 2^24, so any token.
         rows = [np.concatenate([each.log_probs, each.tokens.astype(np.float32)], 1) for each in scores]

@@ -20,8 +20,8 @@ from ...bridge.model.model import Model
 from ...bridge.parallel import ProcessGroups
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
-from ..distributed.collectives import on_every_rank
-from ..distributed.redistribute import Spread, exchanged, together
+from ..distributed.collectives import run_on_all_ranks
+from ..distributed.redistribute import LabelPlacement, concat_indices, redistribute
 from ..options import GkdOptions
 from ..run.context import Run, episode_plan
 
@@ -44,13 +44,13 @@ class Elsewhere:
     def __init__(self, sight: Sight, plan: BatchPlan, student: Model, *, top: int | None):
         self._sight, self._top = sight, top
         # Sequence parallelism splits hidden states, and nothing else does.
-        self._spread = Spread(plan, split=student.config.sequence_parallel and not top)
+        self._spread = LabelPlacement(plan, split=student.config.sequence_parallel and not top)
 
     def of(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
         """Return the values of TeacherExtras for each of this rank's micro batches, on the last pipeline stage."""
         want = self._spread(sequences)
         have, values = self._sight(sequences)
-        values = exchanged(have, [together(of_rank) for of_rank in want], values)
+        values = redistribute(have, [concat_indices(of_rank) for of_rank in want], values)
         outputs, start = [], 0
         for numbers in want[dist.get_rank()]:
             mask = torch.from_numpy(numbers >= 0).to(values.device)
@@ -70,7 +70,7 @@ class Apart:
     """
 
     def __init__(self, run: Run, options: GkdOptions):
-        self._groups = on_every_rank(lambda: ProcessGroups(options))
+        self._groups = run_on_all_ranks(lambda: ProcessGroups(options))
         self._run = replace(run, options=options)
 
     def entered(self) -> AbstractContextManager[None]:
@@ -81,7 +81,7 @@ class Apart:
         self._model, self._see, self._top = model, see, top
         with self.entered():
             split = not top and model.config.sequence_parallel
-            self._spread = Spread(episode_plan(self._run), split=split, copies=False)
+            self._spread = LabelPlacement(episode_plan(self._run), split=split, copies=False)
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         have = self._spread(sequences)
@@ -93,7 +93,7 @@ class Apart:
         for numbers, values in zip(placement, seen if placement else [], strict=True):
             flat = values.squeeze(1).movedim(0, 1).flatten(1) if self._top else values.squeeze(1)
             rows.append(flat[torch.from_numpy(numbers >= 0).to(flat.device)].to(dtype))
-        return [together(of_rank) for of_rank in have], torch.cat(rows)
+        return [concat_indices(of_rank) for of_rank in have], torch.cat(rows)
 
     def matrix_for(self, student: Model) -> Tensor | None:
         """Its output matrix, as many rows of it on each rank as the student's has there, those beyond its end 0; on
@@ -114,7 +114,7 @@ class Apart:
         config = self._model.config
         if held is None or not first_copy:
             held = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=runtime.device())
-        matrix = exchanged([have for have, _, _, _ in ranks], want, held)
+        matrix = redistribute([have for have, _, _, _ in ranks], want, held)
         if not wants:
             return None
         return torch.cat((matrix, matrix.new_zeros(rows - len(matrix), matrix.shape[1])))

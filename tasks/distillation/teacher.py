@@ -28,7 +28,7 @@ from ..observability.flops import Flops
 from ..options import GkdOptions
 from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
-from ..run.planning import Layout, teacher_layout
+from ..run.planning import ProcessLayout, teacher_layout
 from ..train.objective import extras_of
 from .remote_teacher import Served
 from .resharded_teacher import Apart, Elsewhere
@@ -60,7 +60,7 @@ class Teacher:
             self.place = f", a server ({self.server.reader.kind})"
             return
         apart = teacher_layout(options)
-        self.place = f", {Layout.of(apart, dist.get_world_size())}" if apart else ""
+        self.place = f", {ProcessLayout.of(apart, dist.get_world_size())}" if apart else ""
         self._groups = Apart(run, apart) if apart else None
         with self._groups.entered() if self._groups else nullcontext():
             self._build(replace(run, options=apart or options), options)

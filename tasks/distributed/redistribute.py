@@ -1,4 +1,4 @@
-"""Numbers of tokens from the ranks that have them to those that want them, where the two are laid out differently."""
+"""Redistribution of per-token values between two parallel layouts."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -11,79 +11,81 @@ from torch import Tensor
 
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
+from .collectives import all_gather_objects
 
 
-def exchanged(have: Sequence[np.ndarray], want: Sequence[np.ndarray], values: Tensor) -> Tensor:
-    """values [those of have[own rank], width] -> [those of want[own rank], width], of the same dtype and device.
+def redistribute(have: Sequence[np.ndarray], want: Sequence[np.ndarray], values: Tensor) -> Tensor:
+    """Exchange rows: values [len(have[rank]), width] -> [len(want[rank]), width], of the same dtype and device.
 
-    have, want: int64 numbers by rank, known to every rank; each number that is wanted is had by one rank. Every rank
-    calls this. Raises ValueError, on every rank, where nobody has what is wanted.
+    have, want: int64 token indices of each rank, equal on every rank; each wanted index is in `have` of one rank. Every
+    rank calls this. Raises ValueError on every rank where an index is in no `have`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     size = 1 + max((int(numbers.max()) for numbers in chain(have, want) if len(numbers)), default=0)
-    holders, places = np.full(size, -1), np.zeros(size, np.int64)
+    owners, rows = np.full(size, -1), np.zeros(size, np.int64)
     for other, numbers in enumerate(have):
-        holders[numbers] = other
-    places[have[rank]] = np.arange(len(have[rank]))
-    if lost := sum(int((holders[numbers] < 0).sum()) for numbers in want):
-        raise ValueError(f"{lost} tokens are wanted that no rank has")
-    sent = [places[numbers[holders[numbers] == rank]] for numbers in want]
-    sources = holders[want[rank]]
-    got = np.bincount(sources, minlength=world).tolist()
-    values = values.contiguous() if len(values) else values.new_empty(values.shape)  # of none numpy has odd strides
-    flat = values.view(torch.uint8)  # any dtype, whatever the communication library knows
+        owners[numbers] = other
+    rows[have[rank]] = np.arange(len(have[rank]))
+    if lost := sum(int((owners[numbers] < 0).sum()) for numbers in want):
+        raise ValueError(f"{lost} requested tokens are on no rank")
+    sent = [rows[numbers[owners[numbers] == rank]] for numbers in want]
+    sources = owners[want[rank]]
+    counts = np.bincount(sources, minlength=world).tolist()
+    # numpy gives empty arrays odd strides
+    values = values.contiguous() if len(values) else values.new_empty(values.shape)
+    flat = values.view(torch.uint8)  # as bytes: the communication library may not support the dtype
     out = flat[torch.from_numpy(np.concatenate(sent)).to(flat.device)]
-    back = flat.new_empty(len(sources), flat.shape[1])
-    dist.all_to_all_single(back, out, got, [len(each) for each in sent])
+    received = flat.new_empty(len(sources), flat.shape[1])
+    dist.all_to_all_single(received, out, counts, [len(part) for part in sent])
     order = torch.from_numpy(np.argsort(sources, kind="stable")).to(flat.device)
-    found = torch.empty_like(back)
-    found[order] = back
-    return found.view(values.dtype)
+    result = torch.empty_like(received)
+    result[order] = received
+    return result.view(values.dtype)
 
 
-class Spread:
-    """Which rank has which labels of a step, on the last pipeline stage of the process groups as they are.
+class LabelPlacement:
+    """Placement of a step's labels on the ranks of the last pipeline stage. Every rank makes one.
 
-    Every rank makes one. `split`: of a tensor-parallel group each rank has its part of the tokens, as sequence
-    parallelism gives it; else `copies` says whether all of them have all, or the first alone.
+    `split`: each tensor-parallel rank has its part of the tokens, as with sequence parallelism.
+    `copies`: otherwise, whether all ranks of the group have all tokens, or only the first.
     """
 
     def __init__(self, plan: BatchPlan, *, split: bool, copies: bool = True):
         self.plan = plan
         tensor = parallel_state.get_tensor_model_parallel_rank()
-        own = None
+        coordinates = None
         if parallel_state.is_pipeline_last_stage() and (split or copies or tensor == 0):
-            own = plan.rank, parallel_state.get_context_parallel_rank(), tensor if split else 0
+            coordinates = plan.rank, parallel_state.get_context_parallel_rank(), tensor if split else 0
         self._parts = parallel_state.get_tensor_model_parallel_world_size() if split else 1
-        self._ranks: list[tuple[int, int, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(self._ranks, own)
+        self._ranks = all_gather_objects(coordinates)
 
     def __call__(self, sequences: Sequences) -> list[list[np.ndarray]]:
-        """Of each rank, and each of its micro batches, `BatchPlan.label_ids` of its places."""
-        starts, known = starts_of(sequences), {}
-        found: list[list[np.ndarray]] = []
-        for place in self._ranks:
-            if place is None:
-                found.append([])
+        """Return `BatchPlan.label_ids` of each rank's micro batches."""
+        starts, indices_of_plan = document_starts(sequences), {}
+        indices: list[list[np.ndarray]] = []
+        for coordinates in self._ranks:
+            if coordinates is None:
+                indices.append([])
                 continue
-            plan = self.plan.for_rank(*place[:2])
-            if place[:2] not in known:
-                known[place[:2]] = plan.label_ids(plan.batches(sequences), starts)
-            found.append([np.split(numbers, self._parts)[place[2]] for numbers in known[place[:2]]])
-        return found
+            plan_key, part = coordinates[:2], coordinates[2]
+            plan = self.plan.for_rank(*plan_key)
+            if plan_key not in indices_of_plan:
+                indices_of_plan[plan_key] = plan.label_ids(plan.batches(sequences), starts)
+            indices.append([np.split(numbers, self._parts)[part] for numbers in indices_of_plan[plan_key]])
+        return indices
 
     def batches(self, sequences: Sequences) -> list[Batch]:
-        """This rank's own micro batches."""
+        """Return this rank's micro batches."""
         return self.plan.batches(sequences)
 
 
-def starts_of(sequences: Sequences) -> np.ndarray:
-    """Where each document's tokens begin, in one count of all."""
+def document_starts(sequences: Sequences) -> np.ndarray:
+    """Return the index of each document's first token, counted over all documents."""
     lengths = np.array([len(tokens) for tokens in sequences.tokens], np.int64)
     return np.cumsum(lengths) - lengths
 
 
-def together(of_each: Sequence[np.ndarray]) -> np.ndarray:
-    """The labels of all micro batches in a row, without the places that have none."""
-    whole = np.concatenate([np.empty(0, np.int64), *of_each])
-    return whole[whole >= 0]
+def concat_indices(batches: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate the label indices of micro batches, without the positions that have no label (-1)."""
+    indices = np.concatenate([np.empty(0, np.int64), *batches])
+    return indices[indices >= 0]

@@ -1,4 +1,4 @@
-"""Stopping before the end: a scheduler's signal, or the time that a run may take. All ranks learn of it at one step."""
+"""Early stop by a signal or a time limit, at the same step on all ranks."""
 
 import os
 import signal
@@ -8,75 +8,75 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from .collectives import patient_group
+from .collectives import gloo_group
 
-EXIT_STOPPED = 75  # of a run that has saved and ended early (EX_TEMPFAIL: try again later)
-AGAIN = 2.0  # seconds: schedulers signal each process, and torchrun passes on what it gets: that is one signal
+EXIT_STOPPED = 75  # exit code of a run that stopped early with a checkpoint (EX_TEMPFAIL: retry)
+AGAIN = 2.0  # seconds: a scheduler signals each process and torchrun forwards its own, which counts as one signal
 
-BEGAN = time.monotonic()  # this process, more or less
-TIME_IS_OVER = 1  # codes: the largest of all ranks counts
+STARTED_AT = time.monotonic()  # approximate start of the process
+TIME_LIMIT = 1  # codes: the largest over all ranks wins
 CODES = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4}
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether whoever started this process (nohup) wants it to outlive its terminal."""
+    """Return whether the process was started (nohup) to outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 class Stop:
-    """Whether the run is to stop, the same on every rank at the same step. In each step, on every rank:
+    """Stop request, the same on every rank at the same step. In each step, on every rank:
 
-        stop.exchange()        # at its start: begins to ask the others, which waits for nobody
+        stop.exchange()              # at its start: begin the exchange, without waiting
         ...
-        if reason := stop.reason():  # at its end, when the answer has long come
+        if reason := stop.reason():  # at its end, when the answers have arrived
 
-    From its construction on, SIGTERM, SIGUSR1 and SIGHUP (a terminal that is closed) are noted and do nothing else,
-    save for a SIGTERM that comes again later than `AGAIN`: that one ends the process at once. Under nohup SIGHUP stays
-    ignored.
+    SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are recorded from construction on and do nothing else, except that a
+    SIGTERM repeated after `AGAIN` seconds ends the process at once. Under nohup SIGHUP stays ignored.
     """
 
     def __init__(self, minutes: float | None):
-        """`minutes`: after which the run is to stop, by the clock of rank 0. Every rank calls this, in its main thread.
+        """Install the handlers. Every rank calls this, in its main thread.
 
-        The ranks ask each other over gloo: no device is waited for.
+        `minutes`: time limit of the run, by the clock of rank 0. The ranks communicate over gloo, without synchronising
+        devices.
         """
         self._minutes, self._code, self._terminated = minutes, 0, 0.0
-        self._deadline = None if minutes is None or dist.get_rank() else BEGAN + 60 * minutes
-        self._group = patient_group()
+        self._deadline = None if minutes is None or dist.get_rank() else STARTED_AT + 60 * minutes
+        self._group = gloo_group()
         self._exchanged: tuple[torch.Tensor, dist.Work] | None = None
-        heeded = [number for number in CODES if not is_ignored(number)]
-        self._former = {number: signal.signal(number, self._note) for number in heeded}
+        handled = [number for number in CODES if not is_ignored(number)]
+        self._former = {number: signal.signal(number, self._note) for number in handled}
 
     def exchange(self) -> None:
-        """Begin to ask all ranks."""
+        """Begin the exchange with all ranks."""
         if self._group is not None:
-            code = torch.tensor([self._own_code()])
+            code = torch.tensor([self._local_code()])
             work = dist.all_reduce(code, dist.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
             self._exchanged = code, work
 
     def reason(self) -> str | None:
-        """What the last exchange says: why to stop, as a user is told; None where there is no reason."""
-        code = self._own_code()
+        """Return the reason for a stop by the last exchange, for the user; None to go on."""
+        code = self._local_code()
         if self._group is not None:
             if self._exchanged is None:
                 return None
             vector, work = self._exchanged
             work.wait()
             code = int(vector)
-        if code == TIME_IS_OVER:
+        if code == TIME_LIMIT:
             return f"--exit_duration_in_mins {self._minutes:g} is over"
-        return next((number.name for number, its in CODES.items() if its == code), None)
+        return next((number.name for number, signal_code in CODES.items() if signal_code == code), None)
 
     def close(self) -> None:
-        """Signals do again what they did before. To be called where a run goes on to its end, not where it stops."""
+        """Restore the signal handlers. Call it where a run continues to its end, not where it stops."""
         for number, former in self._former.items():
-            if former is not None:  # else it was not Python's
+            if former is not None:  # None: not installed by Python
                 signal.signal(number, former)
 
-    def _own_code(self) -> int:
+    def _local_code(self) -> int:
         over = self._deadline is not None and time.monotonic() > self._deadline
-        return self._code or (TIME_IS_OVER if over else 0)
+        return self._code or (TIME_LIMIT if over else 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and self._terminated and time.monotonic() - self._terminated > AGAIN:

@@ -1,7 +1,7 @@
-"""A scheduler by its name, asked about the answers of all episodes at a time; errors that say which failed, for what.
+"""Calls of a scheduler for the answers of all episodes at once, with errors that name the failed one.
 
-It runs in a thread with an event loop of its own, in which its sessions may stay open. A scheduler that is sync is
-called for one episode after the other, one that is async for all at the same time.
+It runs in a thread with its own event loop, which can keep sessions open. A sync scheduler is called for one episode
+after the other, an async one for all concurrently.
 """
 
 import asyncio
@@ -12,33 +12,38 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from ...templates.formats.schemas import UnusableRow, from_messages
-from ..system.plugins import Daemons, file_of, place_of
+from ...templates.json_types import JsonObject
+from ..system.plugins import DaemonExecutor, file_of, line_of
 from .registry import Turn
 
-LATE = 1.0  # seconds that an answer may be late beyond the timeout, where the loop itself is held up
+GRACE = 1.0  # seconds beyond the timeout, where the event loop itself is blocked
 ROLES = "user", "tool", "system"
 
 
 class TurnError(RuntimeError):
-    """A scheduler did not do what it has to: names it, the row, the turn and the cure."""
+    """Failure of a scheduler: names it, the row, the turn and the fix."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A scheduler is asked about an answer."""
+class SchedulerCall:
+    """Answer that a scheduler is called for."""
 
-    place: str  # of its row
+    row: str  # its description
     turn: Turn
 
     def __str__(self) -> str:
-        return f"{self.place}, turn {self.turn.number}, completion {self.turn.completion[:200]!r}"
+        return f"{self.row}, turn {self.turn.number}, completion {self.turn.completion[:200]!r}"
 
 
 class Scheduler:
-    """`bounds_itself`: its answers may take longer than `timeout`, since they have timeouts of their own."""
+    """Scheduler with its name and timeout.
+
+    `bounds_itself`: it has its own timeouts, and may take longer than `timeout`.
+    """
 
     def __init__(self, name: str, function: Callable, timeout: float, *, bounds_itself: bool = False):
         self.name, self._function, self._timeout = name, function, timeout
@@ -46,42 +51,42 @@ class Scheduler:
         self._file = file_of(function)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        import torch  # which the command line, that looks for schedulers, does without
+        import torch  # the command line imports this file without torch
 
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._at: Asked | None = None  # the last that was begun
-        self._since = 0.0  # when the loop was last seen to go round, or that was begun
+        self._current: SchedulerCall | None = None  # the last started call
+        self._progress_time = 0.0  # last time that the loop was responsive or a call was started
 
-    def __call__(self, asked: Sequence[Asked]) -> list[list[dict[str, Any]]]:
-        """What each is told: messages, none where its episode is over. Raises TurnError."""
+    def __call__(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
+        """Return the next messages of each episode, none where it is over. Raises TurnError."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._loop.set_default_executor(Daemons())
+            self._loop.set_default_executor(DaemonExecutor())
             self._thread = threading.Thread(target=self._run, name=f"scheduler {self.name}", daemon=True)
             self._thread.start()
-        self._since = time.monotonic()
-        answers = asyncio.run_coroutine_threadsafe(self._all(asked), self._loop)
+        self._progress_time = time.monotonic()
+        answers = asyncio.run_coroutine_threadsafe(self._all(calls), self._loop)
         while True:
             try:
                 return answers.result(timeout=min(1.0, self._timeout / 4))
             except TimeoutError:
                 if answers.done():
                     raise
-                if time.monotonic() - self._since > self._timeout + LATE:
-                    assert self._at is not None
-                    raise self._late(self._at) from None
+                if time.monotonic() - self._progress_time > self._timeout + GRACE:
+                    assert self._current is not None
+                    raise self._late(self._current) from None
 
     def _run(self) -> None:
         assert self._loop is not None
         if self._device is not None:
             import torch
 
-            torch.cuda.set_device(self._device)  # a new thread begins with the first
+            torch.cuda.set_device(self._device)  # a new thread starts with device 0
         self._loop.run_forever()
 
-    async def _all(self, asked: Sequence[Asked]) -> list[list[dict[str, Any]]]:
+    async def _all(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
         beat = asyncio.ensure_future(self._beat())
-        tasks = [asyncio.ensure_future(self._one(each)) for each in asked]
+        tasks = [asyncio.ensure_future(self._one(call)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -90,60 +95,61 @@ class Scheduler:
 
     async def _beat(self) -> None:
         while True:
-            self._since = time.monotonic()
+            self._progress_time = time.monotonic()
             await asyncio.sleep(self._timeout / 8)
 
-    async def _one(self, asked: Asked) -> list[dict[str, Any]]:
-        self._at, self._since = asked, time.monotonic()
-        awaited: Any = None
+    async def _one(self, call: SchedulerCall) -> list[JsonObject]:
+        self._current, self._progress_time = call, time.monotonic()
+        awaited: asyncio.Future | None = None
         try:
-            result = self._function(asked.turn)
+            result = self._function(call.turn)
             if inspect.isawaitable(result):
                 awaited = asyncio.ensure_future(result)
                 done, _ = await asyncio.wait({awaited}, timeout=self._bound)
                 if not done:
-                    raise self._late(asked, awaited)
+                    raise self._late(call, awaited)
                 result = awaited.result()
         except (TurnError, asyncio.CancelledError):
             raise
-        except BaseException as error:  # SystemExit too: it would end this thread alone
+        except BaseException as error:  # also SystemExit, which would only end this thread
             raise TurnError(
                 f"--multi_turn_scheduler {self.name} raised {type(error).__name__}: {error} "
-                f"({place_of(error.__traceback__, self._file)}) for {asked}. Fix it"
+                f"({line_of(error.__traceback__, self._file)}) for {call}. Fix it"
             ) from error
         finally:
             if awaited is not None:
                 awaited.cancel()
-        return self._messages(result, asked)
+        return self._messages(result, call)
 
-    def _messages(self, result: Any, asked: Asked) -> list[dict[str, Any]]:
-        """What a scheduler returned, as messages. Raises TurnError."""
+    def _messages(self, result: Any, call: SchedulerCall) -> list[JsonObject]:
+        """Return a scheduler's result as messages. Raises TurnError."""
         messages = {str: lambda: [{"role": "user", "content": result}], dict: lambda: [result]}
-        found = messages[type(result)]() if type(result) in messages else result
-        if found is None:
-            found = []
+        reply = messages[type(result)]() if type(result) in messages else result
+        if reply is None:
+            reply = []
         try:
-            if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
-                raise UnusableRow("None, a text, a message or a list of messages is expected")
-            found = from_messages(list(found)).messages
-            if other := [message["role"] for message in found if message["role"] not in ROLES]:
-                raise UnusableRow(f"the {other[0]}'s turn is the model's own")
-            json.dumps([found, asked.turn.info])
+            if not isinstance(reply, list | tuple) or not all(isinstance(message, dict) for message in reply):
+                raise UnusableRow("it must return None, a text, a message or a list of messages")
+            reply = from_messages(list(reply)).messages
+            if other := [message["role"] for message in reply if message["role"] not in ROLES]:
+                raise UnusableRow(f"the role {other[0]} is reserved for the model")
+            json.dumps([reply, call.turn.info])
         except (UnusableRow, TypeError, ValueError) as error:
             raise TurnError(
-                f"--multi_turn_scheduler {self.name} returned {repr(result)[:200]} for {asked}: {error}. Fix it"
+                f"--multi_turn_scheduler {self.name} returned {repr(result)[:200]} for {call}: {error}. Fix it"
             ) from None
-        return found
+        return reply
 
-    def _late(self, asked: Asked, task: Any = None) -> TurnError:
-        """Of one that hangs: where it waits, or what holds up the loop."""
+    def _late(self, call: SchedulerCall, task: asyncio.Future | None = None) -> TurnError:
+        """Return the error of a call that hangs, with the line where it waits or blocks the loop."""
         assert self._thread is not None
-        frame = task.get_stack(limit=1)[0] if task is not None and task.get_stack(limit=1) else None
+        stack = task.get_stack(limit=1) if isinstance(task, asyncio.Task) else []
+        line = line_of(stack[0] if stack else _frame(self._thread), self._file)
         return TurnError(
-            f"--multi_turn_scheduler {self.name} has not answered within {self._timeout:g} s (it is at "
-            f"{place_of(frame or _frame(self._thread), self._file)}) for {asked}. Fix it, or raise --turn_timeout"
+            f"--multi_turn_scheduler {self.name} did not return within {self._timeout:g} s (it is at {line}) for "
+            f"{call}. Fix it, or raise --turn_timeout"
         )
 
 
-def _frame(thread: threading.Thread) -> Any:
+def _frame(thread: threading.Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)

@@ -1,11 +1,12 @@
-"""From options to a scheduler and its tools: plugins are imported, names looked up, what cannot be is refused."""
+"""Loading of the scheduler and its tools from options: imports plugins, looks names up, checks them."""
 
 from typing import Any
 
+from ...templates.json_types import JsonObject
 from ..options.multi_turn import TurnOptions
-from ..system.plugins import load_plugins, made, unknown
+from ..system.plugins import instantiate, load_plugins, unknown_name_error
 from .call import Scheduler
-from .ms_swift_compat import NOT_CALLED, Adapter, MultiTurnScheduler
+from .ms_swift_compat import NOT_CALLED, MsSwiftAdapter, MultiTurnScheduler
 from .registry import multi_turns, registered_tools
 from .tools import Tools, schema_of
 
@@ -13,7 +14,7 @@ TOOLS = "tools"
 
 
 def check_turns(options: Any) -> None:
-    """Import the plugins, and raise ValueError, which names the flag, for what cannot be.
+    """Import the plugins, and raise ValueError, naming the flag, for invalid options.
 
     `options`: TurnOptions, with the plugins of RewardOptions.
     """
@@ -24,43 +25,43 @@ def check_turns(options: Any) -> None:
     if name == TOOLS:
         if not registered_tools:
             raise ValueError(
-                "--multi_turn_scheduler tools: there is no tool. Register functions by @tool "
+                "--multi_turn_scheduler tools: no tool is registered. Register functions by @tool "
                 "(`from megaswift.tasks.multi_turn import tool`) in a file of --external_plugins"
             )
         for function in registered_tools.values():
             schema_of(function)
         return
     if name not in multi_turns:
-        raise unknown("--multi_turn_scheduler", name, [TOOLS, *multi_turns], "scheduler")
+        raise unknown_name_error("--multi_turn_scheduler", name, [TOOLS, *multi_turns], "scheduler")
     entry = multi_turns[name]
     if isinstance(entry, type) and issubclass(entry, MultiTurnScheduler):
         for method in NOT_CALLED:
             if hasattr(entry, method):
                 raise ValueError(
-                    f"--multi_turn_scheduler {name}: its {method}() would not be called, here only step() and "
-                    "check_finished() are. Write it as a @scheduler of megaswift.tasks.multi_turn"
+                    f"--multi_turn_scheduler {name}: its {method}() would never be called, only step() and "
+                    "check_finished(). Rewrite it as a @scheduler of megaswift.tasks.multi_turn"
                 )
 
 
 def load_scheduler(options: TurnOptions) -> Scheduler:
-    """The scheduler of `options`, which `check_turns` has found in order."""
+    """Return the scheduler of options that `check_turns` has accepted."""
     name, timeout = options.multi_turn_scheduler, options.turn_timeout
     assert name is not None
     load_plugins(options.external_plugins)  # type: ignore[attr-defined]
     if name == TOOLS:
         return Scheduler(name, Tools(registered_tools, timeout), timeout, bounds_itself=True)
-    return Scheduler(name, _made(multi_turns[name], options), timeout)
+    return Scheduler(name, _instantiate(multi_turns[name], options), timeout)
 
 
-def prompt_tools(options: Any) -> list[dict[str, Any]] | None:
-    """The schemas of the tools of rows that name none, for the chat template; none where there are no tools."""
+def prompt_tools(options: object) -> list[JsonObject] | None:
+    """Return the tool schemas for rows that name none, for the chat template; None without tools."""
     if not isinstance(options, TurnOptions) or options.multi_turn_scheduler != TOOLS:
         return None
     load_plugins(options.external_plugins)  # type: ignore[attr-defined]
     return [schema_of(function) for function in registered_tools.values()]
 
 
-def _made(entry: Any, options: TurnOptions) -> Any:
+def _instantiate(entry: Any, options: TurnOptions) -> Any:
     if isinstance(entry, type) and issubclass(entry, MultiTurnScheduler):
-        return Adapter(entry(max_turns=options.max_turns))
-    return made(entry, options)
+        return MsSwiftAdapter(entry(max_turns=options.max_turns))
+    return instantiate(entry, options)

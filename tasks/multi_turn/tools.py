@@ -1,6 +1,6 @@
-"""--multi_turn_scheduler tools: functions that the model calls, and whose results it is told.
+"""Tools (--multi_turn_scheduler tools): functions that the model calls, and whose results it reads.
 
-A call has the form of Hermes and Qwen: <tool_call>{"name": "...", "arguments": {...}}</tool_call>
+A call has the format of Hermes and Qwen: <tool_call>{"name": "...", "arguments": {...}}</tool_call>
 """
 
 import asyncio
@@ -8,17 +8,17 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ...templates.formats.schemas import Conversation, with_columns
-from ..system.plugins import Daemons
+from ...templates.json_types import JsonObject
+from ..system.plugins import DaemonExecutor
 from .registry import Turn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def schema_of(function: Callable) -> dict[str, Any]:
-    """What the chat template is given of a tool. Raises ValueError where hints or docstring do not say enough."""
+def schema_of(function: Callable) -> JsonObject:
+    """Return a tool's schema for the chat template. Raises ValueError for missing hints or documentation."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -29,20 +29,22 @@ def schema_of(function: Callable) -> dict[str, Any]:
         return get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(
-            f"@tool {function.__name__}: {error}. It needs type hints, and a docstring that describes it and, under "
+            f"@tool {function.__name__}: {error}. Add type hints, and a docstring that describes it and, under "
             "`Args:`, each argument"
         ) from None
 
 
 class Tools:
-    """A scheduler. `timeout`: seconds that a call may take; sync functions are called one after another, async ones of
-    all episodes at the same time."""
+    """Scheduler that runs tool calls. `timeout`: seconds per call.
+
+    Sync functions run one after another, async ones of all episodes concurrently.
+    """
 
     def __init__(self, tools: Mapping[str, Callable], timeout: float):
         self._tools, self._timeout = tools, timeout
-        self._daemons, self._one_at_a_time = Daemons(), asyncio.Lock()
+        self._daemons, self._one_at_a_time = DaemonExecutor(), asyncio.Lock()
 
-    async def __call__(self, turn: Turn) -> list[dict[str, Any]] | None:
+    async def __call__(self, turn: Turn) -> list[JsonObject] | None:
         calls = CALL.findall(turn.raw)
         allowed = self._allowed(turn.columns)
         turn.info["tool_calls"] = turn.info.get("tool_calls", 0) + len(calls)
@@ -51,24 +53,24 @@ class Tools:
             return None
         messages = []
         for call in calls:
-            name, text, fails = await self._called(call, allowed)
+            name, text, fails = await self._call(call, allowed)
             turn.info["tool_errors"] += fails
             messages.append({"role": "tool", "name": name, "content": text})
         return messages
 
-    def _allowed(self, columns: dict[str, Any]) -> Mapping[str, Callable]:
-        """Those that the row names, where it does. Raises ValueError where there is no such function."""
+    def _allowed(self, columns: JsonObject) -> Mapping[str, Callable]:
+        """Return the tools that the row names, else all. Raises ValueError for an unknown one."""
         named = with_columns(Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None}).tools
         if not named:
             return self._tools
-        names = [each.get("function", each).get("name") for each in named]
-        if lacking := [name for name in names if name not in self._tools]:
-            there = ", ".join(self._tools) or "none"
-            raise ValueError(f"the row's column `tools` names {lacking[0]}, which no @tool is. There are: {there}")
+        names = [tool.get("function", tool).get("name") for tool in named]
+        if missing := [name for name in names if name not in self._tools]:
+            registered = ", ".join(self._tools) or "none"
+            raise ValueError(f"the row's column `tools` names {missing[0]}, which is no @tool. Use one of {registered}")
         return {name: self._tools[name] for name in names}
 
-    async def _called(self, text: str, tools: Mapping[str, Callable]) -> tuple[str, str, bool]:
-        """The tool's name, what the model is told, and whether it is an error."""
+    async def _call(self, text: str, tools: Mapping[str, Callable]) -> tuple[str, str, bool]:
+        """Return the tool's name, the text for the model, and whether it is an error."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
@@ -81,24 +83,24 @@ class Tools:
             return name, f"Error: there is no tool {name}. There are: {', '.join(tools)}", True
         try:
             inspect.signature(tools[name]).bind(**arguments)
-            found = await self._result(tools[name], arguments)
+            result = await self._result(tools[name], arguments)
         except TimeoutError:
             return name, f"Error: no answer within {self._timeout:g} s", True
-        except Exception as error:  # of any kind: the model is to learn from it
+        except Exception as error:  # of any kind: the model reads and learns from it
             return name, f"Error: {type(error).__name__}: {error}", True
-        return name, found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str), False
+        return name, result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), False
 
-    async def _result(self, function: Callable, arguments: dict[str, Any]) -> Any:
+    async def _result(self, function: Callable, arguments: JsonObject) -> object:
         if inspect.iscoroutinefunction(function):
             return await asyncio.wait_for(function(**arguments), self._timeout)
-        async with self._one_at_a_time:  # one that hangs is left behind
+        async with self._one_at_a_time:  # a hanging call is abandoned
             loop = asyncio.get_running_loop()
             return await asyncio.wait_for(
-                loop.run_in_executor(self._daemons, _guarded, function, arguments), self._timeout
+                loop.run_in_executor(self._daemons, _call_safely, function, arguments), self._timeout
             )
 
 
-def _guarded(function: Callable, arguments: dict[str, Any]) -> Any:
+def _call_safely(function: Callable, arguments: JsonObject) -> object:
     try:
         return function(**arguments)
     except SystemExit as error:

@@ -1,1 +1,1 @@
-"""What a user sees of a run: log, curves, throughput, FLOPs, profiles."""
+"""Observability of a run: log, curves, throughput, FLOPs, profiles."""

@@ -1,24 +1,29 @@
-"""Curves of a run: images/overview.png with those that matter for its task, and a picture for each metric."""
+"""Plots of a run: images/overview.png for its task, and a picture for each metric."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-Rows = Sequence[dict[str, Any]]  # rows of logging.jsonl
+from ...templates.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Rows = Sequence[JsonObject]  # rows of logging.jsonl
 OVERVIEW = "overview.png"
-AT_MOST = 6  # plots in the overview
+AT_MOST = 6  # plots of the overview
 POSITIONS = ("step", "max_steps", "elapsed", "eta", "tokens")
-UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "weight_sync/", "timing_s/", "memory/")  # beginnings of names
+UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "weight_sync/", "timing_s/", "memory/")  # prefixes of metrics
 COLORS = ("#2563eb", "#dc2626")
 SMOOTHED_FROM = 20  # points
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves that share an axis, and a metric whose value is drawn as a band around the first of them."""
+    """Curves that share an axis, and a metric drawn as a band around the first of them."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,10 +48,9 @@ PLOTS = (  # by importance
 
 
 def draw(rows: Rows, folder: Path, title: str, *, overview_only: bool = False) -> list[Path]:
-    """Draw the overview and one picture for each metric into `folder`, and return their paths, the overview first.
+    """Draw the overview and one picture per metric into `folder`, and return their paths, the overview first.
 
-    title: the run's name. overview_only: leave the single pictures out. loss.png has the training and the evaluation
-    losses.
+    title: the run's name. overview_only: skip the other pictures. loss.png has the training and evaluation losses.
     """
     metrics = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
     names = [name for name in metrics if name not in POSITIONS and not name.startswith(UNDRAWN)]
@@ -55,8 +59,8 @@ def draw(rows: Rows, folder: Path, title: str, *, overview_only: bool = False) -
     pictures = [_picture(plots, rows, folder / OVERVIEW, title)] if plots else []
     for name in names if not overview_only else ():
         if name.startswith("eval_") and name.removeprefix("eval_") in names:
-            continue  # drawn beside the training's
-        plot = Plot(name, tuple(each for each in (name, f"eval_{name}") if each in names))
+            continue  # drawn with the training's
+        plot = Plot(name, tuple(key for key in (name, f"eval_{name}") if key in names))
         pictures.append(_picture([plot], rows, folder / f"{name.replace('/', '_')}.png", title))
     return pictures
 
@@ -79,7 +83,7 @@ def _picture(plots: Sequence[Plot], rows: Rows, path: Path, title: str) -> Path:
     return path
 
 
-def _plot(axes: Any, plot: Plot, rows: Rows) -> None:
+def _plot(axes: "Axes", plot: Plot, rows: Rows) -> None:
     axes.set_title(plot.title, fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -89,7 +93,7 @@ def _plot(axes: Any, plot: Plot, rows: Rows) -> None:
         dot = "o" if name.startswith("eval_") or len(steps) == 1 else ""
         if _is_noisy(values):
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, smoothed(values), color=color, linewidth=1.8, label=f"{name}, smoothed")
+            axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=f"{name}, smoothed")
         else:
             axes.plot(steps, values, color=color, linewidth=1.8, marker=dot, markersize=4, label=name)
     if plot.spread and plot.metrics[0] in curves:
@@ -98,16 +102,16 @@ def _plot(axes: Any, plot: Plot, rows: Rows) -> None:
     if len(curves) > 1:
         axes.legend(fontsize=8, frameon=False)
     if steps_shown := {int(step) for steps, _ in curves.values() for step in steps}:
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue]
         axes.margins(x=0.02 if len(steps_shown) > 1 else 0.1)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and bool(np.isfinite(value))
 
 
 def _points(rows: Rows, *names: str) -> tuple[np.ndarray, ...]:
-    """The steps that have these metrics, and the values of each."""
+    """Return the steps that have these metrics, and the values of each."""
     chosen: Iterable = [row for row in rows if all(_is_number(row.get(name)) for name in names)]
     return tuple(np.array([row[name] for row in chosen], dtype=float) for name in ("step", *names))
 
@@ -115,7 +119,7 @@ def _points(rows: Rows, *names: str) -> tuple[np.ndarray, ...]:
 def _band(rows: Rows, middle: str, spread: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     steps, values, spreads = _points(rows, middle, spread)
     if _is_noisy(values):
-        values, spreads = smoothed(values), smoothed(spreads)
+        values, spreads = smooth(values), smooth(spreads)
     return steps, values - spreads, values + spreads
 
 
@@ -124,8 +128,8 @@ def _is_noisy(values: np.ndarray) -> bool:
     return len(values) >= SMOOTHED_FROM and bool(np.abs(np.diff(values)).sum() > 3 * np.ptp(values))
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred mean over a tenth of the points, near both ends over those that there are."""
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Return the centred mean over a tenth of the points, over fewer near both ends."""
     half = max(2, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     first = np.maximum(np.arange(len(values)) - half, 0)

@@ -1,11 +1,11 @@
-"""How many floating-point operations training takes, and how many a chip can do: the two halves of MFU.
+"""FLOPs of training and peak FLOP/s of chips, the two parts of MFU.
 
-Counted are the matrix products that a model needs, whatever computes them: the linear layers (with the experts that a
-token visits, the router, and the output layer for the tokens that are trained on), and attention over the causal pairs
-within each document. Not counted are embedding look-ups, norms, activations, adapters, and what recomputation repeats.
-A backward pass takes twice a forward pass: gradients of what goes in, and of the weights. Of the second as many are
-counted as there are weights that are trained, as a share of all.
-(PaLM's appendix B, made exact for documents: https://arxiv.org/abs/2204.02311)
+Counted are the matrix products of the model itself: linear layers (with the experts that a token visits, the router,
+and the output layer for the trained tokens), and attention over the causal pairs within each document. Not counted are
+embedding look-ups, norms, activations, adapters, and recomputation. A backward pass costs twice a forward pass, for the
+gradients of inputs and weights; of the latter only the share of trained weights counts.
+
+This is PaLM's appendix B, exact for documents: https://arxiv.org/abs/2204.02311
 """
 
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ...bridge.model.model import Model
 
-# Dense bf16 peaks of the makers' data sheets, FLOP/s; the first pattern that is found in the device's name.
+# Dense bf16 peaks of the data sheets in FLOP/s; the first pattern that matches the device's name applies.
 PEAK_BF16 = [
     (r"\bGB200\b", 2500e12),
     (r"\bB200\b", 2250e12),
@@ -34,31 +34,31 @@ PEAK_BF16 = [
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`), None for one that is not listed."""
+    """Return the dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if not listed."""
     return next((peak for pattern, peak in PEAK_BF16 if re.search(pattern, device_name)), None)
 
 
 @dataclass(frozen=True)
 class Flops:
-    """The cost of a model: `flops.training([document lengths])` gives the FLOPs of a forward and backward pass."""
+    """Cost of a model: `flops.training([document lengths])` returns the FLOPs of a forward and backward pass."""
 
-    matrix_parameters: int  # weights that a token is multiplied by, the output layer's among them
-    pair: int  # forward FLOPs of one (query, key) pair, over all heads of all layers that attend to everything
-    # Of the layers that attend to a window or a chunk: (window, chunk, FLOPs of a pair over those that have them).
+    matrix_parameters: int  # weights that a token is multiplied by, including the output layer's
+    pair: int  # forward FLOPs of a (query, key) pair, over all heads of all layers with full attention
+    # Layers with a window or a chunk: (window, chunk, FLOPs of a pair over these layers).
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
-    output: int = 0  # of the matrix parameters, those of the output layer
-    trained: float = 1.0  # the share of the parameters that have gradients
+    output: int = 0  # part of the output layer in the matrix parameters
+    trained: float = 1.0  # share of the parameters with gradients
 
     @classmethod
     def of_model(cls, model: "Model", *, scores_tokens: bool = True) -> "Flops":
-        """Of a model; not `scores_tokens`: without its output layer (a head's products, a few for each document, are
-        not counted)."""
+        """Return the cost of a model. Without `scores_tokens` its output layer is excluded; a head's products are not
+        counted."""
         vocabulary = model.architecture.vocab_size if scores_tokens else 0
         return cls.of(model.config, vocabulary, trained=model.trained_share)
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":
-        """From the model's sizes; `vocab_size` is its own, without the padding that tensor parallelism adds."""
+        """Return the cost by the model's sizes; `vocab_size` excludes the padding of tensor parallelism."""
         hidden, heads = sizes.hidden_size, sizes.num_attention_heads
         head_dim = sizes.kv_channels or hidden // heads
         groups = sizes.num_query_groups or heads
@@ -96,19 +96,19 @@ class Flops:
         return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, trained)
 
     def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
-        """FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
+        """Return the FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
 
-        scored: of how many tokens the label's probability is needed; None: of all.
+        scored: number of tokens whose label's probability is computed; None: all.
         """
         products, attention = self._forward(list(lengths), scored)
         return round((2 + self.trained) * products) + 3 * attention
 
     def forward(self, lengths: Iterable[int], scored: int | None = None) -> int:
-        """The same of a forward pass alone."""
+        """Return the FLOPs of a forward pass."""
         return sum(self._forward(list(lengths), scored))
 
     def _forward(self, lengths: list[int], scored: int | None) -> tuple[int, int]:
-        """Of matrix products, and of attention."""
+        """Return the FLOPs of matrix products and of attention."""
         skipped = 0 if scored is None else sum(lengths) - scored
         attention = sum(
             cost * pairs(length, window, chunk)
@@ -118,12 +118,12 @@ class Flops:
         return 2 * self.matrix_parameters * sum(lengths) - 2 * self.output * skipped, attention
 
     def six_n_d(self, tokens: float) -> float:
-        """The usual estimate, 6 x parameters x tokens: the matrix products without attention."""
+        """Return the usual estimate 6 x parameters x tokens: the matrix products without attention."""
         return 6 * self.matrix_parameters * tokens
 
 
 def pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
-    """Of a query and a key that it may see, in a document of `length` tokens."""
+    """Return the number of visible (query, key) pairs in a document of `length` tokens."""
     if chunk is not None and chunk < length:
         return length // chunk * pairs(chunk, window) + pairs(length % chunk, window)
     near = length if window is None else min(window, length)
@@ -131,19 +131,21 @@ def pairs(length: int, window: int | None = None, chunk: int | None = None) -> i
 
 
 def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
-    """Weights of multi-latent attention, and forward FLOPs of a pair: values are narrower than keys."""
+    """Return the weights of multi-latent attention, and the forward FLOPs of a pair; values are narrower than keys."""
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     names = "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
-    rank, latent, own, shared, value = (getattr(sizes, name) for name in names)
-    query = heads * (own + shared)
+    rank, latent, nope, rope, value = (getattr(sizes, name) for name in names)
+    query = heads * (nope + rope)
     queries = hidden * query if rank is None else (hidden + query) * rank
-    keys = hidden * (latent + shared) + latent * heads * (own + value)
+    keys = hidden * (latent + rope) + latent * heads * (nope + value)
     return queries + keys + heads * value * hidden, 2 * (query + heads * value)
 
 
 def _delta_net(sizes: "TransformerConfig") -> int:
-    """A gated delta net's weights, and its states, by which a token is multiplied too: its key reads one and writes to
-    it, its query reads."""
+    """Return the weights of a gated delta net, including its state.
+
+    Each token is multiplied by the state, too: its key reads and writes, its query reads.
+    """
     names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)
     weights = sizes.hidden_size * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)

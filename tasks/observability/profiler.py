@@ -1,6 +1,6 @@
-"""`--profile true`: torch's profiler around some steps, as a trace and as a table of kernels in the run's `profile/`.
+"""Profiles of some steps (`--profile true`): a trace and a table of kernels in the run's `profile/`.
 
-The trace opens in https://ui.perfetto.dev. A profiled step is slower than others, and the rates of its log line say so.
+The trace opens in https://ui.perfetto.dev. Profiled steps are slower, and so are the rates of their log lines.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from ...bridge import runtime
 from ...templates.plural import plural
 from ..options.groups import ProfileOptions
 
-ROWS = 30  # of the table
+ROWS = 30  # in the table
 
 
 class Profile:
-    """Profiles this rank's steps --profile_step_start to --profile_step_end. `note` tells the user; what is no step's
-    time is spent within `paused()`.
+    """Profiler of this rank's steps --profile_step_start to --profile_step_end.
 
         profile.before(step); train_step(...); profile.after(step)      # in each step
 
-    Raises ValueError where the run ends before the first of them.
+    `note` prints to the user; `paused()` excludes the profiler's own time. Raises ValueError where the run ends before
+    the first of these steps.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class Profile:
         paused: Callable[[], AbstractContextManager[None]],
         first: int = 1,
     ):
-        """`first`: the step that the run, where it is resumed, begins with."""
+        """Choose the steps. `first`: first step of a resumed run."""
         if options.profile and options.profile_step_start > max_steps:
             raise ValueError(
                 f"--profile_step_start {options.profile_step_start}: the run has {plural(max_steps, 'step')}. Set an "
                 "earlier one"
             )
-        mine = options.profile and dist.get_rank() in options.profile_ranks
+        is_profiled = options.profile and dist.get_rank() in options.profile_ranks
         end = min(options.profile_step_end, max_steps)
-        self.steps = range(max(options.profile_step_start, first), end + 1) if mine else range(0)
+        self.steps = range(max(options.profile_step_start, first), end + 1) if is_profiled else range(0)
         self.folder, self.note, self.paused = folder / "profile", note, paused
-        self._profiler: Any = None
+        self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         if not self.steps or step != self.steps[0]:
             return
-        runtime.synchronize()  # for the step before, whose time this is
+        runtime.synchronize()  # ends the previous step's time
         with self.paused():
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -68,21 +68,22 @@ class Profile:
 
     def _write(self, step: int) -> None:
         profiler, self._profiler = self._profiler, None
+        assert profiler is not None
         profiler.stop()
         self.folder.mkdir(exist_ok=True)
         trace = self.folder / f"steps-{self.steps[0]}-{step}-rank-{dist.get_rank()}.json"
         profiler.export_chrome_trace(str(trace))
-        on_gpu = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-        kernels = [event for event in on_gpu if not event.is_user_annotation]  # which are not work, but names of it
+        on_gpu = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+        kernels = [event for event in on_gpu if not event.is_user_annotation]  # annotations are not work
         table = (
             table_of_kernels(kernels, len(self.steps)) if kernels else _table_of_operators(profiler, len(self.steps))
         )
         trace.with_suffix(".txt").write_text(table)
-        self.note(f"profiled steps {self.steps[0]} to {step}: {trace}, and a table beside it, in .txt")
+        self.note(f"profiled steps {self.steps[0]} to {step}: {trace}, with a table in .txt beside it")
 
 
 def table_of_kernels(kernels: list[Any], steps: int) -> str:
-    """Time of the device by kernel (copies among them), and how much of it has none at work."""
+    """Return the device time by kernel (including copies), and the share of time without any."""
     rows: dict[str, tuple[int, float]] = {}
     for event in kernels:
         count, total = rows.get(event.name, (0, 0.0))
@@ -92,16 +93,16 @@ def table_of_kernels(kernels: list[Any], steps: int) -> str:
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    whole = end - spans[0][0]
+    duration = end - spans[0][0]
     head = (
-        f"{plural(steps, 'step')} of {whole / steps / 1e3:,.1f} ms; of each {(whole - busy) / steps / 1e3:,.1f} ms "
-        f"({1 - busy / whole:.1%}) no kernel is at work, from the first one to the last\n"
+        f"{plural(steps, 'step')} of {duration / steps / 1e3:,.1f} ms; in each no kernel runs for "
+        f"{(duration - busy) / steps / 1e3:,.1f} ms ({1 - busy / duration:.1%}), between the first and the last one\n"
     )
     return head + _table(rows, steps)
 
 
-def _table_of_operators(profiler: Any, steps: int) -> str:
-    """The same without a GPU: the CPU's own time by operator."""
+def _table_of_operators(profiler: torch.profiler.profile, steps: int) -> str:
+    """Return the CPU's self time by operator, for a run without a GPU."""
     averages = profiler.key_averages()
     return _table({row.key: (row.count, row.self_cpu_time_total) for row in averages}, steps)
 

@@ -1,15 +1,16 @@
-"""Services that a run's metrics go to, chosen by `--report_to`: TensorBoard, wandb, swanlab."""
+"""Reporters of metrics selected by `--report_to`: TensorBoard, wandb, swanlab."""
 
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from ...templates.json_types import JsonObject
 from ..options.groups import LoggingOptions
 
 
 class Reporter(Protocol):
-    """Service that takes the scalars of a step. Its methods may raise any exception."""
+    """Service that receives the scalars of a step. Its methods may raise any exception."""
 
     name: str
 
@@ -19,12 +20,12 @@ class Reporter(Protocol):
 
 
 def require_reporters(options: LoggingOptions) -> None:
-    """Raise ImportError, with the cure, where `--report_to` names a package that is not installed."""
+    """Raise ImportError where `--report_to` names a package that is not installed."""
     for name in ("wandb", "swanlab"):
         if name in options.report_to and importlib.util.find_spec(name) is None:
             raise ImportError(
-                f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or leave "
-                "the flag out: logging.jsonl and TensorBoard's files are written without it."
+                f"--report_to {name}: the package {name} is not installed. Install it (pip install {name}), or remove "
+                "the flag: logging.jsonl and TensorBoard's files need no package."
             )
 
 
@@ -47,7 +48,7 @@ class TensorBoard(Reporter):
 class Wandb(Reporter):
     name = "wandb"
 
-    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+    def __init__(self, options: LoggingOptions, folder: Path, settings: JsonObject):
         import wandb  # pyright: ignore[reportMissingImports]
 
         name = options.wandb_exp_name or folder.name
@@ -66,7 +67,7 @@ class Wandb(Reporter):
 class Swanlab(Reporter):
     name = "swanlab"
 
-    def __init__(self, options: LoggingOptions, folder: Path, settings: dict[str, Any]):
+    def __init__(self, options: LoggingOptions, folder: Path, settings: JsonObject):
         import swanlab  # pyright: ignore[reportMissingImports]
 
         self._swanlab = swanlab
@@ -82,10 +83,10 @@ class Swanlab(Reporter):
         self._swanlab.finish()
 
 
-def reporters(options: LoggingOptions, folder: Path, settings: dict[str, Any], step: int) -> list[Reporter]:
-    """Start those that `--report_to` names, TensorBoard's files among them unless it is `none`.
+def reporters(options: LoggingOptions, folder: Path, settings: JsonObject, step: int) -> list[Reporter]:
+    """Start the reporters in `--report_to`; TensorBoard is included unless it is `none`.
 
-    settings: shown as the run's configuration. step: the last one of the run that is resumed, or 0.
+    settings: the run's configuration. step: last step of the resumed run, or 0.
     """
     started: list[Reporter] = []
     if "none" not in options.report_to:

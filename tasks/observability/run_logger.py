@@ -1,25 +1,23 @@
-"""What a run tells its user: a line and a row of numbers every few steps, curves, and a progress bar on a terminal.
+"""Log of a run: a line and a JSON row every few steps, plots, and a progress bar on a terminal.
 
-`RunLog` writes in the run's folder `logging.jsonl` (one JSON object a line), `runs/` (TensorBoard) and `images/*.png`
-(curves.py). A line on the terminal has the few numbers that matter.
-The keys of logging.jsonl are a promise to its readers:
+`RunLog` writes in the run's folder `logging.jsonl` (one JSON object per line), `runs/` (TensorBoard) and `images/*.png`
+(curves.py). A line on the terminal has a few of the numbers. The keys of logging.jsonl are a stable interface:
 
     step, max_steps   optimizer steps done, and of the whole run
-    loss, grad_norm, learning_rate, and the task's own metrics, as given to `train`
-    tokens            tokens trained on so far, over all ranks (real ones, no padding)
+    loss, grad_norm, learning_rate, and the task's metrics, as passed to `train`
+    tokens            trained tokens so far over all ranks, without padding
     tokens_per_second_per_gpu, tflops_per_gpu, mfu, seconds_per_step
-                      rates since the row before (a GPU is a process, on a CPU); mfu is a share of the chip's dense bf16
-                      peak, null where that is not known. FLOPs are counted as in flops.py
-    memory_gib        the most memory that this process has held: of its GPU (not what a vLLM in it has let go), or of
-                      the host where there is none
-    data_wait         seconds that a step waited for its data, mean since the row before
-    elapsed, eta      seconds since the start, and an estimate of those to come
+                      rates since the previous row (a GPU is a process, on a CPU); mfu is a share of the chip's dense
+                      bf16 peak, null where that is unknown. flops.py counts the FLOPs
+    memory_gib        peak memory of this process: of its GPU (without what a sleeping vLLM has freed), or of the host
+    data_wait         seconds that a step waited for its data, mean since the previous row
+    elapsed, eta      seconds since the start, and the estimate to the end
 
-    skipped_steps     steps so far whose update was skipped as a spike, where there are any
+    skipped_steps     steps so far whose update was skipped as a spike, if any
 
 A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of a checkpoint has
-save_wait: the seconds that training waited for it. The last row sums it up. Of a run that is resumed, rows of later
-steps than the checkpoint's have gone: they come again.
+save_wait, the seconds that training waited for it. The last row is the summary. Resuming a run removes the rows of
+later steps than the checkpoint's, which will be repeated.
 """
 
 import contextlib
@@ -29,14 +27,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
+from ...templates.json_types import JsonObject
 from ...templates.plural import plural
 from ..options.groups import LoggingOptions
 from ..system.append_file import AppendFile
-from ..system.atomic_dir import explained
+from ..system.atomic_dir import os_error_hints
 from ..system.console import GREEN, columns, file_size, labelled, painted
 from .reporters import reporters, require_reporters
 from .throughput import Meter, Waiting
@@ -44,7 +43,7 @@ from .throughput import Meter, Waiting
 
 @dataclass(frozen=True)
 class Start:
-    """Where a log goes on: all 0 for a new run."""
+    """Initial state of a log; all 0 for a new run."""
 
     step: int = 0
     tokens: int = 0
@@ -54,13 +53,13 @@ class Start:
 
 
 class ThinnedRows:
-    """Rows at equal distances, at most `most` of however many are added: one, then every 2nd, then every 4th, ..."""
+    """Equidistant sample of at most `most` rows: every row, then every 2nd, then every 4th, ..."""
 
     def __init__(self, most: int = 4000):
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[JsonObject] = []
         self._most, self._every, self._added = most, 1, 0
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: JsonObject) -> None:
         if self._added % self._every == 0:
             self.rows.append(row)
         self._added += 1
@@ -69,7 +68,7 @@ class ThinnedRows:
 
 
 class RunLog:
-    """A run's log. With `folder` None, on every process but the one that writes, each method does nothing.
+    """Log of a run. With `folder` None, as on all processes but rank 0, each method does nothing.
 
         log = RunLog(folder, options, max_steps=100, chip_peak_flops=peak_flops(name), world_size=8)
         log.step(tokens, flops, data_wait)                  # each step
@@ -78,9 +77,10 @@ class RunLog:
         log.evaluation(step, {"eval_loss": ...})
         log.close({"last_checkpoint": ...})
 
-    `settings`: what wandb and swanlab show as the run's configuration. `six_n`: FLOPs of a token by the usual estimate,
-    6 x parameters, which is printed beside the count at the end. `out` and `bar` stand for the terminal in tests.
-    Raises ImportError where `--report_to` names a package that is not installed, on every process alike.
+    `settings`: the run's configuration for wandb and swanlab.
+    `six_n`: FLOPs per token by the usual estimate, 6 x parameters, printed beside the exact count at the end.
+    `out`, `bar`: replace the terminal in tests. Raises ImportError on every process where `--report_to` names a package
+        that is not installed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RunLog:
         *,
         start: "Start | None" = None,
         six_n: float | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: JsonObject | None = None,
         out: TextIO | None = None,
         bar: bool | None = None,
     ):
@@ -102,35 +102,34 @@ class RunLog:
         self.logging_steps = options.logging_steps
         self._on_gpu = chip_peak_flops is not None or _has_gpu()
         self._six_n = six_n
-        self._rows: dict[str, ThinnedRows] = {}  # for the curves, by kind
+        self._rows: dict[str, ThinnedRows] = {}  # for the plots, by kind
         start = start or Start()
         self._step = start.step
-        self.spikes = start.spikes  # steps whose update was skipped for one
+        self.spikes = start.spikes  # steps whose update was skipped
         self._out = out or sys.stdout
         require_reporters(options)
         self._reporters = reporters(options, folder, settings or {}, start.step) if folder else []
-        # Its clock starts once the others, which take a while, are ready.
+        # Last, since its clock starts now and the reporters take a while.
         self.meter = Meter(world_size, chip_peak_flops, start.tokens, start.waiting)
         self._start = time.perf_counter() - start.elapsed
         if folder is None:
             return
         if start.step:
             for row in _rows_until(start.step, folder / "logging.jsonl"):
-                self._keep(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
+                self._add_row(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
         self._file = AppendFile(folder / "logging.jsonl", self._warn)
         show = sys.stderr.isatty() if bar is None else bar
         resizes = bool(columns(sys.stderr))
         self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not show)
 
     def due(self, step: int) -> bool:
-        """Whether step (counted from 1) is one to log: the first, the last, and every `--logging_steps`."""
+        """Return whether to log this step (counted from 1): the first, the last, and every `--logging_steps`."""
         return step in (1, self.max_steps) or step % self.logging_steps == 0
 
     def step(
         self, tokens: int, flops: float, data_wait: float, ended: float | None = None, waiting: Waiting | None = None
     ) -> None:
-        """Record a step: its real tokens and FLOPs over all ranks, the seconds that this rank waited for data, when it
-        ended and what waits, as Meter.step has it."""
+        """Record a step; the arguments are those of Meter.step."""
         if self.folder is None:
             return
         self.meter.step(tokens, flops, data_wait, ended, waiting)
@@ -138,7 +137,7 @@ class RunLog:
         self._bar.update()
 
     def train(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a step's metrics, with the rates since the last time. A metric of the same name as a rate replaces it."""
+        """Log a step's metrics with the rates since the last call. A metric replaces a rate of the same name."""
         if self.folder is None:
             return
         rates = self.meter.window()
@@ -152,14 +151,14 @@ class RunLog:
         self.note(train_line(row, on_gpu=self._on_gpu))
 
     def spike(self, step: int) -> None:
-        """Count a step whose update was skipped because its loss or gradient norm stood out."""
+        """Count a step whose update was skipped because of its loss or gradient norm."""
         self.spikes += 1
         self.note(
-            f"step {step}: no update, loss or gradient norm is a spike (--loss_spike_sigma; {self.spikes} so far)"
+            f"step {step}: update skipped, loss or gradient norm is a spike (--loss_spike_sigma; {self.spikes} so far)"
         )
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Log an evaluation's metrics, `eval_loss` among them."""
+        """Log an evaluation's metrics, including `eval_loss`."""
         if self.folder is None:
             return
         row = {"step": step, "max_steps": self.max_steps, **metrics, "elapsed": self.elapsed()}
@@ -172,17 +171,17 @@ class RunLog:
         self.note("  ".join([*fields, duration(row["elapsed"])]))
 
     def saved(self, step: int, paths: dict[str, Path], waited: float, *, being_written: bool) -> None:
-        """Log that a checkpoint was saved, or began to be: training waited for it so many seconds."""
+        """Log a checkpoint that was saved, or is being written; training waited `waited` seconds for it."""
         if self.folder is None:
             return
         self._write({"step": step, "max_steps": self.max_steps, "save_wait": waited, "elapsed": self.elapsed()}, "save")
         if being_written:
-            self.note(f"Writing {paths['checkpoint'].name} while training goes on (training waited {waited:.1f} s)")
+            self.note(f"Writing {paths['checkpoint'].name} in the background (training waited {waited:.1f} s)")
         else:
             self.written(paths, waited)
 
     def written(self, paths: dict[str, Path], seconds: float) -> None:
-        """Print that a checkpoint is on the disk."""
+        """Print that a checkpoint is complete."""
         for path in paths.values() if self.folder else ():
             size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
             self.note(f"{painted(f'Saved {path.name}', GREEN, self._out)} ({size}, {seconds:.1f} s): {path}")
@@ -197,28 +196,28 @@ class RunLog:
             self._bar.write(text, file=self._out)
 
     def draw(self, *, overview_only: bool = False) -> list[Path]:
-        """Draw the curves so far, or the overview of them, which takes less than a second; return the pictures."""
+        """Draw the plots so far, or only the overview (less than a second); return their paths."""
         if self.folder is None:
             return []
-        rows = sorted((row for kept in self._rows.values() for row in kept.rows), key=lambda row: row["step"])
+        rows = sorted((row for thinned in self._rows.values() for row in thinned.rows), key=lambda row: row["step"])
         try:
             from .curves import draw  # numpy and matplotlib
 
             title = f"{self.folder.parent.name}/{self.folder.name}"
             return draw(rows, self.folder / "images", title, overview_only=overview_only)
-        except Exception as error:  # matplotlib's too: a picture is not worth a run
+        except Exception as error:  # of any kind: a plot must not end a run
             self._warn(f"warning: curves could not be drawn: {error!r}")
             return []
 
     def _warn(self, text: str) -> None:
         self.note(labelled(text, self._out))
 
-    def close(self, summary: dict[str, Any]) -> None:
-        """Write the summary as the last row, draw the curves, and say how fast the run was."""
+    def close(self, summary: JsonObject) -> None:
+        """Write the summary as the last row, draw the plots, and print the speed of the run."""
         if self.folder is None:
             return
         self._bar.close()
-        rates = self.meter.whole()
+        rates = self.meter.total()
         pictures = self.draw()
         summary = {"step": self._step, "max_steps": self.max_steps, **summary, "tokens": self.meter.tokens, **rates}
         self._file.write(_json({**summary, "elapsed": self.elapsed()}))
@@ -233,7 +232,7 @@ class RunLog:
             f"{self._speed(rates)}"
         )
         if pictures:
-            self.note(f"Curves: {pictures[0]}, and one picture for each metric beside it")
+            self.note(f"Curves: {pictures[0]}, with one picture per metric beside it")
 
     def _speed(self, rates: dict[str, float | None]) -> str:
         text = _rates_text(rates, on_gpu=self._on_gpu)
@@ -244,27 +243,27 @@ class RunLog:
         return text
 
     def elapsed(self) -> float:
-        """Seconds of the whole run, of which a resumed one is a part."""
+        """Return the seconds of the whole run, including those before a resume."""
         return time.perf_counter() - self._start
 
-    def _write(self, row: dict[str, Any], group: str) -> None:
-        self._keep(row, group)
+    def _write(self, row: JsonObject, group: str) -> None:
+        self._add_row(row, group)
         self._file.write(_json(row))
         scalars = {key: value for key, value in row.items() if value is not None and key not in ("step", "max_steps")}
         named = {f"{group}/{key.removeprefix('eval_')}": value for key, value in scalars.items()}
         for reporter in list(self._reporters):
             try:
                 reporter.write(row["step"], named)
-            except Exception as error:  # a service that is gone, a disk that is full
+            except Exception as error:  # an unreachable service, a full disk
                 self._reporters.remove(reporter)
-                self._warn(f"warning: {reporter.name} takes no more rows: {error!r}. Training goes on without it.")
+                self._warn(f"warning: {reporter.name} failed and is disabled: {error!r}")
 
-    def _keep(self, row: dict[str, Any], group: str) -> None:
+    def _add_row(self, row: JsonObject, group: str) -> None:
         self._rows.setdefault(group, ThinnedRows()).add(row)
 
 
-def train_line(row: dict[str, Any], *, on_gpu: bool) -> str:
-    """Return a row of logging.jsonl as one line for people: the numbers that matter; the file has all of them."""
+def train_line(row: JsonObject, *, on_gpu: bool) -> str:
+    """Return a row of logging.jsonl as a line with the most important numbers."""
     fields = [f"step {row['step']}/{row['max_steps']}"]
     if "loss" in row:
         fields.append(f"loss {row['loss']:.4f}")
@@ -286,14 +285,14 @@ COMMON = {
 }  # fmt: skip
 LONG_WAIT = 0.05  # share of a step
 SHORT_NAMES = {"rewards/margins": "margin", "rewards/accuracies": "accuracy", "completions/mean_length": "length"}
-OF_GENERATION = ("reward", "kl", "completions/mean_length")
+GENERATION_METRICS = ("reward", "kl", "completions/mean_length")
 
 
 def task_fields(metrics: dict[str, float]) -> list[str]:
-    """Return the few metrics of a task that a line for people has, as `name value`."""
+    """Return the few task metrics for a log line, as `name value`."""
     plain = {key.removeprefix("eval_"): (key, value) for key, value in metrics.items()}
     generates = any(name.startswith("completions/") for name in plain)
-    shown = OF_GENERATION if generates else [name for name in plain if "/" not in name or name in SHORT_NAMES]
+    shown = GENERATION_METRICS if generates else [name for name in plain if "/" not in name or name in SHORT_NAMES]
     fields = []
     for name in shown:
         if name in plain:
@@ -303,16 +302,16 @@ def task_fields(metrics: dict[str, float]) -> list[str]:
     return fields
 
 
-def _rates_text(rates: dict[str, Any], *, on_gpu: bool) -> str:
+def _rates_text(rates: JsonObject, *, on_gpu: bool) -> str:
     text = f"{rates['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU"
-    if not on_gpu:  # a CPU's TFLOP/s say nothing to a person
+    if not on_gpu:  # not meaningful on a CPU
         return text
     mfu = "" if rates["mfu"] is None else f"  MFU {rates['mfu']:.1%}"
     return f"{text}  {rates['tflops_per_gpu']:.4g} TFLOP/s/GPU{mfu}"
 
 
 def duration(seconds: float) -> str:
-    """`3725.0` -> `1h 2m 5s`."""
+    """Return seconds as text: `3725.0` -> `1h 2m 5s`."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}h {minute}m {second}s" if hour else f"{minute}m {second}s" if minute else f"{second}s"
@@ -324,21 +323,21 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _json(row: dict[str, Any]) -> str:
+def _json(row: JsonObject) -> str:
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     return json.dumps(finite, default=str) + "\n"
 
 
-def _rows_until(step: int, file: Path) -> list[dict[str, Any]]:
-    """The rows of a log up to a step, which it is left with; neither a summary nor half a row is among them."""
+def _rows_until(step: int, file: Path) -> list[JsonObject]:
+    """Return the rows of a log up to a step, and remove the others from it, with summaries and partial lines."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if row["step"] <= step and "last_checkpoint" not in row:
                 rows.append(row)
-    with explained(file.parent):
-        beside = file.with_suffix(".partial")
-        beside.write_text("".join(_json(row) for row in rows), encoding="utf-8")
-        beside.replace(file)
+    with os_error_hints(file.parent):
+        temporary = file.with_suffix(".partial")
+        temporary.write_text("".join(_json(row) for row in rows), encoding="utf-8")
+        temporary.replace(file)
     return rows

@@ -1,4 +1,4 @@
-"""Rates of training: tokens, FLOPs and seconds of steps, over a window and over the whole run."""
+"""Throughput of training: tokens, FLOPs and seconds of steps, over a window and over the run."""
 
 import contextlib
 import time
@@ -7,36 +7,37 @@ from typing import NamedTuple
 
 
 class Waiting(NamedTuple):
-    """Tokens and FLOPs of steps since the last line of the log, over all ranks, which the next line reports."""
+    """Tokens and FLOPs over all ranks of the steps since the last log line."""
 
     tokens: float
     flops: float
 
 
 class Meter:
-    """Rates of training over a window of steps, and over the whole run, without the first step, which warms up.
+    """Throughput over a window of steps, and over the whole run without the first, warm-up step.
 
-    Times are those at which steps ended: on a GPU the device tells them, since the host is elsewhere by then.
+    Times are the ends of steps as measured by the GPU, since the host runs ahead.
     """
 
     def __init__(self, world_size: int, chip_peak_flops: float | None, tokens: int = 0, waiting: Waiting | None = None):
-        """`tokens`: those trained on before, by the run that is resumed, without the `waiting`."""
+        """Start the meter. `tokens`: trained by the resumed run, without the `waiting`."""
         self.world_size = world_size
         self.chip_peak_flops = chip_peak_flops
         self.steps = 0  # since the start
-        self.tokens = tokens  # over all ranks, of the whole run
-        self.excluded = 0.0  # seconds spent on other things than steps
+        self.tokens = tokens  # over all ranks and the whole run
+        self.excluded = 0.0  # seconds outside of steps
         self._ended = time.perf_counter()
         self._flops = 0.0
         self._data_wait = 0.0
-        self._origin = self._window = self._whole = self._mark(waiting)
+        self._origin = self._window = self._run = self._mark(waiting)
 
     def step(
         self, tokens: int, flops: float, data_wait: float, ended: float | None = None, waiting: Waiting | None = None
     ) -> None:
         """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data.
 
-        ended: by time.perf_counter(), less what was excluded until then; None: now. waiting: of steps so far.
+        ended: by time.perf_counter(), minus the time excluded until then; None: now.
+        waiting: of the steps so far.
         """
         self._ended = time.perf_counter() - self.excluded if ended is None else ended
         self.steps += 1
@@ -44,11 +45,11 @@ class Meter:
         self._flops += flops
         self._data_wait += data_wait
         if self.steps == 1:
-            self._window = self._whole = self._mark(waiting)
+            self._window = self._run = self._mark(waiting)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time within is not training's: an evaluation, a checkpoint."""
+        """Exclude the time within the context: an evaluation, a checkpoint."""
         start = time.perf_counter()
         try:
             yield
@@ -56,14 +57,14 @@ class Meter:
             self.excluded += time.perf_counter() - start
 
     def window(self) -> dict[str, float | None]:
-        """Rates since the last call (the first step counts only while there is no other)."""
+        """Return the rates since the last call; the first step counts only while it is the only one."""
         rates = self._rates(self._window)
         self._window = self._mark()
         return rates
 
-    def whole(self) -> dict[str, float | None]:
-        """Rates since the first step."""
-        return self._rates(self._whole)
+    def total(self) -> dict[str, float | None]:
+        """Return the rates since the first step."""
+        return self._rates(self._run)
 
     def _mark(self, waiting: Waiting | None = None) -> tuple[float, int, float, float, float]:
         tokens, flops = waiting or (0.0, 0.0)

@@ -19,7 +19,7 @@ from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
-from ..distributed.collectives import first_of_each_node, on_every_rank, on_first_rank
+from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..run.context import Run
 from ..run.load_weights import read_weights
 from ..run.vocabulary import check_vocabulary
@@ -33,18 +33,18 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     messages; its vocabulary is checked; None: the run began from it. adapters: adapters to put on it.
     """
     options = replace(run.options, **source)
-    folder = first_of_each_node(lambda: _folder(options, typed_flag))
-    hf_config = on_every_rank(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
+    folder = local_rank0_first(lambda: _folder(options, typed_flag))
+    hf_config = run_on_all_ranks(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
     if typed_flag:
-        on_first_rank(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
+        broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
     built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
-    model = on_every_rank(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
+    model = run_on_all_ranks(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
-        on_every_rank(lambda: read_weights(model, hf_config, folder, seed=run.options.seed))
+        run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.seed))
     if adapters:
-        adapter = first_of_each_node(lambda: hub.adapter_folder(run.options, adapters))
+        adapter = local_rank0_first(lambda: hub.adapter_folder(run.options, adapters))
         assert adapter is not None
-        on_every_rank(lambda: _read_adapter(model, hf_config, folder, adapter))
+        run_on_all_ranks(lambda: _read_adapter(model, hf_config, folder, adapter))
         merge_and_unload(model.chunks)
     for chunk in model.chunks:
         chunk.requires_grad_(False)

@@ -1,12 +1,11 @@
-"""The rewards that are built in."""
+"""Built-in rewards."""
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ..options.rewards import RewardOptions
-from .math_verify_pool import Checkers
+from .math_verify_pool import MathVerifyPool
 from .registry import reward
 
 SEAM = re.compile(r"</think>\s*<answer>")
@@ -14,29 +13,31 @@ SEAM = re.compile(r"</think>\s*<answer>")
 
 @reward("accuracy")
 class Accuracy:
-    """1 where the completion's answer equals the column `solution`, 0 where not (math-verify); None where there is no
-    solution, or none that can be read."""
+    """1 where the completion's answer equals the column `solution` (by math-verify), else 0.
+
+    None where the row has no solution, or one that math-verify cannot parse.
+    """
 
     def __init__(self):
-        self._checkers = Checkers()
+        self._checkers = MathVerifyPool()
 
-    def __call__(self, completions: list[str], solution: Sequence[Any]) -> list[float | None]:
-        known = [i for i, text in enumerate(solution) if text is not None]
-        found = self._checkers([(str(solution[i]), completions[i]) for i in known])
+    def __call__(self, completions: list[str], solution: Sequence[object]) -> list[float | None]:
+        solved = [i for i, text in enumerate(solution) if text is not None]
+        verdicts = self._checkers([(str(solution[i]), completions[i]) for i in solved])
         rewards: list[float | None] = [None] * len(completions)
-        for i, right in zip(known, found, strict=True):
-            rewards[i] = None if right is None else float(right)
+        for i, is_correct in zip(solved, verdicts, strict=True):
+            rewards[i] = None if is_correct is None else float(is_correct)
         return rewards
 
 
 @reward("format")
 def thinks_then_answers(completions: list[str]) -> list[float]:
-    """1 where a completion is <think>...</think><answer>...</answer> and nothing else, 0 where not."""
+    """Return 1 where a completion is exactly <think>...</think><answer>...</answer>, else 0."""
     return [float(_is_formed(text)) for text in completions]
 
 
 def _is_formed(text: str) -> bool:
-    """Equal to a full match of <think>.*</think>\\s*<answer>.*</answer>, but linear in the length of any text."""
+    """Return whether a text matches <think>.*</think>\\s*<answer>.*</answer>, in linear time."""
     begins, ends = "<think>", "</answer>"
     seam = SEAM.search(text, len(begins), max(len(text) - len(ends), 0))
     return text.startswith(begins) and text.endswith(ends) and seam is not None
@@ -44,48 +45,49 @@ def _is_formed(text: str) -> bool:
 
 @reward("cosine")
 class Cosine:
-    """Accuracy that depends on length: from the value at no length to that at `cosine_max_len` by half a cosine.
+    """Accuracy reward scaled by length: half a cosine from the value at length 0 to that at `cosine_max_len`.
 
-    https://arxiv.org/abs/2502.03373, appendix C.1; longer ones have the value at `cosine_max_len`.
+    Longer completions have the value at `cosine_max_len`. Source: https://arxiv.org/abs/2502.03373, appendix C.1
     """
 
     def __init__(self, args: RewardOptions):
         if args.cosine_max_len is None or args.cosine_max_len < 1:
-            raise ValueError("--cosine_max_len: give a number of tokens, at least 1")
+            raise ValueError("--cosine_max_len: set a number of tokens, at least 1")
         self._length = args.cosine_max_len
-        self._ends = {  # right -> the values at no length and at the greatest
+        self._ends = {  # is_correct -> the values at length 0 and at the maximum
             True: (args.cosine_min_len_value_correct, args.cosine_max_len_value_correct),
             False: (args.cosine_min_len_value_wrong, args.cosine_max_len_value_wrong),
         }
         self._accuracy = Accuracy()
 
     def __call__(
-        self, completions: list[str], completion_ids: list[list[int]], solution: Sequence[Any]
+        self, completions: list[str], completion_ids: list[list[int]], solution: Sequence[object]
     ) -> list[float | None]:
-        right = self._accuracy(completions, solution)
+        is_correct = self._accuracy(completions, solution)
         return [
-            None if x is None else self._value(x == 1, len(ids)) for x, ids in zip(right, completion_ids, strict=True)
+            None if x is None else self._value(x == 1, len(ids))
+            for x, ids in zip(is_correct, completion_ids, strict=True)
         ]
 
-    def _value(self, right: bool, length: int) -> float:
-        short, long = self._ends[right]
+    def _value(self, is_correct: bool, length: int) -> float:
+        short, long = self._ends[is_correct]
         share = min(length / self._length, 1.0)
         return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
 
 @reward("repetition")
 class Repetition:
-    """`repetition_max_penalty` times the share of n-grams that were there before, of tokens (so in any language).
+    """Penalty `repetition_max_penalty` times the share of repeated n-grams of tokens.
 
-    https://arxiv.org/abs/2502.03373, appendix C.2
+    Source: https://arxiv.org/abs/2502.03373, appendix C.2
     """
 
     def __init__(self, args: RewardOptions):
         self._n, self._penalty = args.repetition_n_grams, args.repetition_max_penalty
         if self._n < 1:
-            raise ValueError(f"--repetition_n_grams {self._n}: at least 1 is needed")
+            raise ValueError(f"--repetition_n_grams {self._n}: set at least 1")
         if self._penalty > 0:
-            raise ValueError(f"--repetition_max_penalty {self._penalty}: give a negative number, which is a penalty")
+            raise ValueError(f"--repetition_max_penalty {self._penalty}: not a penalty. Set a negative number")
 
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
         return [self._value(ids) for ids in completion_ids]
@@ -97,17 +99,17 @@ class Repetition:
 
 @reward("soft_overlong")
 class SoftOverlong:
-    """0, from `soft_max_length` - `soft_cache_length` tokens on falling to -1 at `soft_max_length`.
+    """Length penalty: 0, then falling from `soft_max_length` - `soft_cache_length` tokens to -1 at `soft_max_length`.
 
-    DAPO, https://arxiv.org/abs/2503.14476, equation 13
+    Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13
     """
 
     def __init__(self, args: RewardOptions):
         longest, cache = args.soft_max_length, args.soft_cache_length
         if longest is None or cache is None or not 0 < cache < longest:
             raise ValueError(
-                f"--reward_funcs soft_overlong: --soft_cache_length {cache} is to be above 0 and below "
-                f"--soft_max_length {longest}, both in tokens"
+                f"--reward_funcs soft_overlong: --soft_cache_length {cache} is not above 0 and below "
+                f"--soft_max_length {longest}. Fix them, both in tokens"
             )
         self._start, self._cache = longest - cache, cache
 

@@ -1,17 +1,18 @@
-"""Rewards by name. A plugin puts its own in, by `@reward("name")` or, as in ms-swift, by `orms["name"] = Class`."""
+"""Registry of rewards. Plugins register by `@reward("name")` or, as in ms-swift, by `orms["name"] = Class`."""
 
 from typing import Any
 
+from ...templates.json_types import JsonObject
 from ..system.plugins import Registrar
 
-# A function, or a class: then one instance is made, with the run's options where it takes `args`.
-orms: dict[str, Any] = {}
+# Functions, or classes, which are instantiated once, with the run's options where they take `args`.
+orms: JsonObject = {}
 
 
 class ORM:
-    """What ms-swift's rewards are made of (outcome reward models): a subclass has `__call__`, which may be async."""
+    """Base class of ms-swift's rewards (outcome reward models): a subclass has a sync or async `__call__`."""
 
-    def __init__(self, args: Any = None, **_: Any):
+    def __init__(self, args: Any = None, **_: object):
         self.args = args
 
 

@@ -1,45 +1,45 @@
-"""A reward: what its function is given, and what it may return."""
+"""Reward function: its arguments and its result."""
 
 import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
+from ...templates.json_types import JsonObject
 from ...templates.plural import plural
-from ..system.plugins import Daemons, file_of
+from ..system.plugins import DaemonExecutor, file_of
 
-OWN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos")
+BUILT_IN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos")
 
 
 class RewardError(RuntimeError):
-    """A reward did not do what it has to: names it, what it was about, and the cure."""
+    """Failure of a reward: names it, the sample and the fix."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A completion, and what rewards may ask for."""
+class RewardSample:
+    """Completion, and the values that rewards may read."""
 
-    place: str  # of its row, to name it in an error
+    row: str  # description of the row, for errors
     prompt: str
-    messages: list[dict[str, Any]]  # that led to the completion
-    completion: str  # from where the assistant's turn begins; of several turns the last
-    completion_ids: list[int]  # that the model drew, in all turns
-    columns: dict[str, Any]  # of its row; give each sample all that the dataset has, None where a row has it not
-    said: list[dict[str, Any]] | None = None  # messages behind the prompt's; none: the completion alone
-    info: dict[str, Any] = field(default_factory=dict)  # of an episode of several turns
+    messages: list[JsonObject]  # of the prompt
+    completion: str  # the last turn of the assistant
+    completion_ids: list[int]  # generated tokens of all turns
+    columns: JsonObject  # of its row; every sample has all columns, None where the row lacks one
+    replies: list[JsonObject] | None = None  # messages after the prompt; None: only the completion
+    info: JsonObject = field(default_factory=dict)  # `turn.info` of a multi-turn episode
 
     def __str__(self) -> str:
-        return f"{self.place}, completion {self.completion[:200]!r}"
+        return f"{self.row}, completion {self.completion[:200]!r}"
 
 
 class Reward:
-    """A function by its name. A function that is async has one event loop, in which its sessions may stay open."""
+    """Reward function with its name. An async one has a single event loop, which can keep sessions open."""
 
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
@@ -48,52 +48,54 @@ class Reward:
         self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = {p.name for p in named}
-        self.needs = [p.name for p in named if p.default is p.empty and p.name not in OWN]  # columns
+        self.needs = [p.name for p in named if p.default is p.empty and p.name not in BUILT_IN]  # columns
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: Any = None  # the coroutine that is awaited
+        self._waiting: Awaitable | None = None  # the awaited coroutine
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError where the function wants a column that is not among those of the dataset."""
+        """Raise ValueError where the function requires a column that the dataset lacks."""
         for name in self.needs:
             if name not in columns:
-                there = ", ".join(sorted(columns)) or "none"
+                available = ", ".join(sorted(columns)) or "none"
                 raise ValueError(
-                    f"--reward_funcs {self.name} wants the column {name}, and the columns of the dataset are: {there}. "
+                    f"--reward_funcs {self.name}: it requires the column {name}, and the dataset has {available}. "
                     f'Add it, or rename one (--columns \'{{"old": "{name}"}}\')'
                 )
 
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        """What the function returns."""
+    def __call__(self, samples: Sequence[RewardSample]) -> object:
+        """Return the function's result."""
         result = self.function(**self._arguments(samples))
         if not inspect.isawaitable(result):
             return result
-        if self._loop is None or self._loop.is_running():  # running: a call that hangs has it
+        if self._loop is None or self._loop.is_running():  # a hanging call still runs in it
             self._loop = asyncio.new_event_loop()
-            self._loop.set_default_executor(Daemons())
+            self._loop.set_default_executor(DaemonExecutor())
         self._waiting = result
         return self._loop.run_until_complete(_wait(result))
 
     def frame(self, thread: int) -> FrameType | None:
-        """Where a call of it is that runs in a thread."""
+        """Return the frame of a call that runs in a thread."""
         return getattr(self._waiting, "cr_frame", None) or sys._current_frames().get(thread)
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, list]:
+    def _arguments(self, samples: Sequence[RewardSample]) -> dict[str, list]:
         columns = {name for sample in samples for name in sample.columns}
         ids = [sample.completion_ids for sample in samples]
         lists = {name: [sample.columns.get(name) for sample in samples] for name in columns} | {
             "completions": [sample.completion for sample in samples],
             "completion_ids": ids,
-            "response_token_ids": ids,  # as ms-swift calls them
+            "response_token_ids": ids,  # ms-swift's name
             "prompt": [sample.prompt for sample in samples],
-            "messages": [[*s.messages, *(s.said or [{"role": "assistant", "content": s.completion}])] for s in samples],
+            "messages": [
+                [*s.messages, *(s.replies or [{"role": "assistant", "content": s.completion}])] for s in samples
+            ],
             "rollout_infos": [sample.info for sample in samples],
         }
         return lists if self._all else {name: lists[name] for name in self._names & lists.keys()}
 
-    def values(self, result: Any, samples: Sequence[Sample]) -> np.ndarray:
-        """What the function returned, float64 [samples], None as NaN. Raises RewardError where it is no such thing."""
+    def values(self, result: object, samples: Sequence[RewardSample]) -> np.ndarray:
+        """Return the result as float64 [samples] with NaN for None. Raises RewardError for an invalid one."""
         try:
-            values = list(result)
+            values: list[float | None] = list(result)  # pyright: ignore[reportArgumentType]
         except TypeError:
             raise self._wrong(f"returned a {type(result).__name__}", samples) from None
         if len(values) != len(samples):
@@ -101,25 +103,25 @@ class Reward:
         for value, sample in zip(values, samples, strict=True):
             if value is not None and not _is_finite(value):
                 raise RewardError(
-                    f"--reward_funcs {self.name} returned {value!r} for {sample}. Have it return a finite number, or "
-                    "None where it has nothing to say of a completion"
+                    f"--reward_funcs {self.name} returned {value!r} for {sample}. Fix it to return a finite number, or "
+                    "None for a completion that it cannot score"
                 )
         return np.array([math.nan if value is None else float(value) for value in values])
 
-    def _wrong(self, what: str, samples: Sequence[Sample]) -> RewardError:
+    def _wrong(self, problem: str, samples: Sequence[RewardSample]) -> RewardError:
         return RewardError(
-            f"--reward_funcs {self.name} {what} for {plural(len(samples), 'completion')} (the first is of "
-            f"{samples[0]}). Have it "
-            "return a list with a number, or None, for each"
+            f"--reward_funcs {self.name} {problem} for {plural(len(samples), 'completion')} (the first is of "
+            f"{samples[0]}). Fix it "
+            "to return a list with a number or None for each"
         )
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     try:
-        return not isinstance(value, str) and math.isfinite(value)
+        return not isinstance(value, str) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         return False
 
 
-async def _wait(result: Any) -> Any:
+async def _wait(result: Awaitable) -> object:
     return await result

@@ -1,70 +1,73 @@
-"""The rewards of completions: all functions at the same time, and an error that says which failed, and for what."""
+"""Scores of completions: all reward functions run concurrently, and errors name the failed one and its sample."""
 
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...templates.plural import plural
-from ..system.plugins import place_of
-from .reward_fn import Reward, RewardError, Sample
+from ..system.plugins import line_of
+from .reward_fn import Reward, RewardError, RewardSample
 
 
 @dataclass(frozen=True)
 class Scores:
-    rewards: np.ndarray  # float64 [samples]: the weighted sum, NaN where none says anything
-    by_function: dict[str, np.ndarray]  # name -> float64 [samples], NaN where it says nothing of a sample
+    """Rewards of completions, and the values of each function."""
+
+    rewards: np.ndarray  # float64 [samples]: weighted sums, NaN where all are None
+    by_function: dict[str, np.ndarray]  # name -> float64 [samples], NaN for None
 
 
-class Call(threading.Thread):
-    """A call that runs; `singly`: of one sample after the other, to find the one that it fails for.
+class RewardCall(threading.Thread):
+    """Call of a reward in a daemon thread, which does not keep the process from ending.
 
-    It is a daemon: one that hangs does not keep the process from ending.
+    `singly`: call it with one sample after the other, to find the one that fails.
     """
 
-    def __init__(self, reward: Reward, samples: Sequence[Sample], *, singly: bool = False):
+    def __init__(self, reward: Reward, samples: Sequence[RewardSample], *, singly: bool = False):
         super().__init__(name=f"reward {reward.name}", daemon=True)
         self.reward, self.samples, self.singly = reward, samples, singly
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
-        self.at, self.since = 0, time.monotonic()  # the sample that it is at, and since when
+        self.index, self.sample_started = 0, time.monotonic()  # current sample, and its start
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.start()
 
     def run(self) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)  # a new thread begins with the first
+                torch.cuda.set_device(self._device)  # a new thread starts with device 0
             if not self.singly:
                 self.result = self.reward(self.samples)
                 return
-            for self.at, sample in enumerate(self.samples):  # noqa: B020  others look where it is
-                self.since = time.monotonic()
+            for self.index, sample in enumerate(self.samples):  # noqa: B020  read by other threads
+                self.sample_started = time.monotonic()
                 self.reward([sample])
-        except BaseException as error:  # SystemExit too: it would end this thread alone
+        except BaseException as error:  # also SystemExit, which would only end this thread
             self.error = error
 
-    def place(self) -> str:
-        """Where it is, or where it raised."""
+    def line(self) -> str:
+        """Return the line where the call is, or where it raised."""
         if self.error is not None:
-            return place_of(self.error.__traceback__, self.reward.file)
-        return place_of(self.reward.frame(self.ident or 0), self.reward.file)
+            return line_of(self.error.__traceback__, self.reward.file)
+        return line_of(self.reward.frame(self.ident or 0), self.reward.file)
 
 
-def score(rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence[Sample], timeout: float) -> Scores:
-    """Score completions. Where a function says None, the others' sum is the reward.
+def score(
+    rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence[RewardSample], timeout: float
+) -> Scores:
+    """Score completions. Where a function returns None, the reward is the sum of the others.
 
-    timeout: seconds for each function; they run side by side. Raises RewardError for a function that raises, takes
-    longer, or returns anything but a finite number or None for each sample. To find the sample that is the reason, a
-    function is called again, with one sample at a time.
+    timeout: seconds for each function; they run concurrently. Raises RewardError for a function that raises, takes
+    longer, or returns anything but a finite number or None per sample. To find the sample that fails, the function is
+    called again with one sample at a time.
     """
     if not samples:
         return Scores(np.zeros(0), {reward.name: np.zeros(0) for reward in rewards})
-    calls = [Call(reward, samples) for reward in rewards]
+    calls = [RewardCall(reward, samples) for reward in rewards]
     deadline = time.monotonic() + timeout
     for call in calls:
         call.join(max(0.0, deadline - time.monotonic()))
@@ -78,29 +81,29 @@ def score(rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence
     return Scores(np.where(np.isnan(values).all(axis=1), np.nan, sums), by_function)
 
 
-def _raised(call: Call, seconds: float) -> RewardError:
-    """The error of a call that raised."""
-    probe = Call(call.reward, call.samples, singly=True)
+def _raised(call: RewardCall, seconds: float) -> RewardError:
+    """Return the error of a call that raised."""
+    probe = RewardCall(call.reward, call.samples, singly=True)
     probe.join(seconds)
-    where = str(call.samples[probe.at]) if probe.error else f"{_all(call)}, and for none of them alone"
+    samples = str(call.samples[probe.index]) if probe.error else f"{_describe_all(call)}, but for none of them alone"
     return RewardError(
-        f"--reward_funcs {call.reward.name} raised {type(call.error).__name__}: {call.error} ({call.place()}) for "
-        f"{where}. Fix it, or return None for completions that it cannot score"
+        f"--reward_funcs {call.reward.name} raised {type(call.error).__name__}: {call.error} ({call.line()}) for "
+        f"{samples}. Fix it, or return None for completions that it cannot score"
     )
 
 
-def _late(call: Call, seconds: float) -> RewardError:
-    """The error of a call that has not come back."""
-    place = call.place()
-    probe = Call(call.reward, call.samples, singly=True)
+def _late(call: RewardCall, seconds: float) -> RewardError:
+    """Return the error of a call that has not returned."""
+    line = call.line()
+    probe = RewardCall(call.reward, call.samples, singly=True)
     probe.join(seconds)
-    hangs = probe.is_alive() and time.monotonic() - probe.since > seconds / 2
-    where = f"hangs for {call.samples[probe.at]}" if hangs else f"is slow, for {_all(call)}"
+    hangs = probe.is_alive() and time.monotonic() - probe.sample_started > seconds / 2
+    problem = f"hangs for {call.samples[probe.index]}" if hangs else f"is slow, for {_describe_all(call)}"
     return RewardError(
-        f"--reward_funcs {call.reward.name} has not answered within {seconds:g} s (it is at {place}). It {where}. "
+        f"--reward_funcs {call.reward.name} did not return within {seconds:g} s (it is at {line}). It {problem}. "
         "Fix it, or raise --reward_timeout"
     )
 
 
-def _all(call: Call) -> str:
+def _describe_all(call: RewardCall) -> str:
     return f"{plural(len(call.samples), 'completion')} together (the first is of {call.samples[0]})"

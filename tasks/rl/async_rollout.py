@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...bridge import runtime
-from ..distributed.collectives import grouped_apart, new_patient_group, on_every_rank, patient_group
+from ..distributed.collectives import gloo_group, new_gloo_group, run_on_all_ranks, use_group
 from ..rollout.server_connection import WeightsLost
 from .episode import Episode, from_tensors, to_tensors
 from .rollout_metrics import RolloutMetrics
@@ -50,7 +50,7 @@ class AsyncRollout:
     """Generates one rollout batch at a time in the background. Every rank has one; all call its methods alike."""
 
     def __init__(self):
-        self._group = new_patient_group()
+        self._group = new_gloo_group()
         self._thread: threading.Thread | None = None
         self._batch: RolloutBatch | None = None
         self._error: Exception | None = None
@@ -65,7 +65,7 @@ class AsyncRollout:
         if torch.cuda.is_available():  # each thread chooses its device
             torch.cuda.set_device(runtime.device())
         try:
-            with grouped_apart(self._group):
+            with use_group(self._group):
                 episodes = worker.collect(worker.metrics.timed)
                 self._batch = RolloutBatch(episodes, worker.metrics, worker.prompts.consumed, worker.sampler.drawn)
         except WeightsLost:  # the server came back without the weights: the batch is generated again
@@ -79,7 +79,7 @@ class AsyncRollout:
 
     def raise_if_failed(self) -> None:
         """Raise, on every rank, the error of the background work so far; does not wait for it."""
-        on_every_rank(self._raise, patient_group())
+        run_on_all_ranks(self._raise, gloo_group())
 
     def wait(self) -> RolloutBatch | None:
         """Wait for the batch, and return it once; None where a server was lost, which has no weights now."""

@@ -22,7 +22,7 @@ from ...templates.batching.episode_batches import BatchPlan, RolloutExtras
 from ...templates.batching.prompt_dataloader import Prompts
 from ..options import GrpoOptions
 from ..reference.reference_model import Sums, entropies_of, log_probs_of, reference_of
-from ..rollout.eos import end_tokens
+from ..rollout.eos import eos_token_ids
 from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
 from ..system.append_file import AppendFile
@@ -93,7 +93,7 @@ class Grpo:
             self.rollout,
             options,
             options.seed,
-            ends=end_tokens(run.model_folder, run.tokenizer),
+            ends=eos_token_ids(run.model_folder, run.tokenizer),
             vocab_size=model.architecture.vocab_size,
             experts=with_experts,
         )

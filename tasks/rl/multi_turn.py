@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from ...templates.batching.prompt_dataloader import Prompt
 from ...templates.chat_template.continuation import Continuation
 from ...templates.formats.schemas import UnusableRow
-from ..distributed.collectives import kept_by_first_rank, on_first_rank, patient_group
-from ..multi_turn.call import Asked, TurnError
+from ..distributed.collectives import broadcast_from_rank0, gloo_group, rank0_only
+from ..multi_turn.call import SchedulerCall, TurnError
 from ..multi_turn.load import load_scheduler, prompt_tools
 from ..multi_turn.registry import Turn
 from ..options import GrpoOptions
-from ..rollout.eos import end_tokens
+from ..rollout.eos import eos_token_ids
 from ..run.context import Run
 from .completion_text import Texts
 from .episode import Episode
@@ -38,13 +38,13 @@ class MultiTurn:
         self._tokenizer, self._texts = run.tokenizer, Texts(run, options)
         self._most, self._room = options.max_turns, options.max_completion_length
         self._name = options.multi_turn_scheduler
-        self._columns = kept_by_first_rank(lambda: run.data.columns) or []
-        self._scheduler = kept_by_first_rank(lambda: load_scheduler(options))
+        self._columns = rank0_only(lambda: run.data.columns) or []
+        self._scheduler = rank0_only(lambda: load_scheduler(options))
         thinking = options.enable_thinking
-        self._continuation = kept_by_first_rank(
+        self._continuation = rank0_only(
             lambda: Continuation(
                 run.tokenizer,
-                end_tokens(run.model_folder, run.tokenizer),
+                eos_token_ids(run.model_folder, run.tokenizer),
                 tools=prompt_tools(options),
                 **({} if thinking is None else {"enable_thinking": thinking}),
             )
@@ -67,7 +67,7 @@ class MultiTurn:
         number = 1
         while going:
             with phase("multi_turn"):
-                continuations = on_first_rank(lambda: self._next(going, number, states), patient_group())  # noqa: B023  at once
+                continuations = broadcast_from_rank0(lambda: self._next(going, number, states), gloo_group())  # noqa: B023  at once
             for (_, episode), each in zip(going, continuations, strict=True):
                 episode.info = each.info | {"num_turns": number}
                 episode.finish_reason = "length" if each.full else episode.finish_reason
@@ -97,7 +97,7 @@ class MultiTurn:
             for pair, request, messages in zip(going, requests, replies, strict=True)
         ]
 
-    def _asked(self, episode: Episode, number: int, state: dict[str, Any]) -> Asked:
+    def _asked(self, episode: Episode, number: int, state: dict[str, Any]) -> SchedulerCall:
         ids = episode.last_answer.tolist()
         turn = Turn(
             number,
@@ -111,9 +111,9 @@ class MultiTurn:
             state,
             episode.info,
         )
-        return Asked(episode.source_row, turn)
+        return SchedulerCall(episode.source_row, turn)
 
-    def _after(self, prompt: Prompt, episode: Episode, asked: Asked, messages: list[dict[str, Any]]) -> Next:
+    def _after(self, prompt: Prompt, episode: Episode, asked: SchedulerCall, messages: list[dict[str, Any]]) -> Next:
         assert self._continuation is not None
         if not messages or asked.turn.final:
             return Next([], [], False, asked.turn.info)

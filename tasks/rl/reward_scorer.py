@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
-from ..distributed.collectives import first_of_each_node, kept_by_first_rank, on_first_rank, patient_group
+from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_rank0_first, rank0_only
 from ..options.rewards import RewardOptions
 from ..rewards.load import load_rewards, reward_names, reward_weights
 from ..rewards.model import ModelReward
-from ..rewards.reward_fn import Sample
+from ..rewards.reward_fn import RewardSample
 from ..rewards.scoring import Scores, score
-from ..rewards.unscored import Unjudged, check_columns
-from ..rollout.health import say
+from ..rewards.unscored import UnscoredMonitor, check_columns
+from ..rollout.health import notify
 from ..run.context import Run
 from .episode import Episode
 
@@ -32,17 +32,17 @@ class RewardScorer:
         folder = None
         if options.reward_model:
             reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
-            folder = first_of_each_node(lambda: hub.source_folder(reward_options, None))
-        self.columns = kept_by_first_rank(lambda: run.data.columns) or []
-        self.rewards = kept_by_first_rank(lambda: load_rewards(options, _model(folder)))
+            folder = local_rank0_first(lambda: hub.source_folder(reward_options, None))
+        self.columns = rank0_only(lambda: run.data.columns) or []
+        self.rewards = rank0_only(lambda: load_rewards(options, _model(folder)))
         evaluates = run.options.eval_iters != 0
         # what is to be known before the first step
-        self.notes = kept_by_first_rank(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
-        self.unjudged = Unjudged(reward_names(options))
+        self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
+        self.unjudged = UnscoredMonitor(reward_names(options))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Raises RewardError, on every rank, for a reward that fails."""
-        scores = on_first_rank(lambda: self._scored(episodes), patient_group())
+        scores = broadcast_from_rank0(lambda: self._scored(episodes), gloo_group())
         for number, episode in enumerate(episodes):
             episode.reward = float(scores.rewards[number])
             rewards = {name: float(values[number]) for name, values in scores.by_function.items()}
@@ -54,20 +54,20 @@ class RewardScorer:
             drawn = episode.loss_mask > 0
             first = int(drawn.argmax()) if drawn.any() else len(drawn)
             samples.append(
-                Sample(
-                    place=episode.source_row,
+                RewardSample(
+                    row=episode.source_row,
                     prompt=self.tokenizer.decode(episode.tokens[:first].tolist()),
                     messages=episode.columns["messages"],
                     completion=episode.text,
                     completion_ids=episode.tokens[drawn].tolist(),
                     columns={name: episode.columns.get(name) for name in self.columns},
-                    said=episode.messages,
+                    replies=episode.messages,
                     info=episode.info,
                 )
             )
         scores = score(self.rewards or [], self.weights, samples, self.timeout)
-        if note := self.unjudged.look(samples, scores.rewards):
-            say(f"note: {note}")
+        if note := self.unjudged.check(samples, scores.rewards):
+            notify(f"note: {note}")
         return scores
 
 

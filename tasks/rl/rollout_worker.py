@@ -30,9 +30,7 @@ class RolloutWorker:
     def detached(self) -> "RolloutWorker":
         """Return a worker that goes on from here by itself, in another thread. It has no weights for engines: where a
         server is lost it raises WeightsLost."""
-        return replace(
-            self, prompts=copy.copy(self.prompts), sampler=self.sampler.without_weights(), metrics=RolloutMetrics()
-        )
+        return replace(self, prompts=copy.copy(self.prompts), sampler=self.sampler.detach(), metrics=RolloutMetrics())
 
     def collect(self, phase: Phase) -> list[Episode]:
         """Return the scored episodes of a rollout batch, --num_generations of each prompt.

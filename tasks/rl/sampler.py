@@ -8,7 +8,7 @@ import numpy as np
 from ...templates.batching.prompt_dataloader import Prompt
 from ..options.groups import CompletionOptions
 from ..rollout.engine import Completion, Request, Sampling
-from ..rollout.engine_group import Rollout
+from ..rollout.engine_group import EngineGroup
 from ..run.vocabulary import check_tokens
 
 
@@ -21,7 +21,7 @@ class Sampler:
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: EngineGroup,
         options: CompletionOptions,
         seed: int,
         *,
@@ -42,10 +42,10 @@ class Sampler:
         )
         self.drawn = 0  # completions so far: each has random numbers of its own
 
-    def without_weights(self) -> "Sampler":
+    def detach(self) -> "Sampler":
         """Return a sampler that goes on from here by itself; it raises WeightsLost where a server is lost."""
         other = copy.copy(self)
-        other.rollout = self.rollout.without_weights()
+        other.rollout = self.rollout.detach()
         return other
 
     def restarted(self) -> "Sampler":

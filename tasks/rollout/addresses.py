@@ -1,4 +1,4 @@
-"""Where servers are. No torch: the command line looks whether the flags fit together."""
+"""Addresses of rollout servers. No torch: the command line checks flags with this."""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -7,20 +7,20 @@ from ..options.rollout import EngineOptions
 
 
 def check_address(flag: str, url: str) -> None:
-    """Raise ValueError, naming the flag, for what is no server's address."""
+    """Raise ValueError, naming the flag, for an invalid address."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{flag} {url}: an address begins with http:// or https://.")
+        raise ValueError(f"{flag} {url}: it must begin with http:// or https://. Use http://host:port.")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:  # of the port, or of brackets
-        raise ValueError(f"{flag} {url}: {error}. An address is http://host:port.") from None
+    except ValueError as error:
+        raise ValueError(f"{flag} {url}: {error}. Use http://host:port.") from None
     if not host or port == 0 or any(letter.isspace() for letter in url):
-        raise ValueError(f"{flag} {url}: an address is http://host:port.")
+        raise ValueError(f"{flag} {url}: not an address. Use http://host:port.")
 
 
 def server_urls(options: EngineOptions) -> list[str]:
-    """The addresses of the servers. Raises ValueError, naming the flag, for what cannot be or does not fit together."""
+    """Return the addresses of the servers. Raises ValueError, naming the flag, for invalid or inconsistent flags."""
     if options.vllm_server_base_url:
         for url in options.vllm_server_base_url:
             check_address("--vllm_server_base_url", url)
@@ -28,22 +28,22 @@ def server_urls(options: EngineOptions) -> list[str]:
     hosts, ports = options.vllm_server_host or ["127.0.0.1"], options.vllm_server_port
     if wrong := [host for host in hosts if not _is_host(host)]:
         raise ValueError(
-            f"--vllm_server_host {wrong[0]}: a name or an address alone (of IPv6 in brackets) is needed. With http:// "
-            "or a port give it as --vllm_server_base_url."
+            f"--vllm_server_host {wrong[0]}: not a host name or IP address (IPv6 in brackets). Set "
+            "--vllm_server_base_url for an address with http:// or a port."
         )
     if wrong := [port for port in ports if not 0 < port <= 65535]:
-        raise ValueError(f"--vllm_server_port {wrong[0]}: a port is from 1 to 65535.")
+        raise ValueError(f"--vllm_server_port {wrong[0]}: not a port. Set one from 1 to 65535.")
     count = max(len(hosts), len(ports))
     if len(hosts) not in (1, count) or len(ports) not in (1, count):
         raise ValueError(
-            f"--vllm_server_host has {len(hosts)} hosts and --vllm_server_port {len(ports)} ports: give a port for "
-            "each host, or one of either."
+            f"--vllm_server_host has {len(hosts)} hosts and --vllm_server_port {len(ports)} ports: set one "
+            "port for each host, or one of either."
         )
     return [f"http://{hosts[i % len(hosts)]}:{ports[i % len(ports)]}" for i in range(count)]
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address names this machine, by its name or number on the loopback interface."""
+    """Return whether an address is on this machine's loopback interface."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -51,8 +51,8 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-def flags_given(options: EngineOptions) -> str:
-    """The flags that the addresses are from."""
+def address_flags(options: EngineOptions) -> str:
+    """Return the flags that set the addresses."""
     return "--vllm_server_base_url" if options.vllm_server_base_url else "--vllm_server_host and --vllm_server_port"
 
 

@@ -1,48 +1,48 @@
-"""What the rollout server asks of whatever generates for it."""
+"""Interface between the rollout server and the engine behind it."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from .engine import Completion, Request, Sampling, Top
+from .engine import Completion, Request, Sampling, TopLogProbs
 from .weight_buckets import Bucket
 
 
 class Backend(Protocol):
-    """What generates, for the server: an engine in its process, or vLLM's processes."""
+    """Engine of the server: in its own process, or vLLM's processes."""
 
     name: str  # transformers, vllm
-    workers: int  # processes that hold weights
-    nccl: bool  # whether it takes buckets from the trainer's GPU
-    adapters: int  # the highest rank of adapters, which are all that it takes; 0: it takes whole weights
+    workers: int  # processes with weights
+    nccl: bool  # whether it receives buckets from the trainer's GPU
+    adapters: int  # highest rank of the adapters that it loads; 0: it loads full weights
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
-    async def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
-        """As a `Reader` does."""
+    async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+        """Score tokens as `ScoringEngine` does."""
         ...
 
     async def vocabulary(self) -> dict[str, int]: ...
     async def begin(self) -> None:
-        """New weights will come."""
+        """Start an update of the weights."""
         ...
 
     async def load(self, bucket: Bucket) -> None:
-        """Take a bucket; returns once its memory may be written to again."""
+        """Load a bucket; returns once its memory may be overwritten."""
         ...
 
     async def finish(self) -> None:
-        """All have come: generate by them."""
+        """End the update: all weights have arrived."""
         ...
 
     async def abort(self) -> None:
-        """The rest will not come: be ready for another `begin`."""
+        """Abort the update; another `begin` may follow."""
         ...
 
     async def group(self, host: str, port: int) -> None:
-        """Join the group of the trainer's GPU (rank 0) and all workers whose store listens there."""
+        """Join the process group of the trainer's GPU (rank 0) and all workers, by the store at this address."""
         ...
 
     async def gpus(self) -> list[str]:
-        """`gpu_name` of each worker's, where it takes buckets from the trainer's."""
+        """Return `gpu_name` of each worker's GPU where the backend supports NCCL."""
         ...
 
     async def checksums(self, names: Sequence[str]) -> dict[str, str]: ...
@@ -50,7 +50,7 @@ class Backend(Protocol):
     async def sleep(self, level: int) -> None: ...
     async def wake(self) -> None: ...
     def failed(self) -> bool:
-        """Whether it will never do anything again."""
+        """Return whether the engine has failed for good."""
         ...
 
     def close(self) -> None: ...

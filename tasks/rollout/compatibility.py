@@ -1,28 +1,28 @@
-"""Why a run and a rollout server do not fit together."""
+"""Compatibility of a run and a rollout server."""
 
 
-def unfit(sent: int, taken: int) -> str | None:
-    """Why what a run would send is not what a server takes: the ranks of adapters, 0 for whole weights."""
+def adapter_mismatch(sent: int, taken: int) -> str | None:
+    """Return why the run's updates do not suit the server; `sent`, `taken`: ranks of adapters, 0 for full weights."""
     if sent and not taken:
         return (
-            "it takes whole weights, and not adapters alone. Start it by vLLM with --vllm_enable_lora true "
-            f"--vllm_max_lora_rank {sent}, or leave --vllm_enable_lora out of the training"
+            "it takes full weights, not adapters. Start it with vLLM and --vllm_enable_lora true --vllm_max_lora_rank "
+            f"{sent}, or remove --vllm_enable_lora from the training"
         )
     if taken and not sent:
         return (
-            "it was started with --vllm_enable_lora true, and takes adapters alone: give that to the training too "
-            "(with --tuner_type lora), or start the server without it"
+            "it was started with --vllm_enable_lora true and takes only adapters. Set it for the training too (with "
+            "--tuner_type lora), or start the server without it"
         )
     if sent > taken:
-        return f"it has room for adapters of rank {taken}, not {sent}: start it with --vllm_max_lora_rank {sent}"
+        return f"its adapters have at most rank {taken}, not {sent}. Start it with --vllm_max_lora_rank {sent}"
     return None
 
 
-def foreign(trained: int | None, served: int | None) -> str | None:
-    """Why a server's model is another than the one that is trained: their sizes of vocabulary, None where unknown."""
+def vocab_mismatch(trained: int | None, served: int | None) -> str | None:
+    """Return why the models differ by their vocabulary sizes, None if equal or unknown."""
     if trained is None or served is None or trained == served:
         return None
     return (
-        f"its model has a vocabulary of {served} tokens, and the one that is trained has {trained}. Give `swift "
-        "rollout` and the run the same --model"
+        f"its model has a vocabulary of {served} tokens, and the trained one has {trained}. Set the same --model for "
+        "`swift rollout` and the run"
     )

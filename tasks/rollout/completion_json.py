@@ -1,25 +1,25 @@
-"""Completions on their way from a server, as JSON."""
+"""JSON form of completions, as a rollout server sends them."""
 
 import base64
-from typing import Any
 
 import numpy as np
 
+from ...templates.json_types import JsonObject
 from .engine import Completion
 
 
-def as_json(completion: Completion) -> dict[str, Any]:
-    """Experts are bytes, in base64, of the smallest type that holds them."""
-    found = dict(vars(completion))
+def as_json(completion: Completion) -> JsonObject:
+    """Return a completion as JSON; experts are base64 of the smallest integer type that holds them."""
+    fields = dict(vars(completion))
     if (experts := completion.experts) is not None:
-        kind = np.int16 if experts.min(initial=0) < 0 else np.min_scalar_type(experts.max(initial=0))
-        data = base64.b64encode(experts.astype(kind).tobytes()).decode()
-        found["experts"] = {"dtype": np.dtype(kind).name, "shape": list(experts.shape), "data": data}
-    return found
+        dtype = np.int16 if experts.min(initial=0) < 0 else np.min_scalar_type(experts.max(initial=0))
+        data = base64.b64encode(experts.astype(dtype).tobytes()).decode()
+        fields["experts"] = {"dtype": np.dtype(dtype).name, "shape": list(experts.shape), "data": data}
+    return fields
 
 
-def from_json(item: dict[str, Any]) -> Completion:
-    """What `as_json` was given."""
+def from_json(item: JsonObject) -> Completion:
+    """Return the completion of `as_json`'s result."""
     if (experts := item.get("experts")) is not None:
         flat = np.frombuffer(base64.b64decode(experts["data"]), np.dtype(experts["dtype"]))
         item = item | {"experts": flat.reshape(experts["shape"])}

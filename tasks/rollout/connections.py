@@ -1,4 +1,4 @@
-"""Connections of clients to the rollout server: bounded in number, and closed where a request does not come."""
+"""HTTP connections of the rollout server: limited in number, closed if no request arrives."""
 
 import asyncio
 import resource
@@ -6,23 +6,25 @@ from typing import Any
 
 from uvicorn.protocols.http import auto
 
-HEADER_SECONDS = 10.0  # within which a client that has connected, or begun a request, sends its headers
-HTTPProtocol: Any = auto.AutoHTTPProtocol  # by h11, or by httptools where that is installed
+from ...templates.json_types import JsonObject
+
+HEADER_SECONDS = 10.0  # for a client's headers after it has connected or begun a request
+HTTPProtocol: Any = auto.AutoHTTPProtocol  # httptools if installed, else h11
 
 
 class Connection(HTTPProtocol):
-    """uvicorn's, that waits for headers no longer than HEADER_SECONDS.
+    """uvicorn's protocol with a timeout of HEADER_SECONDS for request headers.
 
-    Where there are more than `most`, one that has sent no request makes room; else the newest is closed.
+    Beyond `max_count` connections, one without a request is closed, or else the newest.
     """
 
-    most = 512
+    max_count = 512
     _waiting: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._wait_for_headers()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.max_count:
             silent = [other for other in self.connections if other is not self and other.cycle is None]
             (silent[0] if silent else self).transport.abort()
 
@@ -46,11 +48,11 @@ class Connection(HTTPProtocol):
             self._waiting = None
 
 
-def connection_settings() -> dict[str, Any]:
-    """uvicorn's settings for as many connections as this process may have; half of its files are for other things."""
+def connection_settings() -> JsonObject:
+    """Return uvicorn's settings for as many connections as half of this process's file limit allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = 2**20 if hard == resource.RLIM_INFINITY else hard
-    Connection.most = max(8, min(files // 2, 16384))
-    # asyncio takes as many as wait at a time, before the first of them can be closed.
+    Connection.max_count = max(8, min(files // 2, 16384))
+    # asyncio accepts the whole backlog before it can close the first of them.
     return {"http": Connection, "backlog": max(8, min(files // 4, 1024))}

@@ -1,4 +1,4 @@
-"""What every rollout engine does: tokens in, tokens and their log-probabilities out, and new weights in between."""
+"""Interface of rollout engines: generate completions with log-probabilities, and load new weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,112 +10,115 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, in a whole run."""
+    """Sampling settings of a run."""
 
-    temperature: float = 1.0  # 0: always the likeliest token
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     repetition_penalty: float = 1.0
     max_new_tokens: int = 512
-    stop: tuple[str, ...] = ()  # texts that end a completion, and stay in it
-    experts: bool = False  # Completion.experts is asked for
-    ends: tuple[int, ...] | None = None  # tokens that end a completion; None: those of the engine's own folder
+    stop: tuple[str, ...] = ()  # stop texts, which stay in the completion
+    experts: bool = False  # record Completion.experts
+    ends: tuple[int, ...] | None = None  # end tokens; None: those of the engine's checkpoint
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, for one completion.
+    """Prompt of one completion.
 
-    `seed` is of this completion's random numbers: the same request gives the same tokens, whatever else is generated
-    beside it (exactly with the transformers engine; with vLLM as far as its kernels repeat).
+    `seed` seeds this completion's random numbers. The same request gives the same tokens in any batch: exactly with the
+    transformers engine, and with vLLM as far as its kernels are deterministic.
     """
 
     tokens: list[int]
     seed: int
-    max_new_tokens: int | None = None  # less than Sampling's, where less is left
+    max_new_tokens: int | None = None  # a lower limit than Sampling's
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was drawn for a request, with the end token where one was drawn.
+    """Tokens generated for a request, with the end token if one was drawn.
 
-    `log_probs`, of each token: log softmax(logits / temperature), so before top_p, top_k and the repetition penalty;
-    at temperature 0 as at 1.
+    `log_probs`: log softmax(logits / temperature) of each token, before top_p, top_k and the repetition penalty. At
+    temperature 0 they are those of temperature 1.
     """
 
     tokens: list[int]
     log_probs: list[float]
-    finish: Literal["stop", "length"]  # stop: by an end token or a stop text
-    # [tokens, layers, topk], any integer type: the experts of the prompt's tokens and the completion's but for the
-    # last, which no layer has seen; of dense layers anything.
+    finish: Literal["stop", "length"]  # stop: at an end token or a stop text
+    # Integers [tokens, layers, topk], arbitrary in dense layers: the experts of prompt and completion, except the last
+    # token, which never goes through the model.
     experts: np.ndarray | None = field(default=None, compare=False)
 
     def experts_of(self, length: int) -> np.ndarray | None:
-        """int16 [length, layers, topk], of prompt and completion; -1 where nothing is known."""
+        """Return int16 [length, layers, topk] for prompt and completion, -1 where nothing was recorded."""
         if self.experts is None:
             return None
-        whole = np.full((length, *self.experts.shape[1:]), -1, np.int16)
-        whole[: len(self.experts)] = self.experts
-        return whole
+        padded = np.full((length, *self.experts.shape[1:]), -1, np.int16)
+        padded[: len(self.experts)] = self.experts
+        return padded
 
 
-class Writer(Protocol):
-    """Generates."""
+class CompletionEngine(Protocol):
+    """Engine that generates completions."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """A completion of each request, in their order."""
+        """Return a completion of each request, in their order."""
         ...
 
     def sleep(self) -> None:
-        """Free what generation needs until `wake`."""
+        """Free the memory of generation until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Get ready to generate again."""
         ...
 
     def close(self) -> None:
-        """Give everything back; nothing may be asked of it afterwards."""
+        """Release all resources; the engine cannot be used afterwards."""
         ...
 
 
-class Engine(Writer, Protocol):
-    """Generates, and takes new weights."""
+class Engine(CompletionEngine, Protocol):
+    """Engine that generates completions and loads new weights."""
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these weights: whole tensors by their Hugging Face names, on any device. Reads `weights` to its end."""
+        """Load full tensors by their Hugging Face names, on any device. Reads `weights` to its end."""
         ...
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """`weights.checksum` of the engine's own tensors, by Hugging Face name; without those it cannot tell of."""
+        """Return checksums (weight_sync.py) of the engine's tensors by Hugging Face name, except those it holds in
+        part."""
         ...
 
 
-class Top(NamedTuple):
-    """The likeliest next tokens at some places of a text, from the likeliest on."""
+class TopLogProbs(NamedTuple):
+    """Most likely next tokens at some positions of a text, the likeliest first."""
 
-    log_probs: np.ndarray  # fp32 [places, top], at temperature 1
-    tokens: np.ndarray  # int32 [places, top]
+    log_probs: np.ndarray  # fp32 [positions, top], at temperature 1
+    tokens: np.ndarray  # int32 [positions, top]
 
 
 class Cancelled(Exception):
-    """Nobody waits for the completions any more."""
+    """Raised when the client of a generation has disconnected."""
 
 
-class Reader(Engine, Protocol):
-    """An engine that can be asked what it makes of given tokens too, and whose completions can be given up."""
+class ScoringEngine(Engine, Protocol):
+    """Engine that also scores given tokens, and whose generation can be cancelled."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
-        """As a `Writer` does. `is_cancelled` is asked before each token; where it says so Cancelled is raised."""
+        """Generate as `CompletionEngine`; raise Cancelled once `is_cancelled()`, polled before each token, is true."""
         ...
 
-    def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
-        """At each of `places` (0: behind the first of the tokens) the `top` likeliest next ones, of those below
-        `vocab_size`. Raises ValueError for more than the model has."""
+    def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+        """Return the `top` likeliest next tokens below `vocab_size` at each of `positions` (0: after the first token).
+
+        Raises ValueError where `top` is larger than the vocabulary.
+        """
         ...
 
     def vocabulary(self) -> dict[str, int]:
-        """The tokenizer's."""
+        """Return the tokenizer's vocabulary."""
         ...

@@ -1,40 +1,42 @@
-"""Which engine generates for a run, and how it is given the run's weights."""
+"""Rollout engines of a run: their choice, construction and weight updates."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ...bridge.checkpoint.hub import vocab_size_of
+from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
-from ..distributed.collectives import kept_by_first_rank, on_every_rank
+from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import held_gib
 from ..train.offload import Parked, Trainer, free_memory
 from ..train.step import TrainState
-from .addresses import flags_given, server_urls
+from .addresses import address_flags, server_urls
 from .client import ServerEngine
 from .engine import Completion, Engine, Request, Sampling
-from .engine_group import Rollout
-from .lora_support import refused
-from .memory_budget import room_beside
+from .engine_group import EngineGroup
+from .lora_support import unsupported_by_vllm
+from .memory_budget import plan_engine_memory
 from .server_connection import WeightsLost
 from .transformers_engine import TransformersEngine
-from .weight_sync import Beneath, SyncStats, sync
+from .weight_sync import BaseWeightsCheck, SyncStats, sync
 
 
 def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: bool = False) -> "ModelRollout":
-    """The engines that the options ask for. Every rank calls this; errors reach every rank. `experts`: they will be
-    asked for Completion.experts."""
-    rank = on_every_rank(lambda: adapter_rank(model, options))
+    """Return the engines that the options select. Every rank calls this; errors reach every rank.
+
+    `experts`: record Completion.experts.
+    """
+    rank = run_on_all_ranks(lambda: adapter_rank(model, options))
     weights, optimizer = bool(options.offload_model), bool(options.offload_optimizer)
-    if kind_of(options) == "server":
+    if engine_kind(options) == "server":
         urls, level = server_urls(options), options.sleep_level or 0
-        engine = kept_by_first_rank(
+        engine = rank0_only(
             lambda: ServerEngine(
                 urls,
                 api_key=options.vllm_server_api_key,
@@ -43,84 +45,90 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
                 sleep_level=level,
                 adapters=rank,
                 vocab_size=vocab_size_of(run.hf_config),
-                given=flags_given(options),
+                flags=address_flags(options),
             )
         )
-        note, moves = f"completions: {', '.join(urls)}", Moves(weights, optimizer)
-        moves = moves if weights or optimizer or level else None
-        return ModelRollout(run, model, engine, None, note, sleeps=level > 0, alone=bool(rank), moves=moves)
-    if kind_of(options) == "vllm":
+        note, offload = f"completions: {', '.join(urls)}", OffloadPlan(weights, optimizer)
+        offload = offload if weights or optimizer or level else None
+        return ModelRollout(run, model, engine, None, note, sleeps=level > 0, sends_adapter=bool(rank), moves=offload)
+    if engine_kind(options) == "vllm":
         return _colocated(run, model, options, experts=experts, rank=rank)
-    engine = on_every_rank(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
-    note = "completions: transformers, a copy of the model in each process"
-    return ModelRollout(run, model, engine, 1, note, moves=Moves(weights, optimizer) if weights or optimizer else None)
+    engine = run_on_all_ranks(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
+    note = "completions: transformers, with a copy of the model in each process"
+    return ModelRollout(
+        run, model, engine, 1, note, moves=OffloadPlan(weights, optimizer) if weights or optimizer else None
+    )
 
 
 def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool, rank: int) -> "ModelRollout":
-    """vLLM in the training processes, with as much of a GPU as the trainer leaves."""
+    """Return vLLM engines in the training processes, with the GPU memory that the trainer can spare."""
     from .vllm_engine import VllmEngine
 
-    # Whole weights are sent before each generation. To keep them on the host takes its memory, and once half a minute
-    # (28 GB a process on an H200's host).
-    default = 1 if rank else 2
-    level = (default if options.sleep_level is None else options.sleep_level) if torch.cuda.is_available() else 0
-    moves = Moves(bool(options.offload_model), bool(options.offload_optimizer))
-    share, note = options.vllm_gpu_memory_utilization or 0.9, "completions: vLLM, in this process"
+    # Full weights are sent before each generation anyway. Keeping a copy on the host takes memory, and half a minute at
+    # the start (28 GB a process on an H200's host).
+    default_level = 1 if rank else 2
+    level = (default_level if options.sleep_level is None else options.sleep_level) if torch.cuda.is_available() else 0
+    moves = OffloadPlan(bool(options.offload_model), bool(options.offload_optimizer))
+    memory_share, note = options.vllm_gpu_memory_utilization or 0.9, "completions: vLLM, in this process"
     if torch.cuda.is_available():
-        room = room_beside(run, model, sleeps=level > 0)
-        share, moves = room.share, Moves(room.weights, room.optimizer)
-        waits = " and ".join(["the model"] * moves.weights + ["the optimizer's state"] * moves.optimizer)
-        note += f", with {share:.2f} of the GPU" + (f"; {waits} on the host meanwhile" if waits else "")
-    before = Parked()
+        budget = plan_engine_memory(run, model, sleeps=level > 0)
+        memory_share, moves = budget.share, OffloadPlan(budget.weights, budget.optimizer)
+        offloaded = " and ".join(["the model"] * moves.weights + ["the optimizer's state"] * moves.optimizer)
+        note += f", with {memory_share:.2f} of the GPU" + (
+            f"; {offloaded} offloaded to the host meanwhile" if offloaded else ""
+        )
+    initial_weights = Parked()
     if moves.weights:
-        before.leave(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        initial_weights.leave(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
-    made = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": share}
-    made["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
-    engine = on_every_rank(lambda: VllmEngine(run.model_folder, options, **made))
+    settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
+    settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
+    engine = run_on_all_ranks(lambda: VllmEngine(run.model_folder, options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
     group = options.vllm_tensor_parallel_size
     rollout = ModelRollout(
-        run, model, engine, group, note, sleeps=level > 0, alone=bool(rank), moves=moves if idle else None
+        run, model, engine, group, note, sleeps=level > 0, sends_adapter=bool(rank), moves=moves if idle else None
     )
-    rollout.sleep()  # the optimizer is yet to be made
-    before.come_back()
-    before.close()
+    rollout.sleep()  # to make room for the optimizer
+    initial_weights.come_back()
+    initial_weights.close()
     return rollout
 
 
 def adapter_rank(model: Model, options: EngineOptions) -> int:
-    """Of the adapters that engines are sent; 0: they are sent whole weights. Raises ValueError for what is refused."""
+    """Return the rank of the adapters to send, 0 for full weights. Raises ValueError for unsupported adapters."""
     if not options.vllm_enable_lora or model.lora is None:
         return 0
-    if what := refused(model.lora.settings, model.lora.plan):
-        raise ValueError(f"--vllm_enable_lora true: vLLM does not take {what}. Leave the flag out")
+    if feature := unsupported_by_vllm(model.lora.settings, model.lora.plan):
+        raise ValueError(f"--vllm_enable_lora true: vLLM does not support {feature}. Remove the flag")
     return model.lora.settings.rank
 
 
-def kind_of(options: EngineOptions) -> str:
-    """server, vllm or transformers."""
+def engine_kind(options: EngineOptions) -> str:
+    """Return server, vllm or transformers."""
     if options.vllm_mode == "server" or options.vllm_server_host or options.vllm_server_base_url:
         return "server"
-    there = importlib.util.find_spec("vllm") is not None
-    uses = there if options.use_vllm is None else options.use_vllm
-    return "vllm" if uses or options.vllm_mode == "colocate" else "transformers"
+    is_installed = importlib.util.find_spec("vllm") is not None
+    uses_vllm = is_installed if options.use_vllm is None else options.use_vllm
+    return "vllm" if uses_vllm or options.vllm_mode == "colocate" else "transformers"
 
 
 @dataclass(frozen=True)
-class Moves:
-    """What leaves the GPU while engines generate, besides gradients."""
+class OffloadPlan:
+    """Trainer state that leaves the GPU while engines generate, besides gradients."""
 
     weights: bool
     optimizer: bool
 
 
-class ModelRollout(Rollout[Engine]):
-    """Engines that have the weights of a run's model, as these are when it says so.
+class ModelRollout(EngineGroup[Engine]):
+    """Engines with the weights of a run's model, updated on request.
 
-    The GPU's memory is in one of three states: train, in which engines sleep; sync, in which what only a step needs has
-    left it, and weights go to the engines; generate, in which the trainer's weights have left it too. `moves`: what
-    leaves; None: nothing. `held`: GiB that the GPU has in use at the end of each state, the last time.
+    GPU memory is in one of three states. train: engines sleep. sync: the state that only a step needs is offloaded, and
+    weights go to the engines. generate: the trainer's weights are offloaded too.
+
+    `moves`: state to offload; None: none.
+    `held`: GiB in use on the GPU at the end of each state, at its last visit.
     """
 
     def __init__(
@@ -132,21 +140,21 @@ class ModelRollout(Rollout[Engine]):
         note: str,
         *,
         sleeps: bool = False,
-        alone: bool = False,
-        moves: Moves | None = None,
+        sends_adapter: bool = False,
+        moves: OffloadPlan | None = None,
     ):
         super().__init__(engine, group)
         self.run, self.model, self.note = run, model, note
         self.syncs, self.held = 0, dict[str, float]()
         self._sleeps, self._moves = sleeps, moves
-        self._adapter = model.lora if alone else None  # which is sent without the rest
-        self._compared = False  # what is beneath the adapter
+        self._adapter = model.lora if sends_adapter else None  # sent without the base weights
+        self._is_base_verified = False
         self._trainer: Trainer | None = None
         self._training: TrainState | None = None
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within, engines take weights and generate; they wake as far as these need. Afterwards the model can train."""
+        """Let engines load weights and generate within the context; afterwards the model can train."""
         yield
         self.held["generate"] = held_gib()
         if self._sleeps:
@@ -155,12 +163,12 @@ class ModelRollout(Rollout[Engine]):
             self._trainer.come_back()
 
     def release(self) -> None:
-        """Free the servers, for the next run, where this one fails."""
+        """Free the servers for the next run, when this one fails."""
         if isinstance(self.engine, ServerEngine):
             self.engine.release()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """As Rollout; where a server was lost and has come back, after it has been given the weights again."""
+        """Generate as `EngineGroup`; a lost server gets the weights again once it is back."""
         while True:
             try:
                 return super().generate(requests, sampling)
@@ -169,7 +177,8 @@ class ModelRollout(Rollout[Engine]):
                 self.update_weights(self._training)
 
     def update_weights(self, training: TrainState) -> SyncStats:
-        """Every rank calls this. Raises RuntimeError on every rank where an engine has other weights afterwards."""
+        """Send the weights to the engines. Raises RuntimeError on every rank where an engine ends up with other
+        weights."""
         self.syncs, self._training = self.syncs + 1, training
         self.held["train"] = held_gib()
         if self._moves is not None:
@@ -178,12 +187,12 @@ class ModelRollout(Rollout[Engine]):
             )
             self._trainer.leave_step()
             self._trainer.weights_come_back()
-        found = self._sent(training)
+        stats = self._sent(training)
         self.held["sync"] = held_gib()
         if self._trainer is None:
-            return found
+            return stats
         self._trainer.leave_weights()
-        return replace(found, held=dict(self.held))
+        return replace(stats, held=dict(self.held))
 
     def _sent(self, training: TrainState) -> SyncStats:
         adapter = self._adapter
@@ -191,26 +200,28 @@ class ModelRollout(Rollout[Engine]):
             try:
                 with training.parameters_gathered(), torch.no_grad():
                     done = self._send(self.engine, merge=bool(self.model.lora), adapter=adapter)
-                    if adapter and not self._compared:
-                        self._compare_beneath()
+                    if adapter and not self._is_base_verified:
+                        self._verify_base_weights()
                 return done
-            except WeightsLost:  # a server went, and has come back
-                self._compared = False
+            except WeightsLost:  # a restarted server
+                self._is_base_verified = False
 
-    def _send(self, engine: Engine | None, **what: Any) -> SyncStats:
+    def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
         run = self.run
         settings = {"dtype": run.dtype, "seed": self.syncs}
-        return sync(engine, self.model.chunks, run.hf_config, run.model_folder, **settings, **what)
+        return sync(
+            engine, self.model.chunks, run.hf_config, run.model_folder, **settings, merge=merge, adapter=adapter
+        )
 
-    def _compare_beneath(self) -> None:
-        """Whether an engine has the weights that the adapter is of, which it read by itself."""
+    def _verify_base_weights(self) -> None:
+        """Check that an engine has loaded the adapter's base weights, which it reads by itself."""
         try:
-            self._send(self.engine and Beneath(self.engine))  # pyright: ignore[reportArgumentType]
+            self._send(self.engine and BaseWeightsCheck(self.engine))  # pyright: ignore[reportArgumentType]
         except WeightsLost:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                "with --vllm_enable_lora true an engine loads the weights beneath the adapter by itself, and they are "
-                f"not this run's: give `swift rollout` and the run the same --model. {error}"
+                "--vllm_enable_lora true: its engine has loaded other base weights than this run. Set the same --model "
+                f"for `swift rollout` and the run. {error}"
             ) from error
-        self._compared = True
+        self._is_base_verified = True

@@ -1,7 +1,7 @@
-"""transformers' model as a place for weights by the names of a checkpoint, in place, one tensor after another.
+"""transformers' model with in-place weight updates by the names of a checkpoint.
 
-transformers holds some tensors in another form than checkpoints have (experts fused, parts renamed). Its own rules,
-those of `from_pretrained`, say which.
+transformers holds some tensors in another form than checkpoints do (fused experts, renamed parts); its conversion rules
+of `from_pretrained` are applied here.
 """
 
 import re
@@ -29,17 +29,18 @@ from ...bridge.families import family_of
 from .weight_sync import checksum
 
 
-class _Place(NamedTuple):
-    """Which of the model's tensors is made of a checkpoint's, and by which rule; no rule: it is that tensor."""
+class _Target(NamedTuple):
+    """Model tensor that a checkpoint's tensor is part of, and the conversion rule; None: the tensor itself."""
 
     target: str
     rule: str | None
 
 
 class Replica:
-    """A model of `folder` that only generates. `load`: with the folder's weights; else every tensor has to come.
+    """Generation-only model of `folder`.
 
-    Raises ValueError where transformers or the bridge does not know the model.
+    `load`: with the folder's weights, else without, so that every tensor must arrive by `update`. Raises ValueError
+    where transformers or the bridge does not support the model.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, load: bool):
@@ -47,7 +48,7 @@ class Replica:
             self.model: Any = load_model(folder, dtype=dtype).to(device)
         else:
             config = load_config(folder)
-            if hasattr(config, "quantization_config"):  # weights come as they are trained
+            if hasattr(config, "quantization_config"):  # updates send unquantized weights
                 delattr(config, "quantization_config")
             with torch.device(device), no_init_weights():
                 self.model = empty_model(config, dtype=dtype)
@@ -58,93 +59,104 @@ class Replica:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        config = read_config(folder)
-        pattern = family_of(config).describe(config).passthrough  # vision towers, MTP
-        unused = [*(self.model._keys_to_ignore_on_load_unexpected or ()), *([f"^(?:{pattern})"] if pattern else [])]
+        config_json = read_config(folder)
+        unused_pattern = (
+            family_of(config_json).describe(config_json).passthrough
+        )  # not used in generation: image towers, MTP
+        unused = [
+            *(self.model._keys_to_ignore_on_load_unexpected or ()),
+            *([f"^(?:{unused_pattern})"] if unused_pattern else []),
+        ]
         self._unused = re.compile("|".join(unused) or "(?!)")
-        self._places: dict[str, _Place] = {}
+        self._targets: dict[str, _Target] = {}
         self._parts = self._count_parts()
-        at: dict[int, set[str]] = defaultdict(set)
+        names_at: dict[int, set[str]] = defaultdict(set)
         for name, tensor in self._state.items():
-            at[tensor.data_ptr()].add(name)
-        self._same = {name: at[tensor.data_ptr()] for name, tensor in self._state.items()}  # several names where tied
-        # What has come neither from the folder nor by `update`.
+            names_at[tensor.data_ptr()].add(name)
+        self._tied = {
+            name: names_at[tensor.data_ptr()] for name, tensor in self._state.items()
+        }  # tied tensors have several names
+        # Tensors not yet loaded, from the folder or by `update`.
         self.lacking = set() if load else {name for name in self._state if not self._unused.search(name)}
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take tensors by their checkpoint's names. Raises ValueError for one that has no place, or another shape."""
-        gathered: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        """Load tensors by their checkpoint names. Raises ValueError for unknown names and wrong shapes."""
+        parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in weights:
-            place = self._place(name)
-            if place is None:
+            target = self._target_of(name)
+            if target is None:
                 continue
-            if place.rule is None:
-                self._copy(place.target, name, tensor)
+            if target.rule is None:
+                self._copy(target.target, name, tensor)
                 continue
-            gathered[place.target][name] = tensor.to(self._state[place.target].device, copy=True)  # it may be a buffer
-            if len(gathered[place.target]) == self._parts.get(place.target):
-                self._convert(place.target, gathered.pop(place.target))
-        for target, tensors in gathered.items():  # in another form than the one that transformers itself would save
+            parts[target.target][name] = tensor.to(
+                self._state[target.target].device, copy=True
+            )  # the source may be a reused buffer
+            if len(parts[target.target]) == self._parts.get(target.target):
+                self._convert(target.target, parts.pop(target.target))
+        for target, tensors in parts.items():  # in another form than transformers itself saves
             self._convert(target, tensors)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Of the model's own tensors, in the form that checkpoints have."""
-        found = {}
+        """Return checksums of the model's tensors in the checkpoint's form."""
+        checksums = {}
         for name in names:
-            place = self._place(name)
-            if place is None:
+            target = self._target_of(name)
+            if target is None:
                 continue
-            own = {name: self._state[place.target]}
-            if place.rule is not None:
-                own = revert_weight_conversion(self.model, {place.target: self._state[place.target]})
-            if name in own:
-                found[name] = checksum(own[name])
-        return found
+            tensors = {name: self._state[target.target]}
+            if target.rule is not None:
+                tensors = revert_weight_conversion(self.model, {target.target: self._state[target.target]})
+            if name in tensors:
+                checksums[name] = checksum(tensors[name])
+        return checksums
 
     def move(self, device: torch.device) -> None:
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self._state = self.model.state_dict()
 
     def _count_parts(self) -> dict[str, int]:
-        """Of how many tensors of a checkpoint each of the model's is made, where a rule makes it."""
+        """Return the number of checkpoint tensors per model tensor that a conversion rule makes."""
         if not self._converters:
             return {}
         shapes = {name: tensor.to("meta") for name, tensor in self._state.items()}
         counts: dict[str, int] = defaultdict(int)
         for name in revert_weight_conversion(self.model, shapes):
-            place = self._place(name)
-            if place is not None:
-                counts[place.target] += 1
+            target = self._target_of(name)
+            if target is not None:
+                counts[target.target] += 1
         return counts
 
-    def _place(self, name: str) -> _Place | None:
-        """None: a tensor that transformers leaves out."""
-        if name in self._places:
-            return self._places[name]
-        found = rename_source_key(name, self._renamings, self._converters, self.model.base_model_prefix, self._state)
-        if found[0] not in self._state and name in self._state:
-            found = name, None
-        if found[0] not in self._state:
+    def _target_of(self, name: str) -> _Target | None:
+        """Return the target of a checkpoint tensor, None if transformers ignores it."""
+        if name in self._targets:
+            return self._targets[name]
+        target = rename_source_key(name, self._renamings, self._converters, self.model.base_model_prefix, self._state)
+        if target[0] not in self._state and name in self._state:
+            target = name, None
+        if target[0] not in self._state:
             if self._unused.search(name):
                 return None
-            raise ValueError(f"{name}: transformers' {type(self.model).__name__} has no place for it")
-        self._places[name] = _Place(*found)
-        return self._places[name]
+            raise ValueError(f"{name}: transformers' {type(self.model).__name__} has no such tensor")
+        self._targets[name] = _Target(*target)
+        return self._targets[name]
 
     def _convert(self, target: str, tensors: dict[str, Tensor]) -> None:
         names = sorted(tensors, key=dot_natural_key)
-        rules = [self._places[name].rule for name in names]
+        rules = [self._targets[name].rule for name in names]
         converter = deepcopy(self._by_pattern[str(rules[0])])
         for name, rule in zip(names, rules, strict=True):
             converter.add_tensor(target, name, rule, tensors[name])  # pyright: ignore[reportArgumentType]
-        made = converter.convert(target, model=self.model, config=self.model.config)
-        for own, value in made.items():
-            self._copy(own, names[0], value[0] if isinstance(value, list) else value)
+        converted = converter.convert(target, model=self.model, config=self.model.config)
+        for converted_name, value in converted.items():
+            self._copy(converted_name, names[0], value[0] if isinstance(value, list) else value)
 
     def _copy(self, target: str, name: str, value: Tensor) -> None:
-        own = self._state[target]
-        if own.shape != value.shape:
-            raise ValueError(f"{name} has shape {list(value.shape)}, and {target} of the engine {list(own.shape)}")
-        own.copy_(value)
-        self.lacking -= self._same[target]
+        parameter = self._state[target]
+        if parameter.shape != value.shape:
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, and {target} of the engine has {list(parameter.shape)}"
+            )
+        parameter.copy_(value)
+        self.lacking -= self._tied[target]

@@ -1,4 +1,4 @@
-"""Keys of rollout servers: by flag, by MEGASWIFT_API_KEY, or from a file that one user's servers and runs share."""
+"""API keys of rollout servers: from a flag, MEGASWIFT_API_KEY, or a key file shared by one user's servers and runs."""
 
 import os
 import secrets
@@ -16,39 +16,40 @@ def key_file() -> Path:
 
 
 def server_key(api_key: str | None) -> tuple[str, str]:
-    """Return a server's key, and a line that says where clients find it. The key file is made where it is missing.
+    """Return a server's key, and a line that tells where clients read it. Creates the key file if it is missing.
 
     Raises ValueError where that file is unsafe.
     """
     if api_key:
-        return api_key, "Key: as given by --api_key"
+        return api_key, "Key: set by --api_key"
     if key := os.environ.get(VARIABLE):
-        return key, f"Key: as given by {VARIABLE}"
+        return key, f"Key: set by {VARIABLE}"
     file = key_file()
     if key := _read(file):
-        return key, f"Key: in {file}, where runs of this user find it. Set {VARIABLE} for others"
+        return key, f"Key: in {file}, read by runs of this user. Set {VARIABLE} for other users"
     key = secrets.token_urlsafe(24)
     try:
-        if not _write(file, key):  # another server has just made it
+        if not _write(file, key):  # another server has just created it
             return server_key(None)
     except OSError as error:
-        return key, f"Key: {key}. Set {VARIABLE} to it for runs: {file} cannot be written ({error.strerror})"
-    return key, f"Key: {key}, written to {file}, where runs of this user find it. Set {VARIABLE} for others"
+        return key, f"Key: {key}. Set {VARIABLE} to it for runs, as {file} cannot be written ({error.strerror})"
+    return key, f"Key: {key}, written to {file}, read by runs of this user. Set {VARIABLE} for other users"
 
 
-def client_key(api_key: str | None, url: str, *, own: bool) -> str | None:
-    """Return the key to send to a server; None: send none.
+def client_key(api_key: str | None, url: str, *, is_rollout_server: bool) -> str | None:
+    """Return the key to send to a server, None to send none.
 
-    own: the server is a rollout server of this user. To others a key of the environment or the file is sent only on
-    this machine: whoever runs them would learn it.
+    `is_rollout_server`: it is a rollout server of this user. Other servers get a key of the environment or the file
+        only on
+    this machine, since whoever runs them would learn it.
     """
-    if api_key or not (own or is_loopback(url)):
+    if api_key or not (is_rollout_server or is_loopback(url)):
         return api_key
     return os.environ.get(VARIABLE) or _read(key_file())
 
 
 def _write(file: Path, key: str) -> bool:
-    """Write the key file, whole or not at all. Returns False where there is one. Raises OSError."""
+    """Write the key file atomically. Returns False where it exists. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
@@ -63,15 +64,15 @@ def _write(file: Path, key: str) -> bool:
 
 
 def _read(file: Path) -> str | None:
-    """Return the key in a file; None where there is no such file. Raises ValueError where it is unsafe."""
+    """Return the key in a file, None if there is no such file. Raises ValueError where it is unsafe."""
     try:
         with file.open() as stream:
             status, key = os.fstat(stream.fileno()), stream.read(4096).strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}). Remove it, and start the server again") from None
+        raise ValueError(f"{file} cannot be read ({error}). Remove it and restart the server") from None
     if not key or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         problem = "others can read or write it" if key else "it is empty"
-        raise ValueError(f"{file}: {problem}. Remove it, and start the server again")
+        raise ValueError(f"{file}: {problem}. Remove it and restart the server")
     return key

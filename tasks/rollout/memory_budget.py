@@ -1,4 +1,4 @@
-"""What vLLM in the training processes may have of a GPU, and what of the trainer has to leave it meanwhile."""
+"""Memory budget of a colocated vLLM: its share of a GPU, and the trainer state to offload meanwhile."""
 
 import math
 from dataclasses import dataclass
@@ -9,20 +9,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ...bridge.model.model import Model
+from ..distributed.collectives import all_gather_objects
 from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import GIB
 
-GREATEST = 0.9  # share of a GPU
-ON_THE_WAY = 2 * GIB  # bytes of buckets of weights, while these are sent
-LOST = 0.05  # share of a GPU that is in pieces too small for use
-CACHE = 0.1  # share of a GPU without which vLLM generates few completions at a time
-TRAINING = 0.25  # share of a GPU for the activations of a step, beside a vLLM that does not sleep
+MAX_SHARE = 0.9  # of a GPU
+BUCKET_BYTES = 2 * GIB  # buckets in flight during a weight sync
+FRAGMENTED = 0.05  # share of a GPU lost to fragmentation
+MIN_CACHE = 0.1  # share of a GPU for the KV cache, so that enough completions run at a time
+ACTIVATIONS = 0.25  # share of a GPU for the activations of a step, beside a vLLM that never sleeps
 
 
 @dataclass(frozen=True)
-class Room:
-    """`share`: of each GPU's memory, for vLLM. What has to leave it: the weights, the optimizer's state."""
+class EngineMemoryBudget:
+    """vLLM's `share` of each GPU's memory, and whether to offload the trainer's weights and optimizer state."""
 
     share: float
     weights: bool
@@ -30,73 +31,75 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Of a GPU, in bytes."""
+class MemoryNeeds:
+    """Memory of one GPU by user, in bytes."""
 
     total: float
-    held: float  # now: the weights, reference models and the like
-    weights: float  # of `held`, the trained model's
-    gradients: float  # to come
-    optimizer: float  # to come
-    engine: float  # of vLLM's weights
+    held: float  # in use: weights, reference models and the like
+    weights: float  # the trained model's part of `held`
+    gradients: float  # not allocated yet
+    optimizer: float  # not allocated yet
+    engine: float  # vLLM's weights
 
 
-def room_of(needs: Needs, options: EngineOptions, *, sleeps: bool) -> Room:
-    """What is left out of the options, chosen. Raises ValueError where vLLM has no room whatever leaves it."""
-    share, asked = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
-    if getattr(options, "fp8_param_gather", False):  # weights in two parts
-        asked = False, options.offload_optimizer
-    if not sleeps:  # both have their memory all the time
-        free = needs.total - needs.held - needs.gradients - needs.optimizer - (LOST + TRAINING) * needs.total
-        return _checked(share, free, bool(asked[0]), bool(asked[1]), needs)
-    wanted = needs.engine + CACHE * needs.total if share is None else share * needs.total
+def memory_budget(needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool) -> EngineMemoryBudget:
+    """Return the budget, choosing the options that are unset. Raises ValueError where vLLM's weights cannot fit."""
+    share, offload = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
+    if getattr(options, "fp8_param_gather", False):  # its weights cannot be offloaded
+        offload = False, options.offload_optimizer
+    if not sleeps:  # both hold their memory all the time
+        free = needs.total - needs.held - needs.gradients - needs.optimizer - (FRAGMENTED + ACTIVATIONS) * needs.total
+        return _check(share, free, bool(offload[0]), bool(offload[1]), needs)
+    target = needs.engine + MIN_CACHE * needs.total if share is None else share * needs.total
     free, weights, optimizer = 0.0, False, False
     for choice in ((False, False), (False, True), (True, True)):
-        weights, optimizer = (own if given is None else given for own, given in zip(choice, asked, strict=True))
+        weights, optimizer = (
+            default if requested is None else requested for default, requested in zip(choice, offload, strict=True)
+        )
         stays = needs.held - weights * needs.weights + (not optimizer) * needs.optimizer
-        free = needs.total * (1 - LOST) - stays - ON_THE_WAY
-        if free >= wanted:
+        free = needs.total * (1 - FRAGMENTED) - stays - BUCKET_BYTES
+        if free >= target:
             break
-    return _checked(share, free, weights, optimizer, needs)
+    return _check(share, free, weights, optimizer, needs)
 
 
-def _checked(share: float | None, free: float, weights: bool, optimizer: bool, needs: Needs) -> Room:
+def _check(share: float | None, free: float, weights: bool, optimizer: bool, needs: MemoryNeeds) -> EngineMemoryBudget:
     if share is None:
-        share = min(GREATEST, math.floor(100 * free / needs.total) / 100)
+        share = min(MAX_SHARE, math.floor(100 * free / needs.total) / 100)
     if share * needs.total > needs.engine:
-        return Room(share, weights, optimizer)
+        return EngineMemoryBudget(share, weights, optimizer)
     raise ValueError(
         f"vLLM's weights, {needs.engine / GIB:.1f} GiB of each GPU, do not fit beside the trainer: "
-        f"{max(0.0, share * needs.total) / GIB:.1f} of {needs.total / GIB:.1f} GiB are left. Give a larger "
-        "--vllm_tensor_parallel_size or --tensor_model_parallel_size, --offload_ref_model true where there is a "
-        "reference, or --vllm_mode server with a `swift rollout` on other GPUs"
+        f"{max(0.0, share * needs.total) / GIB:.1f} of {needs.total / GIB:.1f} GiB are left. Set a larger "
+        "--vllm_tensor_parallel_size or --tensor_model_parallel_size, --offload_ref_model true with a reference "
+        "model, or --vllm_mode server with a `swift rollout` on other GPUs"
     )
 
 
-def room_beside(run: Run, model: Model, *, sleeps: bool) -> Room:
-    """For vLLM beside the model of this run, whose optimizer is yet to be made. Every rank calls this: all get the
-    same, which is what the fullest GPU allows."""
+def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryBudget:
+    """Return the budget of vLLM beside the model of this run, before its optimizer is made.
+
+    Every rank calls this; all get the same budget, that of the fullest GPU.
+    """
     options: Any = run.options
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    own = Needs(
+    needs = MemoryNeeds(
         total,
         total - free,
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.numel() for parameter in trained) * (4 if options.accumulate_allreduce_grads_in_fp32 else 2),
         sum(parameter.numel() * _state_bytes(parameter, options) for parameter in trained),
-        _whole_model(parameters) * run.dtype.itemsize / options.vllm_tensor_parallel_size,
+        _count_parameters(parameters) * run.dtype.itemsize / options.vllm_tensor_parallel_size,
     )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    fullest = max(everyone, key=lambda needs: needs.held + needs.optimizer)
-    return room_of(fullest, options, sleeps=sleeps)
+    fullest = max(all_gather_objects(needs), key=lambda needs: needs.held + needs.optimizer)
+    return memory_budget(fullest, options, sleeps=sleeps)
 
 
 def _state_bytes(parameter: torch.nn.Parameter, options: Any) -> float:
-    """Of the optimizer, for an element."""
+    """Return the bytes of optimizer state per element of a parameter."""
     state = (8 if options.optimizer == "adam" else 4) + 4 * (parameter.dtype != torch.float32)
     if not options.use_distributed_optimizer:
         return state
@@ -105,19 +108,17 @@ def _state_bytes(parameter: torch.nn.Parameter, options: Any) -> float:
     return state / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
-def _whole_model(parameters: list[torch.nn.Parameter]) -> float:
-    """About how many parameters there are over all ranks, each once. Every rank calls this."""
+def _count_parameters(parameters: list[torch.nn.Parameter]) -> float:
+    """Estimate the number of parameters over all ranks, each counted once. Every rank calls this."""
     world = dist.get_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     experts = parallel_state.get_expert_data_parallel_world_size()
-    own = 0.0
+    count = 0.0
     for parameter in parameters:
         split = tensor if getattr(parameter, "tensor_model_parallel", False) else 1
-        own += parameter.numel() / (experts if _is_expert(parameter) else world / pipeline / split)
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, own)
-    return sum(everyone)
+        count += parameter.numel() / (experts if _is_expert(parameter) else world / pipeline / split)
+    return sum(all_gather_objects(count))
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -6,15 +6,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4"
 
 
 COUNTERS = {
-    "requests": "Prompts that were answered.",
-    "prompt_tokens": "Tokens of these prompts.",
-    "completion_tokens": "Tokens that were generated.",
-    "generation_seconds": "Seconds of calls of /generate, summed over calls.",
-    "weight_updates": "Versions of the weights that were taken in.",
+    "requests": "Completed prompts.",
+    "prompt_tokens": "Prompt tokens of completed requests.",
+    "completion_tokens": "Generated tokens.",
+    "generation_seconds": "Seconds spent in /generate, summed over calls.",
+    "weight_updates": "Loaded versions of the weights.",
 }
 GAUGES = {
-    "generating": "Calls that are at work.",
-    "ready": "1 if completions can be asked for, else 0.",
+    "generating": "Calls in progress.",
+    "ready": "1 if the server can generate, else 0.",
 }
 
 

@@ -1,39 +1,50 @@
-"""A server that is asked, and given nothing: what its model makes of given tokens, and completions by it.
+"""Client of a server that scores given tokens and generates, without loading weights (a teacher).
 
-Two kinds are spoken with: `swift rollout`, and vLLM's own (`vllm serve MODEL --max-logprobs K`), by its API of
-completions. Whatever is waited for, the server is asked now and then whether it is still there.
+It speaks to `swift rollout` and to vLLM's own server (`vllm serve MODEL --max-logprobs K`), by its completions API. The
+server's health is checked during every call.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
 
+from ...templates.json_types import JsonObject
+from ..run.vocabulary import compare_vocabularies, vocabulary_error
 from .completion_json import from_json
-from .engine import Completion, Request, Sampling, Top
-from .health import ANSWER, POLL, all_of, cure, say, silence
+from .engine import Completion, Request, Sampling, TopLogProbs
+from .health import ANSWER, gather_all, notify, reconnect_hint, supervise, unreachable_reason
 from .keys import client_key
-from .scoring_routes import unpacked
+from .scoring_routes import decode_top
 
-AT_ONCE = 256  # requests of one process
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CONCURRENT = 256  # requests per process
 FLAG = "--teacher_model_server"
-# What the tokenizers of a server that does not tell its vocabulary are compared by: words, digits, signs, scripts.
+# Text that compares tokenizers where a server does not return its vocabulary: words, digits, signs, scripts.
 SAMPLE = "The teacher's server, 3.14 & 0x7F;\n\tdef f(x): return [x**2]  # Übung, 汉语, العربية, हिन्दी, 🙂<br/>"
 
 
-class ReaderLost(ConnectionError):
-    """The server does not answer."""
+type Call = tuple[str, JsonObject]  # path and body of a POST
+type Parser[T] = Callable[[httpx.Response], T]
 
 
-class ServerReader:
-    """Asks the server at `url`. `timeout`: seconds to wait for it at first; `wait`: for one that is lost later.
+class ScoringServerLost(ConnectionError):
+    """Raised when the scoring server does not answer."""
 
-    Raises ReaderLost where it does not answer in time, PermissionError where it wants a key.
+
+class ScoringClient:
+    """Client of the server at `url`.
+
+    `timeout`: seconds to wait for it at the start.
+    `wait`: seconds to wait for it when it is lost later. Raises ScoringServerLost where it does not answer in time,
+        PermissionError where it requires a key.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 240.0, wait: float = 0.0):
@@ -45,67 +56,64 @@ class ServerReader:
     def kind(self) -> str:
         return "swift rollout" if self._model is None else f"vLLM's own, {self._model}"
 
-    def check_vocabulary(self, tokenizer: Any) -> None:
-        """Raise ValueError where a token means something else there."""
+    def check_vocabulary(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Raise ValueError where a token has another meaning on the server."""
+        source = f"{FLAG} {self.url}"
         if self._model is None:
-            theirs, ours = self._all([("/vocabulary", {})], httpx.Response.json)[0], tokenizer.get_vocab()
-            for word in theirs.keys() | ours.keys() if theirs != ours else ():
-                if theirs.get(word) != ours.get(word):
-                    raise ValueError(self._other(word, theirs.get(word), ours.get(word)))
+            served = self._all([("/vocabulary", {})], httpx.Response.json)[0]
+            compare_vocabularies(served, tokenizer.get_vocab(), source)
             return
         text = SAMPLE + "".join(dict.fromkeys(tokenizer.all_special_tokens))
-        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        theirs = self._all([("/tokenize", asked)], lambda response: response.json()["tokens"])[0]
-        ours = tokenizer.encode(text, add_special_tokens=False)
-        if theirs != ours:
-            at = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), 0)
-            raise ValueError(self._other(tokenizer.decode(ours[at : at + 1]), theirs[at : at + 1], ours[at : at + 1]))
-
-    def _other(self, word: str, theirs: Any, ours: Any) -> str:
-        return (
-            f"{FLAG} {self.url} has another vocabulary than the model that is trained: {word!r} is token {theirs} "
-            f"there and {ours} here. Serve a model that has the same tokenizer"
-        )
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        served = self._all([("/tokenize", body)], lambda response: response.json()["tokens"])[0]
+        local = tokenizer.encode(text, add_special_tokens=False)
+        if served != local:
+            i = next((i for i, (one, other) in enumerate(zip(served, local, strict=False)) if one != other), 0)
+            part = slice(i, i + 1)
+            raise vocabulary_error(source, str(tokenizer.decode(local[part])), served[part], local[part])
 
     def top_log_probs(
-        self, documents: Sequence[np.ndarray], places: Sequence[np.ndarray], top: int, vocab_size: int
-    ) -> list[Top]:
-        """Of each document, at its places, as of engine.Reader. Raises ReaderLost, ValueError for what the server
-        refuses, RuntimeError for answers that are short or of another vocabulary."""
+        self, documents: Sequence[np.ndarray], positions: Sequence[np.ndarray], top: int, vocab_size: int
+    ) -> list[TopLogProbs]:
+        """Score each document at its positions, as `ScoringEngine.top_log_probs`.
+
+        Raises ScoringServerLost, ValueError for what the server rejects, RuntimeError for incomplete answers or another
+        vocabulary.
+        """
         if self._model is None:
-            asked = [
+            calls = [
                 (
                     "/top_log_probs",
-                    {"tokens": tokens.tolist(), "places": at.tolist(), "top": top, "vocab_size": vocab_size},
+                    {"tokens": tokens.tolist(), "positions": at.tolist(), "top": top, "vocab_size": vocab_size},
                 )
-                for tokens, at in zip(documents, places, strict=True)
+                for tokens, at in zip(documents, positions, strict=True)
             ]
-            reads = [lambda response, at=at: unpacked(response.content, len(at), top) for at in places]
+            parsers = [lambda response, at=at: decode_top(response.content, len(at), top) for at in positions]
         else:
-            each = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-            asked = [("/v1/completions", each | {"prompt": tokens.tolist()}) for tokens in documents]
-            reads = [lambda response, at=at: _of_openai(response.json(), at, top) for at in places]
-        found = self._all(asked, reads)
-        for each_top in found:
-            if len(each_top.tokens) and not (each_top.tokens.min() >= 0 and each_top.tokens.max() < vocab_size):
+            settings = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+            calls = [("/v1/completions", settings | {"prompt": tokens.tolist()}) for tokens in documents]
+            parsers = [lambda response, at=at: _top_of_openai(response.json(), at, top) for at in positions]
+        scores = self._all(calls, parsers)
+        for score in scores:
+            if len(score.tokens) and not (score.tokens.min() >= 0 and score.tokens.max() < vocab_size):
                 raise RuntimeError(
-                    f"{FLAG} {self.url}: it names token {each_top.tokens.max()}, and the model that is trained has "
-                    f"{vocab_size}. Serve a model that has the same vocabulary"
+                    f"{FLAG} {self.url}: it returns token {score.tokens.max()}, and the trained model has "
+                    f"{vocab_size} tokens. Serve a model that has the same vocabulary"
                 )
-            if not np.isfinite(each_top.log_probs).all():
-                raise RuntimeError(f"{FLAG} {self.url}: some of its log-probabilities are not finite. See what it runs")
-        return found
+            if not np.isfinite(score.log_probs).all():
+                raise RuntimeError(f"{FLAG} {self.url}: some of its log-probabilities are not finite. Fix its model")
+        return scores
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """A completion of each request, in their order; from vLLM's own without log-probabilities."""
+        """Return a completion of each request, in their order; from vLLM's server without log-probabilities."""
         if self._model is None:
-            # No version of the weights: those of the model's folder.
-            asked = [
+            # version None: the weights of the model's folder
+            calls = [
                 ("/generate", {"requests": [asdict(request)], "sampling": asdict(sampling), "version": None})
                 for request in requests
             ]
-            return self._all(asked, lambda response: from_json(response.json()["completions"][0]))
-        each = {
+            return self._all(calls, lambda response: from_json(response.json()["completions"][0]))
+        settings = {
             "model": self._model,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -118,7 +126,7 @@ class ServerReader:
         }
         return self._all(
             [
-                ("/v1/completions", each | {"prompt": request.tokens, "seed": request.seed, "max_tokens": limit})
+                ("/v1/completions", settings | {"prompt": request.tokens, "seed": request.seed, "max_tokens": limit})
                 for request in requests
                 for limit in [max(1, min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens))]
             ],
@@ -126,98 +134,82 @@ class ServerReader:
         )
 
     def sleep(self) -> None:
-        """It is not ours."""
+        """Do nothing: the server is external."""
 
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
-    # ---- what is said to it
+    # ---- requests
 
-    def _all(self, asked: Sequence[tuple[str, Any]], reads: Any) -> list[Any]:
-        """What `reads`, one or for each, make of the answers. A server that is lost is waited for, and asked again."""
-        reads = [reads] * len(asked) if callable(reads) else reads
+    def _all[T](self, calls: Sequence[Call], parsers: Parser[T] | Sequence[Parser[T]]) -> list[T]:
+        """POST all requests and parse the answers. Reconnects and retries after a loss."""
+        parsers = [parsers] * len(calls) if callable(parsers) else parsers
         while True:
             try:
-                return asyncio.run(self._asked(asked, reads))
-            except ReaderLost as lost:
+                return asyncio.run(self._post_all(calls, parsers))
+            except ScoringServerLost as lost:
                 if not self._wait:
                     raise
-                say(str(lost))
+                notify(str(lost))
                 self._model = asyncio.run(self._connect(self._wait, lost))
-                say("The teacher's server is there again: the run goes on.")
+                notify("The teacher's server answers again: the run continues.")
 
-    async def _asked(self, asked: Sequence[tuple[str, Any]], reads: Sequence[Callable]) -> list[Any]:
+    async def _post_all[T](self, calls: Sequence[Call], parsers: Sequence[Parser[T]]) -> list[T]:
         async with self._client() as http:
-            slots = asyncio.Semaphore(AT_ONCE)
+            slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-            async def one(path: str, body: Any, read: Callable[[httpx.Response], Any]) -> Any:
+            async def post(path: str, body: JsonObject, parse: Parser[T]) -> T:
                 async with slots:
                     response = await self._post(http, path, body)
                 try:
-                    return read(response)
+                    return parse(response)
                 except (ValueError, KeyError, TypeError, IndexError) as error:
-                    what = f"{type(error).__name__}: {error}"
-                    raise RuntimeError(
-                        f"{FLAG} {self.url}, {path}: the answer is not what was asked for ({what})"
-                    ) from error
+                    problem = f"{type(error).__name__}: {error}"
+                    raise RuntimeError(f"{FLAG} {self.url}, {path}: unexpected answer ({problem})") from error
 
-            calls = (one(path, body, read) for (path, body), read in zip(asked, reads, strict=True))
-            return await self._watched(http, all_of(calls))
+            tasks = (post(path, body, parse) for (path, body), parse in zip(calls, parsers, strict=True))
+            return await supervise(http, gather_all(tasks), self._lost)
 
-    async def _watched(self, http: httpx.AsyncClient, work: Coroutine) -> Any:
-        """Look after the server as long as it has not answered."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=POLL))[0]:
-                if reason := await silence(http):
-                    raise self._lost(reason)
-            return await task
-        finally:
-            task.cancel()
-
-    async def _post(self, http: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:
+    async def _post(self, http: httpx.AsyncClient, path: str, body: JsonObject) -> httpx.Response:
         try:
             response = await http.post(path, json=body)
         except httpx.TransportError as error:
             raise self._lost(str(error) or type(error).__name__) from error
         if response.is_success:
             return response
-        said = response.text[:500]
+        text = response.text[:500]
         try:
             answer = response.json()
-            said = answer["error"]["message"] if isinstance(answer["error"], dict) else answer["error"]
+            text = answer["error"]["message"] if isinstance(answer["error"], dict) else answer["error"]
         except (ValueError, KeyError, TypeError):
             pass
         if response.status_code in (401, 403):
-            raise PermissionError(f"{FLAG} {self.url}: {said}. Give its key as --teacher_model_server_api_key.")
-        if "prompt logprobs of" in said:
-            said = f"{said}. Start it with --max-logprobs as large as --gkd_logits_topk"
+            raise PermissionError(f"{FLAG} {self.url}: {text}. Set --teacher_model_server_api_key to its key.")
+        if "prompt logprobs of" in text:
+            text = f"{text}. Start it with --max-logprobs as large as --gkd_logits_topk"
         kind = ValueError if 400 <= response.status_code < 500 else RuntimeError
-        raise kind(f"{FLAG} {self.url}, {path}: {said} (status {response.status_code})")
+        raise kind(f"{FLAG} {self.url}, {path}: {text} (status {response.status_code})")
 
-    def _lost(self, reason: str) -> ReaderLost:
-        return ReaderLost(f"The teacher's server {self.url} is gone: {reason}. {cure(self._wait)}")
+    def _lost(self, reason: str) -> ScoringServerLost:
+        return ScoringServerLost(f"The teacher's server {self.url} is gone: {reason}. {reconnect_hint(self._wait)}")
 
-    async def _connect(self, patience: float, lost: ReaderLost | None = None) -> str | None:
-        """Wait for the server. The name of the model of vLLM's own; None of a `swift rollout`."""
+    async def _connect(self, patience: float, lost: ScoringServerLost | None = None) -> str | None:
+        """Wait for the server. Return the model's name on vLLM's own server, None for a `swift rollout`."""
         end = time.monotonic() + patience
-        told = not patience or lost is not None or os.environ.get("RANK", "0") != "0"
+        notified = not patience or lost is not None or os.environ.get("RANK", "0") != "0"
         async with self._client() as http:
-            while reason := await silence(http):
-                if not told:
-                    say(
-                        f"{FLAG} {self.url}: no server answers there yet ({reason}). It is waited for, for up to "
-                        f"{patience:.0f} s."
-                    )
-                    told = True
+            while reason := await unreachable_reason(http):
+                if not notified:
+                    notify(f"{FLAG} {self.url}: no server answers yet ({reason}). Waiting up to {patience:.0f} s.")
+                    notified = True
                 if time.monotonic() > end:
                     if lost is not None:
-                        raise ReaderLost(f"{lost} It was waited for {patience:.0f} s.")
-                    raise ReaderLost(
-                        f"{FLAG} {self.url}: no server answers there ({reason}), after {patience:.0f} s. Start one "
-                        "(swift rollout --model TEACHER --port ..., or vllm serve TEACHER --max-logprobs K), give the "
-                        "right address, or wait longer for it with --vllm_server_timeout."
+                        raise ScoringServerLost(f"{lost} It did not come back within {patience:.0f} s.")
+                    raise ScoringServerLost(
+                        f"{FLAG} {self.url}: no server answers ({reason}) after {patience:.0f} s. Start one (swift "
+                        "rollout --model TEACHER --port ..., or vllm serve TEACHER --max-logprobs K), fix the address, "
+                        "or wait longer with --vllm_server_timeout."
                     )
                 await asyncio.sleep(0.5)
             try:
@@ -228,34 +220,34 @@ class ServerReader:
             except httpx.TransportError as error:
                 raise self._lost(str(error) or type(error).__name__) from error
             if models.status_code in (401, 403):
-                raise PermissionError(f"{FLAG} {self.url} wants a key. Give it as --teacher_model_server_api_key.")
+                raise PermissionError(f"{FLAG} {self.url}: it requires a key. Set --teacher_model_server_api_key.")
             try:
                 return models.json()["data"][0]["id"]
             except (ValueError, KeyError, TypeError, IndexError):
                 raise ValueError(
-                    f"{FLAG} {self.url}: neither a `swift rollout` nor vLLM's server answers there (/v1/models gives "
-                    f"{models.status_code}). Give the address of one, without a path"
+                    f"{FLAG} {self.url}: neither a `swift rollout` nor vLLM's server (/v1/models returns "
+                    f"{models.status_code}). Set the address of one, without a path"
                 ) from None
 
     def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_ONCE)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONCURRENT)
         timeout = httpx.Timeout(None, connect=ANSWER)
-        key = client_key(self._api_key, self.url, own=False)
+        key = client_key(self._api_key, self.url, is_rollout_server=False)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
 
-def _of_openai(answer: Any, places: np.ndarray, top: int) -> Top:
-    """Of vLLM's `prompt_logprobs`: for each token but the first the likeliest in the place of it, and itself."""
-    found = answer["choices"][0]["prompt_logprobs"]
+def _top_of_openai(answer: JsonObject, positions: np.ndarray, top: int) -> TopLogProbs:
+    """Return the top tokens from vLLM's `prompt_logprobs`: per token after the first, the likeliest ones and itself."""
+    log_probs = answer["choices"][0]["prompt_logprobs"]
     best = [
-        sorted(((item["logprob"], int(token)) for token, item in found[place + 1].items()), reverse=True)[:top]
-        for place in places.tolist()
+        sorted(((item["logprob"], int(token)) for token, item in log_probs[position + 1].items()), reverse=True)[:top]
+        for position in positions.tolist()
     ]
     if short := [row for row in best if len(row) < top]:
-        raise ValueError(f"{len(short[0])} of {top} tokens at a place")
+        raise ValueError(f"{len(short[0])} of {top} tokens at a position")
     rows = np.array(best, np.float64).reshape(len(best), top, 2)
-    return Top(rows[..., 0].astype(np.float32), rows[..., 1].astype(np.int32))
+    return TopLogProbs(rows[..., 0].astype(np.float32), rows[..., 1].astype(np.int32))
 
 
 def _completion(response: httpx.Response) -> Completion:

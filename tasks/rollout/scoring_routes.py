@@ -1,11 +1,11 @@
-"""What a server says of given tokens, for students of its model: nobody has to claim it for that, and nothing changes.
+"""Routes of the rollout server that score given tokens for distillation. They need no claim and change nothing.
 
-POST /vocabulary      {} -> the tokenizer's, token by text
-POST /top_log_probs   {tokens, places, top, vocab_size} -> log-probabilities and tokens (`packed`), as of `Reader`
+POST /vocabulary     {} -> the tokenizer's vocabulary, token by text
+POST /top_log_probs  {tokens, positions, top, vocab_size} -> `encode_top` of `ScoringEngine.top_log_probs`
 """
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from fastapi import Request as Http
@@ -13,17 +13,17 @@ from fastapi.responses import JSONResponse, Response
 
 from .backend import Backend
 from .bodies import Fields, Limits, json_body
-from .engine import Top
+from .engine import TopLogProbs
 
 
 class Serving(Protocol):
-    """What of server.Server is needed."""
+    """Part of server.Server that these routes need."""
 
     backend: Backend
     limits: Limits
 
-    async def at_work(self, http: Http, work: Coroutine[Any, Any, Any], check: Callable[[], None]) -> Any: ...
-    def check_its_own(self) -> None: ...
+    async def run_work[T](self, http: Http, work: Coroutine[object, object, T], check: Callable[[], None]) -> T: ...
+    def check_base_weights(self) -> None: ...
 
 
 async def vocabulary(server: Serving, http: Http) -> Response:
@@ -31,30 +31,31 @@ async def vocabulary(server: Serving, http: Http) -> Response:
 
 
 async def top_log_probs(server: Serving, http: Http) -> Response:
-    fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size"))
-    asked: dict[str, Any] = {
-        "tokens": server.limits.tokens(fields, room=0),
-        "top": fields.integer("top", 1, server.limits.vocab_size),
-        "vocab_size": fields.integer("vocab_size", 1),
-    }
-    asked["places"] = fields.integers("places", 0, len(asked["tokens"]) - 2)
-    found = await server.at_work(http, server.backend.top_log_probs(**asked), server.check_its_own)
-    return Response(packed(found), media_type="application/octet-stream")
+    fields = Fields(await json_body(http), ("tokens", "positions", "top", "vocab_size"))
+    tokens = server.limits.tokens(fields, room=0)
+    work = server.backend.top_log_probs(
+        tokens,
+        top=fields.integer("top", 1, server.limits.vocab_size),
+        vocab_size=fields.integer("vocab_size", 1),
+        positions=fields.integers("positions", 0, len(tokens) - 2),
+    )
+    scores = await server.run_work(http, work, server.check_base_weights)
+    return Response(encode_top(scores), media_type="application/octet-stream")
 
 
-def packed(top: Top) -> bytes:
-    """Log-probabilities as fp32, then tokens as int32."""
+def encode_top(top: TopLogProbs) -> bytes:
+    """Return log-probabilities as fp32, then tokens as int32."""
     return top.log_probs.astype("<f4").tobytes() + top.tokens.astype("<i4").tobytes()
 
 
-def unpacked(data: bytes, places: int, top: int) -> Top:
-    """Raises ValueError where the bytes are not of so many places."""
-    if len(data) != 8 * places * top:
-        raise ValueError(f"{len(data)} bytes came in the place of {8 * places * top}")
+def decode_top(data: bytes, positions: int, top: int) -> TopLogProbs:
+    """Return the inverse of `encode_top`. Raises ValueError for another number of bytes."""
+    if len(data) != 8 * positions * top:
+        raise ValueError(f"{len(data)} bytes instead of {8 * positions * top}")
     half = len(data) // 2
-    return Top(
-        np.frombuffer(data[:half], "<f4").reshape(places, top), np.frombuffer(data[half:], "<i4").reshape(-1, top)
+    return TopLogProbs(
+        np.frombuffer(data[:half], "<f4").reshape(positions, top), np.frombuffer(data[half:], "<i4").reshape(-1, top)
     )
 
 
-READING = (("/vocabulary", vocabulary), ("/top_log_probs", top_log_probs))
+SCORING_ROUTES = (("/vocabulary", vocabulary), ("/top_log_probs", top_log_probs))

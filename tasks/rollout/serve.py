@@ -1,4 +1,4 @@
-"""`swift rollout`: a model that generates for trainings, which give it their new weights as they learn.
+"""`swift rollout`: a generation server that loads new weights from training runs.
 
 swift rollout --model Qwen/Qwen2.5-7B-Instruct --vllm_tensor_parallel_size 2 --port 8000
 """
@@ -14,19 +14,19 @@ from ..system.atomic_dir import loading
 from .keys import server_key
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-OF_VLLM = (
+VLLM_FLAGS = (
     "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching",
     "vllm_gpu_memory_utilization",
 )  # fmt: skip
 
 
 def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None:
-    """Serve until the process is told to end. Raises ValueError, FileNotFoundError or ImportError, with its cure."""
-    kind = checked_backend(options)
+    """Serve until the process is terminated. Raises ValueError, FileNotFoundError or ImportError."""
+    kind = choose_backend(options)
     folder = model_folder(options)
     check_headers(folder)
-    sock = bound(options.host, options.port)  # before the model is read, which may take minutes
-    at = f"http://{options.host}:{sock.getsockname()[1]}"
+    sock = bind(options.host, options.port)  # before loading the model, which can take minutes
+    url = f"http://{options.host}:{sock.getsockname()[1]}"
     key, about_key = server_key(options.api_key)
 
     import uvicorn
@@ -42,11 +42,11 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
 
         backend = VllmBackend(folder, options, dtype)
     else:
-        from .in_process import InProcess
+        from .in_process import InProcessBackend
         from .transformers_engine import TransformersEngine
 
         with loading(folder, by_bar=True):
-            backend = InProcess(TransformersEngine(folder, dtype=dtype), kind)
+            backend = InProcessBackend(TransformersEngine(folder, dtype=dtype), kind)
     server = Server(
         backend,
         options.model,
@@ -61,19 +61,19 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         **connection_settings(),
         log_level=options.log_level,
         access_log=options.log_level == "debug",
-        timeout_keep_alive=75,  # longer than clients keep idle connections
+        timeout_keep_alive=75,  # longer than the clients' limit
         timeout_graceful_shutdown=5,
     )
     print(about_key)
-    print(f"Rollout server: {options.model} by {kind} on {at}", flush=True)
+    print(f"Rollout server: {options.model} by {kind} on {url}", flush=True)
     uvicorn.Server(config).run(sockets=[sock])
 
 
-def checked_backend(options: RolloutOptions) -> str:
-    """transformers or vllm. Raises ImportError or ValueError for what cannot be."""
-    there = importlib.util.find_spec("vllm") is not None
-    kind = options.infer_backend or ("vllm" if there else "transformers")
-    if kind == "vllm" and not there:
+def choose_backend(options: RolloutOptions) -> str:
+    """Return transformers or vllm. Raises ImportError or ValueError for inconsistent options."""
+    is_installed = importlib.util.find_spec("vllm") is not None
+    kind = options.infer_backend or ("vllm" if is_installed else "transformers")
+    if kind == "vllm" and not is_installed:
         raise ImportError(
             "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
             "or use --infer_backend transformers."
@@ -81,38 +81,35 @@ def checked_backend(options: RolloutOptions) -> str:
     if kind == "transformers":
         if options.vllm_enable_lora:
             raise ValueError(
-                "--vllm_enable_lora true: only vLLM takes adapters alone, and transformers generates here. Leave it "
-                "out, here and in the training, or install vLLM."
+                "--vllm_enable_lora true: transformers cannot load adapters separately. Remove the flag, also from the "
+                "training, or install vLLM."
             )
         for flag in ("vllm_tensor_parallel_size", "vllm_data_parallel_size"):
             if getattr(options, flag) != 1:
                 raise ValueError(
                     f"--{flag} {getattr(options, flag)}: with --infer_backend transformers the server is one process. "
-                    "Leave it out, or install vLLM."
+                    "Remove the flag, or install vLLM."
                 )
-        for flag in OF_VLLM:
+        for flag in VLLM_FLAGS:
             if (value := getattr(options, flag)) != getattr(ServerOptions(), flag):
-                raise ValueError(
-                    f"--{flag} {value}: is for vLLM, and transformers generates here. Leave it out, or install vLLM."
-                )
+                raise ValueError(f"--{flag} {value}: only vLLM reads it, not transformers. Remove it, or install vLLM.")
         if options.vllm_enable_return_routed_experts:
             raise ValueError(
-                "--vllm_enable_return_routed_experts true: with --infer_backend transformers the server says it "
-                "whenever it is asked. Leave it out."
+                "--vllm_enable_return_routed_experts true: --infer_backend transformers always returns experts on "
+                "request. Remove the flag."
             )
     return kind
 
 
 def hosts_of(host: str) -> list[str] | None:
-    """Names by which clients on this machine call a server that listens at `host`; None where others reach it, who may
-    call it by any name."""
+    """Return the names of a server that only this machine can reach; None where others can, by any name."""
     if host not in LOCAL and not host.startswith("127."):
         return None
     return sorted({"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host.lower()})
 
 
 def _show_log(level: str) -> None:
-    """Print what the server's own logger says, such as which run has claimed it."""
+    """Print the log of the server, such as claims by runs."""
     log = logging.getLogger("megaswift.rollout")
     log.setLevel(level.upper())
     handler = logging.StreamHandler()
@@ -121,11 +118,10 @@ def _show_log(level: str) -> None:
     log.propagate = False
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket on the port (0: on one that is free); it takes no connection yet. Raises ValueError where it cannot be
-    had."""
-    if not 0 <= port <= 65535:  # getaddrinfo takes the rest of a division by 65536
-        raise ValueError(f"--port {port}: a port is from 0, for any that is free, to 65535.")
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to a port (0: any free one), not listening yet. Raises ValueError where that fails."""
+    if not 0 <= port <= 65535:  # getaddrinfo takes a port modulo 65536
+        raise ValueError(f"--port {port}: not a port. Set one from 1 to 65535, or 0 for any free one.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -133,7 +129,7 @@ def bound(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port} cannot be listened on ({error.strerror}). Give another --port, or end what "
-            "has it."
+            f"--host {host} --port {port} cannot listen there ({error.strerror}). Set another --port, or end the "
+            "process that uses it."
         ) from error
     return sock

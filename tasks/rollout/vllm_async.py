@@ -1,4 +1,4 @@
-"""vLLM behind the rollout server: its own processes, which share requests among themselves and generate all at once."""
+"""Backend over vLLM's own processes, which schedule all requests concurrently."""
 
 import asyncio
 import contextlib
@@ -8,24 +8,25 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ..options.rollout import RolloutOptions
-from .engine import Completion, Request, Sampling, Top
-from .eos import end_tokens
-from .lora_support import SERVERS_RANK, room_for
-from .vllm_adapter import adapter_request
-from .vllm_engine import check_experts, completion_of, lora_arguments, sampling_params
+from .engine import Completion, Request, Sampling, TopLogProbs
+from .eos import eos_token_ids
+from .lora_support import DEFAULT_RANK, lora_rank_bucket
+from .vllm_adapter import VllmObject, lora_request
+from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
 from .weight_buckets import Bucket
 
 
 class VllmBackend:
-    """A server's backend over vLLM's AsyncLLM. With several engines (data parallel) vLLM gives a request to the one
-    that has least to do; weights go to all."""
+    """Backend over vLLM's AsyncLLM.
+
+    With several engines (data parallel) vLLM sends a request to the least busy one; weights go to all.
+    """
 
     name = "vllm"
 
@@ -33,8 +34,8 @@ class VllmBackend:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may have the same cores
-        else:  # this process has asked CUDA what there is, after which it cannot be forked
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may use the same cores
+        else:  # this process has initialised CUDA and cannot be forked
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
@@ -44,12 +45,12 @@ class VllmBackend:
 
         os.environ[SERVER] = str(os.getpid())
         self.workers = options.vllm_tensor_parallel_size * options.vllm_data_parallel_size
-        rank = options.vllm_max_lora_rank or SERVERS_RANK if options.vllm_enable_lora else None
-        self.adapters = room_for(rank) if rank else 0
-        self.llm: Any = AsyncLLM.from_engine_args(
+        max_rank = options.vllm_max_lora_rank or DEFAULT_RANK if options.vllm_enable_lora else None
+        self.adapters = lora_rank_bucket(max_rank) if max_rank else 0
+        self.llm: VllmObject = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(folder),
-                dtype=str(dtype).removeprefix("torch."),  # vLLM's own choice for a model in fp32 is bf16
+                dtype=str(dtype).removeprefix("torch."),  # vLLM would choose bf16 for an fp32 model
                 tensor_parallel_size=options.vllm_tensor_parallel_size,
                 data_parallel_size=options.vllm_data_parallel_size,
                 gpu_memory_utilization=options.vllm_gpu_memory_utilization,
@@ -60,40 +61,40 @@ class VllmBackend:
                 enable_sleep_mode=on_gpu,
                 enable_return_routed_experts=options.vllm_enable_return_routed_experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
-                generation_config="vllm",  # nothing of its own beside Sampling
-                logprobs_mode="raw_logprobs",  # of logits that are divided by the temperature: `_at`
-                max_logprobs=-1,  # as many as a student asks for
+                generation_config="vllm",  # no defaults beside Sampling
+                logprobs_mode="raw_logprobs",  # of logits divided by the temperature (`_at_temperature`)
+                max_logprobs=-1,  # unlimited
                 disable_log_stats=True,
                 weight_transfer_config=WeightTransferConfig(backend=NAME),
                 worker_extension_cls=EXTENSION,
-                **lora_arguments(folder, rank),
+                **lora_arguments(folder, max_rank),
             )
         )
         self.nccl, self._experts = on_gpu, options.vllm_enable_return_routed_experts
-        self._adapter: Any = None  # what a request says of it, once one has come
+        self._adapter: VllmObject = None  # LoRARequest, once an adapter has arrived
         self._gpus: list[str] = []
         self._tokenizer = load_tokenizer(folder)
-        self._ends = end_tokens(folder, self._tokenizer)
+        self._ends = eos_token_ids(folder, self._tokenizer)
         self._temperature, self._generating, self._idle = 1.0, 0, asyncio.Condition()
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if sampling.experts:
             await self._check_experts()
         try:
-            async with self._at(sampling.temperature or 1.0), asyncio.TaskGroup() as group:
+            async with self._at_temperature(sampling.temperature or 1.0), asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._one(request, sampling)) for request in requests]
-        except ExceptionGroup as errors:  # the others were given up because of the first
+        except ExceptionGroup as errors:  # the first error cancelled the others
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _check_experts(self) -> None:
-        """Raise ValueError where it is not known which experts tokens go to."""
+        """Raise ValueError where vLLM cannot record the chosen experts."""
         if not self._experts:
             raise ValueError(
-                "--router_replay_mode R3: this server does not say which experts its tokens go to. Start it with "
+                "--router_replay_mode R3: this server does not record the chosen experts. Start it with "
                 "--vllm_enable_return_routed_experts true"
             )
-        for kernel in await self.llm.collective_rpc("chosen_inside"):
+        for kernel in await self.llm.collective_rpc("monolithic_moe_kernel"):
             check_experts(kernel)
 
     async def _one(self, request: Request, sampling: Sampling) -> Completion:
@@ -103,32 +104,35 @@ class VllmBackend:
             prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
         ):
             if output.finished:
-                return completion_of(output.outputs[0], sampling)
-        raise RuntimeError("vLLM gave up a request")
+                return to_completion(output.outputs[0], sampling)
+        raise RuntimeError("vLLM aborted a request")
 
-    async def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
-        """See Reader; not below `vocab_size` alone. vLLM gives them of all prompt tokens, and generates one more."""
+    async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+        """Score tokens as `ScoringEngine`, without the limit to `vocab_size`.
+
+        vLLM scores all prompt tokens, and generates one more.
+        """
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         settings = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False
         )
-        async with self._at(1.0):
+        async with self._at_temperature(1.0):
             async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request_id=uuid.uuid4().hex):
                 if output.finished:
-                    return _top_of(output.prompt_logprobs, places, top)
-        raise RuntimeError("vLLM gave up a request")
+                    return _to_top(output.prompt_logprobs, positions, top)
+        raise RuntimeError("vLLM aborted a request")
 
     async def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
 
     @contextlib.asynccontextmanager
-    async def _at(self, temperature: float) -> AsyncIterator[None]:
-        """All that is generated at a time has one temperature, by which the workers divide their logits."""
+    async def _at_temperature(self, temperature: float) -> AsyncIterator[None]:
+        """Generate at one temperature: the workers divide their logits by it, so that concurrent requests share it."""
         async with self._idle:
             await self._idle.wait_for(lambda: temperature == self._temperature or not self._generating)
             if temperature != self._temperature:
-                await self.llm.collective_rpc("divide_logits", args=(temperature,))
+                await self.llm.collective_rpc("set_temperature", args=(temperature,))
                 self._temperature = temperature
             self._generating += 1
         try:
@@ -142,39 +146,39 @@ class VllmBackend:
         await self.llm.start_weight_update()
 
     async def load(self, bucket: Bucket) -> None:
-        info = {"entries": bucket.entries, "place": bucket.place, "start": bucket.start, "bytes": bucket.bytes}
+        info = {"entries": bucket.entries, "handle": bucket.handle, "start": bucket.start, "bytes": bucket.bytes}
         await self.llm.collective_rpc("update_weights", kwargs={"update_info": info})
 
     async def finish(self) -> None:
         await self.llm.finish_weight_update()
-        self._adapter = adapter_request() if self.adapters else None
+        self._adapter = lora_request() if self.adapters else None
 
     async def abort(self) -> None:
-        await self.llm.collective_rpc("break_off_weights")
+        await self.llm.collective_rpc("abort_weight_update")
 
     async def group(self, host: str, port: int) -> None:
         info = {"host": host, "port": port, "size": self.workers + 1}
         await self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
 
-    async def _of_all_workers(self, method: str, *arguments: Any) -> list[Any]:
-        core = self.llm.engine_core  # whose own collective_rpc gives the answers of the first engine alone
+    async def _rpc_all_workers(self, method: str, *arguments: object) -> list[VllmObject]:
+        core = self.llm.engine_core  # its collective_rpc returns only the first engine's answers
         ask = ("collective_rpc", method, None, arguments)
         engines = [core._call_utility_async(*ask, engine=engine) for engine in core.core_engines]
         return list(itertools.chain(*await asyncio.gather(*engines)))
 
     async def gpus(self) -> list[str]:
         if self.nccl and not self._gpus:
-            self._gpus = await self._of_all_workers("gpu")
+            self._gpus = await self._rpc_all_workers("gpu")
         return self._gpus
 
     async def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Raises RuntimeError where workers differ."""
-        found: dict[str, str] = {}
-        for of_worker in await self._of_all_workers("weight_checksums", list(names)):
+        """Return checksums of the workers' tensors. Raises RuntimeError where workers differ."""
+        checksums: dict[str, str] = {}
+        for of_worker in await self._rpc_all_workers("weight_checksums", list(names)):
             for name, checksum in of_worker.items():
-                if found.setdefault(name, checksum) != checksum:
-                    raise RuntimeError(f"{name} is not the same in all of vLLM's workers")
-        return found
+                if checksums.setdefault(name, checksum) != checksum:
+                    raise RuntimeError(f"{name} differs between vLLM's workers")
+        return checksums
 
     async def reset_cache(self) -> None:
         await self.llm.reset_prefix_cache()
@@ -192,8 +196,10 @@ class VllmBackend:
         self.llm.shutdown()
 
 
-def _top_of(found: Any, places: list[int], top: int) -> Top:
-    """Of vLLM's FlatLogprobs, an entry a token: what the token itself has, then the likeliest in the place of it."""
-    rows = [slice(found.end_indices[place + 1] - top, found.end_indices[place + 1]) for place in places]
-    log_probs = [found.logprobs[row] for row in rows]
-    return Top(np.array(log_probs, np.float32), np.array([found.token_ids[row] for row in rows], np.int32))
+def _to_top(logprobs: VllmObject, positions: list[int], top: int) -> TopLogProbs:
+    """Return the top tokens from vLLM's FlatLogprobs: per position the token itself, then the likeliest ones."""
+    rows = [
+        slice(logprobs.end_indices[position + 1] - top, logprobs.end_indices[position + 1]) for position in positions
+    ]
+    log_probs = [logprobs.logprobs[row] for row in rows]
+    return TopLogProbs(np.array(log_probs, np.float32), np.array([logprobs.token_ids[row] for row in rows], np.int32))

@@ -1,6 +1,6 @@
-"""vLLM in the trainer's own processes: each `tensor_parallel_size` ranks in a row are one engine.
+"""vLLM in the trainer's processes: each `vllm_tensor_parallel_size` consecutive ranks form one engine.
 
-vLLM finds the process groups of the trainer and makes its own beside them. While it sleeps its memory is the trainer's.
+vLLM uses the trainer's process groups and makes its own beside them. While it sleeps, its memory is the trainer's.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,35 +23,36 @@ from ...bridge import runtime
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.families import family_of
-from ...bridge.lora.adapter_mapping import PREFIX as ADAPTED  # begins the names of an adapter's tensors
+from ...bridge.lora.adapter_mapping import PREFIX as ADAPTER_PREFIX  # of the names of an adapter's tensors
+from ...templates.json_types import JsonObject
 from ..options.rollout import EngineOptions
-from ..system.memory import unmapped
+from ..system.memory import set_unmapped
 from .engine import Completion, Request, Sampling
-from .eos import end_tokens
-from .lora_support import room_for
-from .vllm_adapter import adapter_request, has_adapters, held_of_adapter, put_adapter
+from .eos import eos_token_ids
+from .lora_support import lora_rank_bucket
+from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
 from .weight_sync import checksum
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names for what sleeps
-BENEATH = ".base_layer."  # in vLLM's names of what has room for an adapter
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # settings of torch's allocator
-EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
-_CLOSED: list[Any] = []  # engines that were asleep when they were closed
-# vLLM's loggers that warn of what is meant to be: tensors of a layer that come one by one, experts that its loader
-# does not count, and the compilation of the trainer's own Triton kernels.
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of sleeping memory
+BASE_LAYER = ".base_layer."  # in vLLM's names of layers with an adapter
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # environment of torch's allocator
+EXPANDABLE, NOT_EXPANDABLE = "expandable_segments:True", "expandable_segments:False"
+_CLOSED_ASLEEP: list[VllmObject] = []  # sleeping engines: see `close`
+# vLLM's loggers with warnings of intended behaviour: tensors of a layer that arrive one by one, experts that its loader
+# does not count, and compilation of the trainer's Triton kernels.
 NOISY = "model_executor.model_loader.reload.layerwise", "v1.worker.gpu_model_runner", "utils.jit_monitor"
 
 
 class VllmEngine:
-    """An Engine. Every rank makes one, and calls `generate`, `sleep` and `wake` at the same time as the others; the
-    ranks of one engine ask for the same, and all get it.
+    """Engine whose methods all ranks call at the same time; the ranks of one engine pass the same requests.
 
-    `load`: begin with the weights of `folder`; else with random ones until the first `update`. `experts`: be ready for
-    Sampling.experts. `adapter_rank`: it keeps the weights of `folder`, and what comes by `update` is an adapter of at
-    most this rank. `sleep_level` 0: never asleep; 1: its weights wait on the host, its cache is given up; 2: its
-    weights are given up too, so that an `update` has to follow. On a CPU it does not sleep. `memory_share`: of the GPU,
-    that it may take. Raises ImportError where vLLM is not installed, ValueError where the ranks do not divide, or what
-    `check_experts` says.
+    `load`: start with the weights of `folder`, else with random ones until the first `update`.
+    `experts`: support Sampling.experts.
+    `adapter_rank`: keep the weights of `folder`; `update` sends adapters of at most this rank.
+    `sleep_level`: 0 never sleeps; 1 moves the weights to the host and frees the cache; 2 frees the weights too, so that
+        an `update` must follow. On a CPU it does not sleep.
+    `memory_share`: of the GPU. Raises ImportError without vLLM, ValueError where the size does not divide the ranks or
+        `check_experts` fails.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class VllmEngine:
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--use_vllm true: vLLM is not installed. Install it (on NVIDIA GPUs: pip install 'megaswift[vllm]'), "
-                "or leave the flag out to generate by transformers."
+                "or remove the flag to generate with transformers."
             )
         size, world = options.vllm_tensor_parallel_size, dist.get_world_size()
         if world % size:
             raise ValueError(
-                f"--vllm_tensor_parallel_size {size} does not divide the {world} processes: give a size that does"
+                f"--vllm_tensor_parallel_size {size}: does not divide the {world} processes. Set a size that does"
             )
-        arguments = lora_arguments(Path(folder), adapter_rank)
+        lora = lora_arguments(Path(folder), adapter_rank)
         on_gpu = torch.cuda.is_available()
         _prepare_environment(on_gpu)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
@@ -86,9 +86,9 @@ class VllmEngine:
 
         self._level = sleep_level if on_gpu else 0
         if not on_gpu and size > 1:
-            _name_memory()
-        with _undisturbed(), _plain_segments():
-            self.llm: Any = LLM(
+            _rename_shared_memory()
+        with _preserve_state(), _plain_segments():
+            self.llm: VllmObject = LLM(
                 str(folder),
                 dtype=str(dtype).removeprefix("torch."),
                 tensor_parallel_size=size,
@@ -102,17 +102,17 @@ class VllmEngine:
                 load_format="auto" if load or adapter_rank else "dummy",
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
-                **arguments,
-                generation_config="vllm",  # nothing of its own beside Sampling
+                **lora,
+                generation_config="vllm",  # no defaults beside Sampling
                 logprobs_mode="raw_logprobs",  # see _set_temperature
             )
         if experts:
-            check_experts(*self.llm.apply_model(chosen_inside))
+            check_experts(*self.llm.apply_model(monolithic_moe_kernel))
         (self._scale,) = self.llm.apply_model(scale_of)
         self._temperature = 1.0
         self._asleep: set[str] = set()
         self._takes_adapters = bool(adapter_rank)
-        self.ends = end_tokens(folder, load_tokenizer(Path(folder)))
+        self.ends = eos_token_ids(folder, load_tokenizer(Path(folder)))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if not requests:
@@ -123,17 +123,17 @@ class VllmEngine:
             [{"prompt_token_ids": request.tokens} for request in requests],
             [sampling_params(request, sampling, self.ends) for request in requests],
             use_tqdm=False,
-            lora_request=adapter_request() if self._takes_adapters else None,
+            lora_request=lora_request() if self._takes_adapters else None,
         )
-        return [completion_of(output.outputs[0], sampling) for output in outputs]
+        return [to_completion(output.outputs[0], sampling) for output in outputs]
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See Engine. Asleep, it wakes as far as it has to."""
+        """Load weights, after waking as far as necessary."""
         if WEIGHTS in self._asleep:
             self._wake(WEIGHTS)
         if self._takes_adapters:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
-            self.llm.apply_model(lambda model: put_adapter(model, tensors))
+            self.llm.apply_model(lambda model: load_adapter(model, tensors))
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()
@@ -142,21 +142,23 @@ class VllmEngine:
         if self._level and not self._asleep:
             self.llm.sleep(level=self._level)
             self._asleep = {WEIGHTS, CACHE}
-            unmapped(_bytes_asleep())
+            set_unmapped(_bytes_asleep())
 
     def wake(self) -> None:
         for what in sorted(self._asleep, reverse=True):  # weights first
             self._wake(what)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Of tensors that this rank holds whole; not of those that vLLM splits, or packs for its kernels."""
-        (found,) = self.llm.apply_model(lambda model: {name: checksum(own) for name, own in held_whole(model, names)})
-        return found
+        """Return checksums of the tensors that this rank holds in full, neither split nor repacked."""
+        (checksums,) = self.llm.apply_model(
+            lambda model: {name: checksum(tensor) for name, tensor in unsharded_tensors(model, names)}
+        )
+        return checksums
 
     def close(self) -> None:
-        """The process groups stay, which are the trainer's too: vLLM's own shutdown would end them."""
-        if self._asleep:  # its memory is unmapped: to free it would unmap it again ("CUDA Error: invalid argument")
-            _CLOSED.append(self.llm)
+        """Free the engine but not the process groups, which the trainer shares and vLLM's shutdown would destroy."""
+        if self._asleep:  # freeing it would unmap its memory twice ("CUDA Error: invalid argument")
+            _CLOSED_ASLEEP.append(self.llm)
             return
         self.llm.llm_engine.model_executor.shutdown()
         del self.llm
@@ -165,14 +167,17 @@ class VllmEngine:
             torch.cuda.empty_cache()
 
     def _wake(self, what: str) -> None:
-        torch.cuda.empty_cache()  # what the trainer's allocator keeps for itself is not vLLM's to take
+        torch.cuda.empty_cache()  # vLLM cannot use memory cached by the trainer's allocator
         self.llm.wake_up(tags=[what])
         self._asleep.discard(what)
-        unmapped(_bytes_asleep())
+        set_unmapped(_bytes_asleep())
 
     def _set_temperature(self, temperature: float) -> None:
-        """vLLM's log-probabilities are either of temperature 1, or of what top_p and the like have left: it is told
-        temperature 1, and its logits are made those of `temperature`."""
+        """Scale the logits by the temperature.
+
+        vLLM returns log-probabilities either at temperature 1 or after top_p and the like. It therefore samples at
+        temperature 1 from logits that are already divided.
+        """
         temperature = temperature or 1.0
         if temperature != self._temperature:
             self.llm.apply_model(lambda model: set_scale(model, self._scale / temperature))
@@ -180,15 +185,17 @@ class VllmEngine:
 
 
 def _bytes_asleep() -> int:
-    """That vLLM has unmapped, and torch counts as reserved."""
+    """Return the bytes that vLLM has unmapped and torch still counts as reserved."""
     from vllm.device_allocator.cumem import CuMemAllocator  # pyright: ignore[reportMissingImports]
 
     return sum(data.handle[1] for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep)
 
 
-def sampling_params(request: Request, sampling: Sampling, own: Collection[int]) -> Any:
-    """What vLLM is told of a request, whose logits are those of the temperature already (`set_scale`). `own`: the
-    tokens by which its folder ends a completion."""
+def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) -> VllmObject:
+    """Return vLLM's parameters of a request, whose logits are already divided by the temperature.
+
+    `eos`: end tokens of the checkpoint.
+    """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
@@ -200,25 +207,25 @@ def sampling_params(request: Request, sampling: Sampling, own: Collection[int]) 
         max_tokens=max(1, limit),
         seed=request.seed,
         stop=list(sampling.stop),
-        stop_token_ids=sorted(own if sampling.ends is None else sampling.ends),
-        ignore_eos=True,  # the folder's, which is among these, or not to count
+        stop_token_ids=sorted(eos if sampling.ends is None else sampling.ends),
+        ignore_eos=True,  # end tokens are those of stop_token_ids
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         detokenize=bool(sampling.stop),
-        logprobs=0,  # of the token that was drawn alone
+        logprobs=0,  # only of the drawn token
     )
 
 
-def completion_of(output: Any, sampling: Sampling) -> Completion:
-    """Of vLLM's CompletionOutput."""
+def to_completion(output: VllmObject, sampling: Sampling) -> Completion:
+    """Convert vLLM's CompletionOutput."""
     tokens = list(output.token_ids)
     log_probs = [step[token].logprob for token, step in zip(tokens, output.logprobs, strict=True)]
     finish = "stop" if output.finish_reason == "stop" else "length"
     return Completion(tokens, log_probs, finish, output.routed_experts if sampling.experts else None)
 
 
-def chosen_inside(model: Any) -> str | None:
-    """The kernel of a vLLM model that chooses experts by itself, and does not say which; None: there is none."""
+def monolithic_moe_kernel(model: VllmObject) -> str | None:
+    """Return the name of a kernel of the model that chooses experts internally; None if there is none."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner  # pyright: ignore[reportMissingImports]
 
     methods = [module.routed_experts.quant_method for module in model.modules() if isinstance(module, MoERunner)]
@@ -226,68 +233,70 @@ def chosen_inside(model: Any) -> str | None:
 
 
 def check_experts(kernel: str | None) -> None:
-    """Raise ValueError where vLLM cannot say which experts tokens go to. `kernel`: as `chosen_inside` says."""
+    """Raise ValueError where vLLM cannot record the chosen experts. `kernel`: `monolithic_moe_kernel`."""
     if kernel is not None:
         raise ValueError(
-            f"--router_replay_mode R3: vLLM's kernel for experts on this machine ({kernel}) does not say which ones it "
-            "chooses. Give R2, or generate by transformers (--use_vllm false; of a server --infer_backend transformers)"
+            f"--router_replay_mode R3: vLLM's expert kernel on this machine ({kernel}) does not return the chosen "
+            "experts. Set R2, or generate with transformers (--use_vllm false, or --infer_backend transformers)"
         )
 
 
-def scale_of(model: Any) -> float:
-    """By which vLLM's model multiplies its logits."""
+def scale_of(model: VllmObject) -> float:
+    """Return the factor by which vLLM's model multiplies its logits."""
     return _logits_processor(model).scale
 
 
-def set_scale(model: Any, scale: float) -> None:
+def set_scale(model: VllmObject, scale: float) -> None:
     _logits_processor(model).scale = scale
 
 
-def _logits_processor(model: Any) -> Any:
+def _logits_processor(model: VllmObject) -> VllmObject:
     from vllm.model_executor.layers.logits_processor import (  # pyright: ignore[reportMissingImports]
         LogitsProcessor,
     )
 
-    (found,) = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
-    return found
+    (processor,) = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return processor
 
 
-def lora_arguments(folder: Path, rank: int | None) -> dict[str, Any]:
-    """What vLLM is started with that is to take adapters of up to so many ranks. Raises ValueError where it cannot."""
+def lora_arguments(folder: Path, rank: int | None) -> JsonObject:
+    """Return vLLM's arguments for adapters of up to `rank`. Raises ValueError where they are unsupported."""
     if not rank:
         return {}
     config = read_config(folder)
     if not torch.cuda.is_available() and "num_moe_experts" in family_of(config).describe(config).transformer:
         raise ValueError(
-            "--vllm_enable_lora true: vLLM's build for the CPU takes no adapters in a model with experts. Leave the "
-            "flag out: it is sent all weights, with the adapter in them."
+            "--vllm_enable_lora true: vLLM's CPU build does not support adapters in a model with experts. Remove the "
+            "flag: full weights, with the adapter merged, are sent instead."
         )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(rank)}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank_bucket(rank)}
 
 
-def held_whole(model: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those of a checkpoint's tensors that vLLM's model has as they are, and parts of its fused projections; of an
-    adapter's, by PEFT's names, those in its layers."""
+def unsharded_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint's tensors that vLLM's model holds unchanged, including parts of fused projections.
+
+    With adapters, also those of the adapter by PEFT's names.
+    """
     if has_adapters(model):
-        yield from held_of_adapter(model, [name for name in names if name.startswith(ADAPTED)])
-        names = [name for name in names if not name.startswith(ADAPTED)]
-    own = {name.replace(BENEATH, "."): tensor for name, tensor in model.named_parameters()}
-    modules = {f"{name}.".replace(BENEATH, ".")[:-1]: module for name, module in model.named_modules()}
+        yield from unsharded_adapter_tensors(model, [name for name in names if name.startswith(ADAPTER_PREFIX)])
+        names = [name for name in names if not name.startswith(ADAPTER_PREFIX)]
+    parameters = {name.replace(BASE_LAYER, "."): tensor for name, tensor in model.named_parameters()}
+    modules = {f"{name}.".replace(BASE_LAYER, ".")[:-1]: module for name, module in model.named_modules()}
     for name in names:
         module, _, leaf = name.rpartition(".")
-        if name in own and _is_whole(modules[module], leaf):
-            yield name, own[name]
+        if name in parameters and _is_unsharded(modules[module], leaf):
+            yield name, parameters[name]
             continue
         parent, _, part = module.rpartition(".")
         for fused, parts in model.packed_modules_mapping.items() if hasattr(model, "packed_modules_mapping") else ():
-            whole: Any = modules.get(f"{parent}.{fused}")
-            if part in parts and f"{parent}.{fused}.{leaf}" in own and _is_whole(whole, leaf):
-                sizes = whole.output_sizes
-                yield name, own[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]
+            fused_module: VllmObject = modules.get(f"{parent}.{fused}")
+            if part in parts and f"{parent}.{fused}.{leaf}" in parameters and _is_unsharded(fused_module, leaf):
+                sizes = fused_module.output_sizes
+                yield name, parameters[f"{parent}.{fused}.{leaf}"].split(sizes)[parts.index(part)]
 
 
-def _is_whole(module: Any, leaf: str) -> bool:
-    """Not split over ranks, padded, or repacked."""
+def _is_unsharded(module: VllmObject, leaf: str) -> bool:
+    """Return whether a tensor is neither split over ranks, nor padded, nor repacked."""
     weight = getattr(module, leaf, None)
     if weight is None or getattr(module, "tp_size", 1) > 1:
         return False
@@ -300,48 +309,52 @@ def _is_whole(module: Any, leaf: str) -> bool:
 
 
 def _prepare_environment(on_gpu: bool) -> None:
-    """What vLLM reads from the environment before it is imported."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, where weights come as they are
+    """Set the environment variables that vLLM reads at its import."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, so that weights need no copy
     os.environ.setdefault("LOCAL_RANK", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the trainer's own lines are what a user looks at
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # keeps the output to the trainer's lines
     if not on_gpu:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer has the same cores
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
 
 
-def _name_memory() -> None:
-    """Shared memory of an engine's ranks has a name of this run: vLLM's own is the same in all runs, and where one was
-    killed it is taken for good. Every rank calls this."""
+def _rename_shared_memory() -> None:
+    """Give the shared memory of an engine's ranks a name of this run. Every rank calls this.
+
+    vLLM's name is the same in all runs, and stays taken after a run was killed.
+    """
     from vllm.distributed.device_communicators import cpu_communicator  # pyright: ignore[reportMissingImports]
 
     name = [secrets.token_hex(8)]
     dist.broadcast_object_list(name)
-    shared = cpu_communicator._CPUSHMDistributed
-    named = shared.make_group_name
-    shared.make_group_name = staticmethod(lambda communicator: name[0] + named(communicator).replace("/", ""))
+    memory_class = cpu_communicator._CPUSHMDistributed
+    original_name = memory_class.make_group_name
+    memory_class.make_group_name = staticmethod(
+        lambda communicator: name[0] + original_name(communicator).replace("/", "")
+    )
 
 
 def quiet_vllm() -> None:
-    """Silence the warnings of NOISY. Call it after the import of vLLM, which sets its loggers' levels."""
+    """Silence the warnings of NOISY. Call it after importing vLLM, which sets its loggers' levels."""
     for name in NOISY:
         logging.getLogger(f"vllm.{name}").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off while vLLM captures its CUDA graphs.
+    """Disable the allocator's expandable segments while vLLM captures its CUDA graphs.
 
     vLLM's all-reduce exports the graphs' buffers by cudaIpcGetMemHandle, which rejects memory of expandable segments
-    and ends the process (https://github.com/vllm-project/vllm/issues/42609). vLLM itself turns them off around its
-    sleep pools alone, and on again after each where the environment says so.
+    and ends the process (https://github.com/vllm-project/vllm/issues/42609). vLLM itself disables them only around its
+    sleep pools, and enables them again where the environment says so.
     """
     names = [name for name in ALLOCATOR if EXPANDABLE in os.environ.get(name, "")]
     if not names or not torch.cuda.is_available():
         yield
         return
     before = {name: os.environ[name] for name in names}
-    os.environ.update({name: text.replace(EXPANDABLE, PLAIN) for name, text in before.items()})
-    torch._C._accelerator_setAllocatorSettings(PLAIN)
+    os.environ.update({name: text.replace(EXPANDABLE, NOT_EXPANDABLE) for name, text in before.items()})
+    torch._C._accelerator_setAllocatorSettings(NOT_EXPANDABLE)
     try:
         yield
     finally:
@@ -350,8 +363,8 @@ def _plain_segments() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """The trainer's random numbers, and on a CPU torch's number of threads, stay what they are."""
+def _preserve_state() -> Iterator[None]:
+    """Preserve the trainer's random states and, on a CPU, torch's number of threads."""
     states = random.getstate(), np.random.get_state()
     set_num_threads = torch.set_num_threads
     devices = [runtime.device()] if torch.cuda.is_available() else []

@@ -1,7 +1,7 @@
-"""New weights in vLLM's workers, by vLLM's own API (WeightTransferEngine), from what weight_buckets.py describes.
+"""Weight updates in vLLM's workers through its WeightTransferEngine API, from the buckets of weight_buckets.py.
 
-vLLM imports this file in each worker, where it is named as the worker's extension, before the model is there: that is
-when the engine is registered under its name.
+vLLM imports this file in each worker, named as the worker's extension, before it makes the model. The import registers
+the engine.
 """
 
 import os
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +24,21 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from .process_group import gpu_name
-from .vllm_adapter import has_adapters, put_adapter
-from .vllm_engine import chosen_inside, held_whole, quiet_vllm, scale_of, set_scale
-from .weight_buckets import Place, as_entry, attach, tensors_in
+from ...templates.json_types import Json, JsonObject
+from .process_group import WeightGroup, gpu_name
+from .vllm_adapter import VllmObject, has_adapters, load_adapter
+from .vllm_engine import monolithic_moe_kernel, quiet_vllm, scale_of, set_scale, unsharded_tensors
+from .weight_buckets import MemoryHandle, attach, parse_entry, unpack_tensors
 from .weight_sync import checksum
 
 NAME = "megaswift"
 EXTENSION = f"{__name__}.WorkerExtension"
-SERVER = "MEGASWIFT_ROLLOUT_SERVER"  # environment: the process without which workers are to end
+SERVER = "MEGASWIFT_ROLLOUT_SERVER"  # environment: pid of the server, with which workers end
 
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The group of the trainer's GPU and all workers': where its store listens, and its size."""
+    """Process group of the trainer's GPU and all workers: address of its store, and its size."""
 
     host: str
     port: int
@@ -47,24 +47,24 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """wire.Bucket as vLLM's messages can have it."""
+    """weight_buckets.Bucket as a message of vLLM."""
 
-    entries: list[Any]
-    place: list[int] | None
+    entries: list[Json]
+    handle: list[int] | None
     start: int
     bytes: int
 
 
-class Weights(WeightTransferEngine):
-    """Buckets from shared memory, or broadcast by the trainer's GPU."""
+class BucketTransferEngine(WeightTransferEngine):
+    """Transfer engine that reads buckets from shared memory or a broadcast of the trainer's GPU."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: object):
         super().__init__(*arguments)
-        self._group: Any = None  # group.Group
-        self._adapter: dict[str, Tensor] = {}  # what has come of it
+        self._group: WeightGroup | None = None
+        self._adapter: dict[str, Tensor] = {}  # tensors received so far
         quiet_vllm()
         if server := os.environ.get(SERVER):
             end_with(int(server))
@@ -72,9 +72,7 @@ class Weights(WeightTransferEngine):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        from .process_group import Group
-
-        self._group = Group(init_info.host, init_info.port, rank, init_info.size, self.device)
+        self._group = WeightGroup(init_info.host, init_info.port, rank, init_info.size, self.device)
 
     def start_weight_update(self) -> None:
         self._adapter = {}
@@ -84,18 +82,18 @@ class Weights(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         if has_adapters(self.model):
             tensors, self._adapter = self._adapter, {}
-            put_adapter(self.model, tensors)
+            load_adapter(self.model, tensors)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
 
-    def break_off(self) -> None:
-        """Each layer forgets what it has gathered."""
+    def abort_update(self) -> None:
+        """Abort an update: each layer drops the tensors it has collected."""
         self._adapter = {}
         if not has_adapters(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Returns once the bucket has been read."""
+    def update_weights(self, update_info: JsonObject) -> None:
+        """Load a bucket; returns once it has been read."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -107,61 +105,62 @@ class Weights(WeightTransferEngine):
             self.model.load_weights(self._tensors(update_info))
 
     def _tensors(self, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that are vLLM's to keep: it gathers all those of a layer before it makes the layer's own of them."""
-        entries = [as_entry(item) for item in bucket.entries]
-        if bucket.place is None:
+        """Yield the tensors of a bucket as copies that vLLM may keep until a layer is complete."""
+        entries = [parse_entry(item) for item in bucket.entries]
+        if bucket.handle is None:
             assert self._group is not None
             flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=self.device)
             self._group.broadcast(flat)
-            yield from tensors_in(flat, entries)
+            yield from unpack_tensors(flat, entries)
             return
-        flat = attach(Place(*bucket.place))[bucket.start :]
-        for name, tensor in tensors_in(flat, entries):
+        flat = attach(MemoryHandle(*bucket.handle))[bucket.start :]
+        for name, tensor in unpack_tensors(flat, entries):
             yield name, tensor.to(self.device, copy=True)
 
     def shutdown(self) -> None:
         self._group = None
 
     @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM's interface asks for it; our trainers need no vLLM."""
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """Raise RuntimeError: trainers need no vLLM. vLLM's interface requires the method."""
         raise RuntimeError("weights for this engine are sent by ServerEngine.update (megaswift.tasks.rollout.client)")
 
 
 class WorkerExtension:
-    """What a worker is asked for besides, by collective_rpc."""
+    """Further methods of a worker, called by collective_rpc."""
 
-    weight_transfer_engine: Weights
-    model_runner: Any
+    weight_transfer_engine: BucketTransferEngine
+    model_runner: VllmObject
     _weight_update_active: bool
 
-    def break_off_weights(self) -> None:
-        """End an update whose rest will not come."""
-        self.weight_transfer_engine.break_off()
+    def abort_weight_update(self) -> None:
+        """End an update whose rest will not arrive."""
+        self.weight_transfer_engine.abort_update()
         self._weight_update_active = False
 
     def gpu(self) -> str:
-        """By which no two GPUs are the same."""
+        """Return the worker's `gpu_name`."""
         return gpu_name(self.weight_transfer_engine.device)
 
     def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Of tensors that this worker holds whole and as they came."""
-        return {name: checksum(own) for name, own in held_whole(self.model_runner.model, names)}
+        """Return checksums of the tensors that this worker holds in full."""
+        return {name: checksum(tensor) for name, tensor in unsharded_tensors(self.model_runner.model, names)}
 
-    def chosen_inside(self) -> str | None:
-        """See vllm_engine.py."""
-        return chosen_inside(self.model_runner.model)
+    def monolithic_moe_kernel(self) -> str | None:
+        """Return `vllm_engine.monolithic_moe_kernel` of the model."""
+        return monolithic_moe_kernel(self.model_runner.model)
 
-    def divide_logits(self, by: float) -> None:
-        """By a temperature: see VllmEngine."""
+    def set_temperature(self, temperature: float) -> None:
+        """Divide the logits by a temperature (see VllmEngine)."""
         model = self.model_runner.model
         if not hasattr(self, "_logits_scale"):
             self._logits_scale = scale_of(model)
-        set_scale(model, self._logits_scale / by)
+        set_scale(model, self._logits_scale / temperature)
 
 
 def end_with(pid: int) -> None:
-    """End this process once process `pid` has: vLLM's are left over where theirs is killed, with the GPUs' memory."""
+    """End this process once process `pid` has ended, since vLLM's workers survive a killed server with their GPU
+    memory."""
 
     def watch() -> None:
         try:
@@ -174,4 +173,4 @@ def end_with(pid: int) -> None:
     threading.Thread(target=watch, name="watch of the server", daemon=True).start()
 
 
-WeightTransferEngineFactory.register_engine(NAME, Weights)
+WeightTransferEngineFactory.register_engine(NAME, BucketTransferEngine)

@@ -1,11 +1,10 @@
-"""Labels: whether the data has those that a task wants, and the head of a model that scores documents."""
-
-from typing import Any
+"""Scoring head of a model in its config, and checks of the data's labels for a task."""
 
 import numpy as np
 
 from ...bridge.model.score_head import add_score_head, count_labels
 from ...templates.dataset.store import TokenStore
+from ...templates.json_types import JsonObject
 from ...templates.prepare import Prepared
 from ..options import (
     EmbeddingOptions,
@@ -18,19 +17,19 @@ from ..options import (
 )
 
 
-def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_token_id: int | None) -> dict[str, Any]:
-    """`hf_config`, with the head that the task wants where it wants one.
+def configure_head(options: SftOptions, hf_config: JsonObject, data: Prepared, pad_token_id: int | None) -> JsonObject:
+    """Return `hf_config` with the head that the task requires, if any.
 
-    Raises ValueError where the labels of the data are not what the task, the options or the head that there is want.
+    Raises ValueError where labels of the data do not suit the task, the options or an existing head.
     """
     stores = [store for store in (data.train, data.val) if isinstance(store, TokenStore)]
     if isinstance(options, SeqClsOptions):
         labels = options.num_labels or count_labels(hf_config)
         if labels is None:
-            raise ValueError("--num_labels is missing: how many classes there are, or numbers of a regression")
-        problem = options.problem_type or hf_config.get("problem_type") or _problem(labels, stores)
+            raise ValueError("--num_labels: missing. Set the number of classes, or of a regression's outputs")
+        problem = options.problem_type or hf_config.get("problem_type") or _infer_problem(labels, stores)
         for store in stores:
-            _check(store.labels, labels, problem)
+            _check_labels(store.labels, labels, problem)
         return add_score_head(hf_config, labels, problem, pad_token_id=pad_token_id)
     scores = isinstance(options, RmOptions | RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
     labels = count_labels(hf_config)
@@ -42,8 +41,7 @@ def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_t
     if scores:
         if labels not in (None, 1):
             raise ValueError(
-                f"--model has a head with {labels} labels, and this task trains one with 1: give the model that it was "
-                "made of"
+                f"--model has a head with {labels} labels, and this task trains one with 1. Use its base model"
             )
         return add_score_head(hf_config, 1, pad_token_id=pad_token_id)
     if isinstance(options, EmbeddingOptions):
@@ -51,83 +49,85 @@ def headed(options: SftOptions, hf_config: dict[str, Any], data: Prepared, pad_t
             _check_pairs(store.labels, options.loss_type)
     if labels is not None:
         raise ValueError(
-            f"--model has a head that scores documents ({labels} labels) and no output layer: this task needs the "
-            "language model that it was made of"
+            f"--model has a scoring head ({labels} labels) and no output layer. Use the language model that it is "
+            "based on"
         )
     return hf_config
 
 
-def _problem(labels: int, stores: list[TokenStore]) -> str:
-    """As transformers takes it from the labels' shape and type."""
+def _infer_problem(labels: int, stores: list[TokenStore]) -> str:
+    """Infer the problem type from the labels' shape and type, as transformers does."""
     if labels == 1:
         return "regression"
     if not stores:
-        raise ValueError("--problem_type is missing: of a stream it is not known what its labels are")
+        raise ValueError("--problem_type: missing. Set it for a stream, whose labels are not known in advance")
     widest = max(store.labels.shape[1] for store in stores)
-    whole = all(np.array_equal(known, np.rint(known)) for known in (_known(store.labels) for store in stores))
+    are_integers = all(
+        np.array_equal(values, np.rint(values)) for values in (_without_padding(store.labels) for store in stores)
+    )
     if widest > 1:
-        return "multi_label_classification" if whole else "regression"
-    return "single_label_classification" if whole else "regression"
+        return "multi_label_classification" if are_integers else "regression"
+    return "single_label_classification" if are_integers else "regression"
 
 
-def _check(given: np.ndarray, labels: int, problem: str) -> None:
-    """Raise ValueError where labels [samples, k] are no classes of so many, or not as many numbers."""
-    known = _known(given)
+def _check_labels(row_labels: np.ndarray, labels: int, problem: str) -> None:
+    """Raise ValueError where labels [samples, k] are no classes below `labels`, or not as many numbers."""
+    values = _without_padding(row_labels)
     if problem == "regression":
-        if given.shape[1] != labels or len(known) < given.size:
+        if row_labels.shape[1] != labels or len(values) < row_labels.size:
             raise ValueError(
-                f"--num_labels {labels}: a row of the data has {given.shape[1]} numbers to be predicted. Give as many"
+                f"--num_labels {labels}: a row of the data has {row_labels.shape[1]} target numbers. Set as many"
             )
         return
-    if problem == "single_label_classification" and given.shape[1] > 1:
+    if problem == "single_label_classification" and row_labels.shape[1] > 1:
         raise ValueError(
-            "--problem_type single_label_classification: a row of the data has several labels. Give "
-            "--problem_type multi_label_classification, or one label a row"
+            "--problem_type single_label_classification: a row of the data has several labels. Set "
+            "--problem_type multi_label_classification, or use one label per row"
         )
-    wrong = known[(known < 0) | (known >= labels) | (known != np.rint(known))]
+    wrong = values[(values < 0) | (values >= labels) | (values != np.rint(values))]
     if len(wrong):
         raise ValueError(
             f"--num_labels {labels}: classes are counted from 0 to {labels - 1}, and a row of the data has the label "
-            f"{wrong[0]:g}. Raise --num_labels, or correct the data"
+            f"{wrong[0]:g}. Raise --num_labels, or fix the data"
         )
 
 
-def _check_pairs(given: np.ndarray, loss_type: str) -> None:
-    """Raise ValueError where labels [samples, k] of pairs of texts are not what the loss wants."""
-    known = _known(given)
+def _check_pairs(labels: np.ndarray, loss_type: str) -> None:
+    """Raise ValueError where labels [samples, k] of text pairs do not suit the loss."""
+    values = _without_padding(labels)
     if loss_type == "infonce":
-        if (known != 1).any():
+        if (values != 1).any():
             raise ValueError(
-                f"--loss_type infonce takes each positive for one, and a row of the data has the label "
-                f"{known[known != 1][0]:g}. Give --loss_type contrastive or cosine_similarity, or leave labels out"
+                f"--loss_type infonce: a row of the data has the label {values[values != 1][0]:g}, and each positive "
+                "counts as 1. Set --loss_type contrastive or cosine_similarity, or remove the labels"
             )
-    elif not given.size or len(known) < given.size:
+    elif not labels.size or len(values) < labels.size:
         raise ValueError(
-            f"--loss_type {loss_type} compares each pair with its label, and a row of the data has none. Give a column "
-            "label (or score), or --loss_type infonce"
+            f"--loss_type {loss_type}: a row of the data has no label to compare its pair with. Use a column label "
+            "(or score), or set --loss_type infonce"
         )
-    elif loss_type != "cosine_similarity" and not np.isin(known, (0, 1)).all():
-        raise ValueError(f"--loss_type {loss_type} wants labels 0 and 1, and a row of the data has another one")
+    elif loss_type != "cosine_similarity" and not np.isin(values, (0, 1)).all():
+        raise ValueError(f"--loss_type {loss_type}: a row of the data has another label than 0 and 1. Fix the data")
 
 
-def _check_kinds(given: np.ndarray) -> None:
-    """Raise ValueError where all answers are of one kind, labels [samples, 1]: nothing would tell them apart."""
-    if (given == given[0]).all():
+def _check_kinds(labels: np.ndarray) -> None:
+    """Raise ValueError where all labels [samples, 1] are equal, so that KTO has nothing to distinguish."""
+    if (labels == labels[0]).all():
         raise ValueError(
-            f"--dataset: the label of every row is {'true' if given[0, 0] else 'false'}, and KTO learns from answers "
-            "of both kinds. Add rows of the other kind, or train on good answers alone with megatron sft"
+            f"--dataset: the label of every row is {'true' if labels[0, 0] else 'false'}, and KTO learns from "
+            "responses of both kinds. Add rows of the other kind, or train on good responses with megatron sft"
         )
 
 
 def _check_lists(documents: np.ndarray) -> None:
-    """Raise ValueError where a sample has one document, of counts [samples]: it is the first of its list anyway."""
+    """Raise ValueError where a sample has a single document (counts [samples]), which is always ranked first."""
     if (documents < 2).any():
         raise ValueError(
-            "--loss_type listwise_reranker looks for the positive among its negatives, and a row of the data has one "
-            "document with a label. Give --loss_type pointwise_reranker, or rows with negative_messages"
+            "--loss_type listwise_reranker: a row of the data has one labelled document, and no negatives to rank it "
+            "with. Set --loss_type pointwise_reranker, or use rows with negative_messages"
         )
 
 
-def _known(labels: np.ndarray) -> np.ndarray:
-    """Those that are given: rows have as many as the longest."""
+def _without_padding(labels: np.ndarray) -> np.ndarray:
+    """Return the labels without the padding (NaN) of shorter rows."""
     return labels[~np.isnan(labels)]

@@ -1,7 +1,7 @@
-"""Ctrl-C in a run: one line that says how far it is and how to continue, its servers freed, and exit code 130.
+"""Ctrl-C in a run: prints its progress and how to continue, frees its servers, and exits with code 130.
 
-The main thread may be waiting in a collective, where Python runs no handlers. So a thread reads the signals' numbers
-from a pipe (signal.set_wakeup_fd), and ends the process. No torch: the command line uses this too.
+The main thread may wait in a collective, where Python runs no signal handlers. A thread therefore reads the signals'
+numbers from a pipe (signal.set_wakeup_fd) and ends the process. No torch: the command line uses this too.
 """
 
 import os
@@ -17,28 +17,28 @@ from ..system import console
 from .run_dir import checkpoints
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-OTHER_FAILED = signal.SIGUSR2  # sent by cli/torchrun.py when another rank has failed
-AGAIN = 0.5  # seconds: `timeout` and terminals signal a process and its group, which is one Ctrl-C
-PATIENCE = 8.0  # seconds for what is to be done before the end
-STDERR = 2  # written to by its number: the main thread may hold the lock of sys.stderr
+OTHER_FAILED = signal.SIGUSR2  # sent by cli/torchrun.py after another rank has failed
+AGAIN = 0.5  # seconds: terminals and `timeout` signal a process and its group, which counts as one Ctrl-C
+PATIENCE = 8.0  # seconds for the callbacks
+STDERR = 2  # written to by number: the main thread may hold the lock of sys.stderr
 
 
 @dataclass
 class Progress:
-    """Where a run is."""
+    """Progress of a run."""
 
     folder: Path
     step: int
     max_steps: int
-    resumed: Path | None = None  # the checkpoint that it began with
+    resumed: Path | None = None  # the checkpoint it started from
 
     def __str__(self) -> str:
-        said = f"Interrupted at step {self.step} of {self.max_steps}. "
+        text = f"Interrupted at step {self.step} of {self.max_steps}. "
         if saved := checkpoints(self.folder):
-            return f"{said}Last checkpoint: {saved[-1]}. Add --resume_from_checkpoint auto to continue."
+            return f"{text}Last checkpoint: {saved[-1]}. Add --resume_from_checkpoint auto to continue."
         if self.resumed:
-            return f"{said}Last checkpoint: {self.resumed}. Add --resume_from_checkpoint {self.resumed} to continue."
-        return f"{said}No checkpoint has been saved."
+            return f"{text}Last checkpoint: {self.resumed}. Add --resume_from_checkpoint {self.resumed} to continue."
+        return f"{text}No checkpoint has been saved."
 
 
 _progress: Progress | None = None
@@ -47,13 +47,13 @@ _watching = False  # in this process
 
 
 def report(progress: Progress) -> None:
-    """Note how far the run is."""
+    """Record the progress of the run."""
     global _progress
     _progress = progress
 
 
 def before_exit(callback: Callable[[], None]) -> None:
-    """Have `callback` called where the run ends early: by Ctrl-C, by an error, or as another of its processes fails."""
+    """Register a callback for an early end of the run: Ctrl-C, an error, or another failed process."""
     _callbacks.append(callback)
 
 
@@ -63,7 +63,7 @@ def forget(callback: Callable[[], None]) -> None:
 
 
 def finish() -> None:
-    """Call what is to be called before an early end, each once, for PATIENCE seconds at most."""
+    """Run the callbacks of an early end, each once, within PATIENCE seconds."""
 
     def work() -> None:
         while _callbacks:
@@ -78,7 +78,7 @@ def finish() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within, Ctrl-C ends the process as this module says; a second one ends it at once. For the main thread."""
+    """End the process on Ctrl-C within the context, as described above; at once on a second one. Main thread only."""
     global _watching, _progress
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -97,11 +97,11 @@ def interruptible() -> Iterator[None]:
 
 
 def _leave_to_thread(number: int, frame: object) -> None:
-    """Python writes to the pipe only the numbers of signals that have a handler."""
+    """Do nothing: Python writes to the pipe only the numbers of signals that have a handler."""
 
 
 def _forget_in_child() -> None:
-    """A data loader's process has no such thread, and its parent's pipe is not for its signals."""
+    """Restore the handlers in a forked data loader: it has no such thread, and the pipe is its parent's."""
     global _watching
     if _watching:
         _watching = False
@@ -130,7 +130,7 @@ def _end(number: int) -> None:
     if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
         text = str(_progress) if _progress else "Interrupted before the first step."
         console.record(text)
-        above = "\n" if os.isatty(STDERR) else ""  # the line that has the progress bar, and ^C
+        above = "\n" if os.isatty(STDERR) else ""  # the line with the progress bar and ^C
         with suppress(OSError):
             os.write(STDERR, f"{above}{text}\n".encode())
     finish()

@@ -1,8 +1,7 @@
-"""Weights into a model, from either format."""
+"""Loading of a model's weights from either format."""
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -11,25 +10,26 @@ from ...bridge.checkpoint.hub import has_weights, in_mcore_format, no_weights, r
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head, count_labels
+from ...templates.json_types import JsonObject
 from ..system.atomic_dir import loading
 
 
-def read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
-    """The weights of a folder: Hugging Face's, or a megatron-core checkpoint of `hf_config`.
+def read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int) -> None:
+    """Load the weights of a folder: Hugging Face's, or a megatron-core checkpoint of `hf_config`.
 
-    The first rank prints how long it takes. A head that the folder does not have begins at random, by `seed`. Raises
-    ValueError where it has no weights.
+    Rank 0 prints the time it takes. A head that the folder lacks is initialised by `seed`. Raises ValueError where the
+    folder has no weights.
     """
-    tells = dist.is_initialized() and dist.get_rank() == 0
-    with loading(folder) if tells else nullcontext():
+    prints = dist.is_initialized() and dist.get_rank() == 0
+    with loading(folder) if prints else nullcontext():
         _read_weights(model, hf_config, folder, seed=seed)
 
 
-def _read_weights(model: Model, hf_config: dict[str, Any], folder: Path, *, seed: int) -> None:
+def _read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int) -> None:
     if not has_weights(folder):
         if not in_mcore_format(folder):
             raise ValueError(f"{folder} {no_weights(folder)}")
         load_distributed(model.chunks, hf_config, folder, seed=seed)
         return
-    config, labels = read_config(folder), count_labels(hf_config)  # which says how these are quantised
+    config, labels = read_config(folder), count_labels(hf_config)  # the folder's config, for its quantization
     load_weights(model.chunks, config if labels is None else add_score_head(config, labels), folder, seed=seed)

@@ -1,4 +1,4 @@
-"""What a run will look like, known before anything is loaded: how processes are laid out, how many steps it takes."""
+"""Plan of a run before anything is loaded: process layout, data, number of steps."""
 
 import math
 import os
@@ -23,8 +23,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How many processes there are, and how they share the model and the data."""
+class ProcessLayout:
+    """Number of processes, and how they share the model and the data."""
 
     world: int
     tensor: int
@@ -34,7 +34,7 @@ class Layout:
     expert_tensor: int
 
     @classmethod
-    def of(cls, options: ParallelOptions, world: int) -> "Layout":
+    def of(cls, options: ParallelOptions, world: int) -> "ProcessLayout":
         return cls(
             world=world,
             tensor=options.tensor_model_parallel_size,
@@ -64,16 +64,16 @@ class Layout:
 
 
 def teacher_layout(options: GkdOptions) -> GkdOptions | None:
-    """The run's options with the layout that the teacher has for itself; None: it has the student's."""
-    given = {
+    """Return the options with the teacher's own layout; None if it is the student's."""
+    flags = {
         "tensor_model_parallel_size": options.teacher_tensor_model_parallel_size,
         "pipeline_model_parallel_size": options.teacher_pipeline_model_parallel_size,
         "context_parallel_size": options.teacher_context_parallel_size,
         "expert_model_parallel_size": options.teacher_expert_model_parallel_size,
         "expert_tensor_parallel_size": options.teacher_expert_tensor_parallel_size,
     }
-    own: dict[str, int] = {name: getattr(options, name) if value is None else value for name, value in given.items()}
-    if all(value == getattr(options, name) for name, value in own.items()):
+    sizes: dict[str, int] = {name: getattr(options, name) if value is None else value for name, value in flags.items()}
+    if all(value == getattr(options, name) for name, value in sizes.items()):
         return None
     even = dict.fromkeys(
         (
@@ -83,22 +83,25 @@ def teacher_layout(options: GkdOptions) -> GkdOptions | None:
             "decoder_last_pipeline_num_layers",
         )
     )
-    return replace(options, **own, **even, sequence_parallel=own["tensor_model_parallel_size"] > 1)  # pyright: ignore[reportArgumentType]
+    return replace(options, **sizes, **even, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)  # pyright: ignore[reportArgumentType]
 
 
 def build_options(options: ExportOptions) -> BuildOptions:
-    """How an export builds its model: as the flags of `megatron export` say, or in one process."""
+    """Return the build options of an export: the flags of `megatron export`, or one process."""
     names = [field.name for options_class in (LayoutOptions, PredictionLayers) for field in fields(options_class)]
     return BuildOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 def export_folder(options: ExportOptions) -> Path:
-    """The folder that an export makes: `--output_dir`, else beside the source, or here under a hub's name of it.
+    """Return the output folder of an export: `--output_dir`, else beside the source, or in the working folder for a hub
+    id.
 
-    The source of what has an adapter is the adapter.
+    With an adapter, the adapter is the source.
     """
     if options.output_dir:
-        return Path(options.output_dir).expanduser().resolve()  # a link stays, and leads to what is made
+        return (
+            Path(options.output_dir).expanduser().resolve()
+        )  # resolved, so that a link stays and points to the result
     adapter = next(iter(options.adapters), options.mcore_adapter)
     source, ending = adapter or options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
     if adapter and options.merge_lora:
@@ -113,14 +116,14 @@ def export_folder(options: ExportOptions) -> Path:
 
 @dataclass(frozen=True)
 class DataPlan:
-    steps_per_epoch: int | None  # None: a stream, whose length is not known
+    steps_per_epoch: int | None  # None: a stream of unknown length
     steps: int
     prepared: "Prepared"
     tokenizer: Any
 
 
-def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
-    """Tokenise the dataset (or find its cache), and count the steps of an epoch. Needs no process group."""
+def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
+    """Tokenize the dataset or read its cache, and count the steps of an epoch. Needs no process group."""
     from ...bridge.checkpoint.hub import source_folder
     from ...bridge.checkpoint.pretrained import load_tokenizer
 
@@ -132,7 +135,7 @@ def plan_data(options: SftOptions, layout: Layout) -> DataPlan:
 
 
 def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
-    """The tokens of the datasets, from their cache or made now: `prepare`, as the task wants it."""
+    """Return the tokens of the datasets for the task, from the cache or newly made."""
     from ...templates.prepare import prepare
     from ..multi_turn.load import prompt_tools
 
@@ -150,20 +153,20 @@ def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "P
 def batches_of(
     options: SftOptions,
     store: "TokenStore | TokenStream",
-    layout: Layout,
+    layout: ProcessLayout,
     *,
     data_rank: int = 0,
     context_rank: int = 0,
     shuffle: bool = True,
     pad_token_id: int = 0,
 ) -> "Batches | Prompts":
-    """The micro batches of one rank of a layout; of a task that generates, the prompts."""
+    """Return the micro batches of one rank of a layout, or the prompts for a task that generates."""
     from ...templates.batching.dataloader import Batches
     from ...templates.batching.prompt_dataloader import Prompts
 
     if isinstance(options, CompletionOptions):
-        each = options.num_generations * options.num_iterations if isinstance(options, SamplingOptions) else 1
-        return Prompts(store, samples_each=each, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
+        per_prompt = options.num_generations * options.num_iterations if isinstance(options, SamplingOptions) else 1
+        return Prompts(store, samples_each=per_prompt, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
 
     return Batches(
         store,
@@ -181,7 +184,7 @@ def batches_of(
         max_length=options.packing_length or options.max_length,
         shuffle=shuffle,
         seed=options.data_seed,
-        # Of a stream, the number of workers decides who reads what: it is to be the same everywhere.
+        # The number of workers of a stream decides which rows each reads: it must be the same on all ranks.
         num_workers=options.dataloader_num_workers
         if options.streaming
         else min(options.dataloader_num_workers, cores_of_a_rank()),
@@ -190,28 +193,28 @@ def batches_of(
 
 
 def length_multiple(options: BuildOptions) -> int:
-    """By what the tokens of a micro batch on one context-parallel rank divide: SP splits them, FP8 takes so many."""
+    """Return the divisor of a micro batch's tokens per context-parallel rank, required by SP and FP8."""
     split = options.tensor_model_parallel_size if options.sequence_parallel else 1
     return split * options.fp8_token_multiple
 
 
 def cores_of_a_rank() -> int:
-    """Cores for each of the ranks on this machine, at least one."""
+    """Return the number of CPU cores per rank on this machine, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def steps_of(options: BatchOptions, samples: int | None) -> int:
-    """Optimizer steps of a run. Epochs are passes over all samples; the last step is filled from a further pass."""
+    """Return the number of optimizer steps. The last one is filled from a further pass over the samples."""
     if options.train_iters is not None:
         return options.train_iters
     if samples is None or options.num_train_epochs is None:
-        raise ValueError("a stream has no known length: give --train_iters instead of --num_train_epochs")
+        raise ValueError("--num_train_epochs: a stream has no known length. Set --train_iters instead")
     return max(1, math.ceil(options.num_train_epochs * samples / options.global_batch_size - 1e-9))
 
 
 def shard_bytes(size: str) -> int:
-    """'5GB' or '500MB' in bytes. Raises ValueError for anything else."""
+    """Return '5GB' or '500MB' in bytes. Raises ValueError for other formats."""
     match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)I?B?\s*", size.upper())
     if not match or float(match[1]) <= 0:
-        raise ValueError(f"--max_shard_size {size}: give a size such as 5GB or 500MB")
+        raise ValueError(f"--max_shard_size {size}: not a size. Set one such as 5GB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])

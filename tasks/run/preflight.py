@@ -1,4 +1,4 @@
-"""`--preflight true`: GPUs, links, clocks, disks and host memory of all nodes, in a table, before a model is loaded."""
+"""`--preflight true`: a table of GPUs, links, clocks, disks and host memory of all nodes before a model is loaded."""
 
 import shutil
 import socket
@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...bridge import runtime
+from ..distributed.collectives import all_gather_objects
 from ..system.memory import GIB
 
 SLOWER = 0.85  # share of the ranks' median speed: a GPU below it holds the others up
@@ -35,7 +35,7 @@ class Health:
     host: str
     tflops: float  # matrix product in bf16; in fp32 on a CPU
     gpu_free: float  # GiB; 0 without a GPU
-    temperature: int | None  # degrees Celsius; None where nvidia-smi does not tell it, as below
+    temperature: int | None  # degrees Celsius; None where nvidia-smi does not report it, as below
     ecc_errors: int | None  # uncorrected, since the driver was loaded
     slowed: bool | None  # by the hardware: heat or power
     host_free: float  # GiB
@@ -46,17 +46,17 @@ class Health:
 
 
 def preflight(folder: Path) -> list[str]:
-    """Measure, in some ten seconds, and return the table and what it warns of. Every rank calls this.
+    """Return the measured table and its warnings, after about ten seconds. Every rank calls this.
 
-    folder: where the run will write.
+    folder: the run's output folder.
     """
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    node: Any = None
+    hosts = all_gather_objects(socket.gethostname())
+    node: dist.ProcessGroup | None = None
     nodes = sorted(set(hosts), key=hosts.index)
     for host in nodes:  # every rank takes part in making every group
         group = dist.new_group([rank for rank, other in enumerate(hosts) if other == host])
         if host == hosts[dist.get_rank()]:
+            assert isinstance(group, dist.ProcessGroup)
             node = group
     tflops = _tflops()
     within = _bandwidth(node) if hosts.count(hosts[dist.get_rank()]) > 1 else 0.0
@@ -69,20 +69,18 @@ def preflight(folder: Path) -> list[str]:
         tflops,
         torch.cuda.mem_get_info()[0] / GIB if torch.cuda.is_available() else 0.0,
         *_nvidia_smi(),
-        _available() / GIB,
+        _available_bytes() / GIB,
         shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / GIB,
         clock,
         within,
         across,
     )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, astuple(health))
-    ranks = [Health(*values) for values in everyone]
+    ranks = [Health(*values) for values in all_gather_objects(astuple(health))]
     return [*table(ranks), *(f"warning: {text}" for text in warnings(ranks))]
 
 
 def table(ranks: Sequence[Health]) -> list[str]:
-    """Return a line for each node, with the ranges over its ranks."""
+    """Return a line per node, with the ranges over its ranks."""
     first = min(rank.clock for rank in ranks)
     rows: list[tuple[str, ...]] = [HEAD]
     for host in dict.fromkeys(rank.host for rank in ranks):
@@ -105,7 +103,7 @@ def table(ranks: Sequence[Health]) -> list[str]:
 
 
 def warnings(ranks: Sequence[Health]) -> list[str]:
-    """Return what a user should look at before a long run, a line each."""
+    """Return the problems to fix before a long run, a line each."""
     texts = []
     median = statistics.median(rank.tflops for rank in ranks)
     for number, rank in enumerate(ranks):
@@ -118,14 +116,14 @@ def warnings(ranks: Sequence[Health]) -> list[str]:
             texts.append(f"{name}: the hardware slows its GPU down (heat or power)")
         elif rank.temperature is not None and rank.temperature >= HOT:
             texts.append(f"{name}: its GPU has {rank.temperature} degrees Celsius")
-    nodes = {rank.host: rank for rank in ranks}
+    rank_of_host = {rank.host: rank for rank in ranks}
     skew = max(rank.clock for rank in ranks) - min(rank.clock for rank in ranks)
     if skew > SKEW:
         texts.append(f"the clocks of the nodes are {skew:.1f} s apart. Synchronize them (chrony, ntpd)")
-    for host, rank in nodes.items():
+    for host, rank in rank_of_host.items():
         if rank.disk_free * GIB < DISK:
-            texts.append(f"{host}: {rank.disk_free:.3g} GiB are free where the run writes")
-    slowest = {host: min(rank.within for rank in ranks if rank.host == host) for host in nodes}
+            texts.append(f"{host}: {rank.disk_free:.3g} GiB are free in the output folder")
+    slowest = {host: min(rank.within for rank in ranks if rank.host == host) for host in rank_of_host}
     fastest = max(slowest.values())
     texts += [
         f"{host}: {speed:.3g} GB/s between its GPUs, where another node has {fastest:.3g}"
@@ -150,12 +148,12 @@ def _tflops() -> float:
     return best
 
 
-def _bandwidth(group: Any) -> float:
+def _bandwidth(group: dist.ProcessGroup | None) -> float:
     """Return the bus bandwidth of an all-reduce of large messages in GB/s, the best of several."""
     size = dist.get_world_size(group)
     tensor = torch.ones(2**27 if torch.cuda.is_available() else 2**20, dtype=torch.float32, device=runtime.device())
     best = 0.0
-    for _ in range(6):  # the first one makes the connections; as many on every rank
+    for _ in range(6):  # a fixed number on every rank; the first one connects
         runtime.synchronize()
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
@@ -165,7 +163,7 @@ def _bandwidth(group: Any) -> float:
 
 
 def _nvidia_smi() -> tuple[int | None, int | None, bool | None]:
-    """Return temperature, uncorrected ECC errors and whether the hardware slows this rank's GPU down."""
+    """Return temperature, uncorrected ECC errors and whether the hardware throttles this rank's GPU."""
     if not torch.cuda.is_available():
         return None, None, None
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
@@ -182,13 +180,13 @@ def _nvidia_smi() -> tuple[int | None, int | None, bool | None]:
     )
 
 
-def _available() -> int:
-    """Return the bytes of host memory that programs can still take."""
+def _available_bytes() -> int:
+    """Return the bytes of host memory still available to programs."""
     rows = Path("/proc/meminfo").read_text().splitlines()
     return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
 
 
 def _range(values: Iterable[float]) -> str:
-    """Return the least and the greatest value as text, or one where they are alike."""
+    """Return the smallest and largest value as text, one if equal."""
     texts = [f"{value:.4g}" for value in sorted(values)]
     return "-" if not texts else texts[0] if texts[0] == texts[-1] else f"{texts[0]}-{texts[-1]}"

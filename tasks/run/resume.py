@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint from, whether it is whole and has all that exactness needs, and its state."""
+"""Resume of a run: choice and verification of the checkpoint, and its state."""
 
 import contextlib
 import json
@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
+from ...templates.json_types import Json, JsonObject
 from ..options import (
     CheckpointOptions,
     LoggingOptions,
@@ -21,52 +21,52 @@ from ..options import (
 from .run_dir import (
     LAUNCH,
     STATE,
-    Faults,
+    Verify,
     checkpoints,
-    clean_others,
+    clean_idle_run_dirs,
     default_output_dir,
-    faults,
     last_save,
-    new_run_folder,
+    lock_run_dir,
+    new_run_dir,
     newest_first,
-    run_folders,
+    run_dirs,
     saved_at,
     state_of,
-    take,
-    tidy,
+    update_links_and_prune,
+    verify_checkpoint,
 )
 
-# Options that may differ without a word: they change no number of the training.
+# Options that may change silently, since they change no number of the training.
 NUMBERLESS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
 SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
-LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # how the names of such metrics end
-STARTED = "MEGASWIFT_STARTED"  # of one launch of ours; set for its processes, that of the launcher has told the notes
-OUTPUT = "MEGASWIFT_OUTPUT"  # of the same launch: the folder of its run's folder
+LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # suffixes of metrics
+STARTED = "MEGASWIFT_STARTED"  # id of one launch, set for its processes
+OUTPUT = "MEGASWIFT_OUTPUT"  # the parent of its run folder
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from."""
+    """Checkpoint that a run resumes from."""
 
     checkpoint: Path
-    state: dict[str, Any]  # state.json
-    notes: list[str]  # what a user should know
+    state: JsonObject  # state.json
+    notes: list[str]  # for the user
 
     @property
     def step(self) -> int:
-        """The last one that is done."""
+        """Last completed step."""
         return self.state["step"]
 
     @property
     def folder(self) -> Path:
-        """Of what is no weights."""
+        """Folder of the training state, beside the weights."""
         return self.checkpoint / STATE
 
 
-def asked_for(options: SftOptions) -> str | None:
-    """What --resume_from_checkpoint has, or --finetune false says by the weights given: their run goes on."""
+def requested_checkpoint(options: SftOptions) -> str | None:
+    """Return --resume_from_checkpoint, or the weights whose run --finetune false continues."""
     if options.finetune:
         return options.resume_from_checkpoint
     if options.tuner_type == "lora":
@@ -74,89 +74,93 @@ def asked_for(options: SftOptions) -> str | None:
     return options.mcore_model or options.model
 
 
-def open_folder(options: SftOptions, faults: Faults = faults) -> tuple[Path, Resumed | None]:
-    """The folder that the run is to write, locked, and the checkpoint to go on from. For one process of a run.
+def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tuple[Path, Resumed | None]:
+    """Return the run's folder, locked, and the checkpoint to resume from. One process of a run calls this.
 
-    faults: tells what is wrong with the files of a checkpoint (verification.py has one that shares the work).
-    Raises ValueError or OSError, with the cure, where --resume_from_checkpoint cannot be followed or the folder cannot
-    be written.
+    verify: returns the faults of a checkpoint's files (verification.py has one that shares the work). Raises ValueError
+    or OSError where --resume_from_checkpoint cannot be followed or the folder cannot be written.
     """
     output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
     output = output.expanduser().resolve()
-    folder, checkpoint, notes = _choose(options, output, faults)
+    folder, checkpoint, notes = _choose(options, output, verify)
     if (launch := _launch()) and _started(folder) is None:
         (folder / LAUNCH).write_text(f"{launch}\n{last_save(folder)}")
-    clean_others(other for other in run_folders(output) if other != folder)
+    clean_idle_run_dirs(other for other in run_dirs(output) if other != folder)
     if checkpoint is None:
         return folder, None
-    if checkpoint.parent == folder:  # its run may have been killed before it had done this
-        tidy_for(options, checkpoint)
+    if checkpoint.parent == folder:  # its run may have been killed before this
+        update_run_dir(options, checkpoint)
     state = state_of(checkpoint)
     if state is None:
         raise ValueError(
-            f"{checkpoint} has no {STATE}: an earlier version saved it, or an export. Its weights can begin a new run: "
-            "give it as --model (or --mcore_model, --adapters), without --resume_from_checkpoint"
+            f"--resume_from_checkpoint {checkpoint}: it has no {STATE} (an export, or an older version). To start a "
+            "new run from its weights, set it as --model (or --mcore_model, --adapters) and remove the flag"
         )
     _check_complete(checkpoint, state, options)
     notes += _changes(checkpoint, options)
     return folder, Resumed(checkpoint, state, notes)
 
 
-def tidy_for(options: SftOptions, newest: Path) -> None:
-    """Have the folder of a run be what the options say, with its newest checkpoint in its place."""
+def update_run_dir(options: SftOptions, newest: Path) -> None:
+    """Update the links of a run folder and prune it, by the options."""
     metric = f"eval_{(options.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
     greater = not metric.endswith(LESS_IS_BETTER) if options.greater_is_better is None else options.greater_is_better
-    read = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]  # until the end of the run
+    read = [
+        options.model,
+        options.mcore_model,
+        options.mcore_adapter,
+        *options.adapters,
+    ]  # read until the end of the run
     if isinstance(options, ReferenceOptions):
         read += [options.ref_model, options.mcore_ref_model, *options.ref_adapters]
     if isinstance(options, TeacherOptions):
         read += [options.teacher_model, options.mcore_teacher_model]
     keep = {Path(folder).expanduser().resolve() for folder in read if folder}
-    tidy(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
+    update_links_and_prune(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
 
 
-def _choose(options: SftOptions, output: Path, faults: Faults) -> tuple[Path, Path | None, list[str]]:
-    """The run's folder, the checkpoint, and notes."""
-    wanted, notes = asked_for(options), []
-    if own := _own_folder(output):  # torchrun has started the processes once more
-        take(own)
-        if checkpoint := _newest_whole([own], notes, faults, after=_started(own) or 0):
-            return own, checkpoint, notes
-    if wanted in ("auto", "latest"):
-        if checkpoint := _newest_whole(run_folders(output), notes, faults):
+def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Path | None, list[str]]:
+    """Return the run's folder, the checkpoint, and notes."""
+    requested, notes = requested_checkpoint(options), []
+    if restarted := _folder_before_restart(output):  # torchrun has restarted the processes
+        lock_run_dir(restarted)
+        if checkpoint := _newest_complete([restarted], notes, verify, after=_started(restarted) or 0):
+            return restarted, checkpoint, notes
+    if requested in ("auto", "latest"):
+        if checkpoint := _newest_complete(run_dirs(output), notes, verify):
             return checkpoint.parent, checkpoint, notes
-        if wanted == "latest":
-            said = f" ({'; '.join(notes)})" if notes else ""
+        if requested == "latest":
+            details = f" ({'; '.join(notes)})" if notes else ""
             raise ValueError(
-                f"--resume_from_checkpoint latest: there is no whole checkpoint under {output}{said}. Give auto to "
-                "start afresh where there is none"
+                f"--resume_from_checkpoint latest: no complete checkpoint in {output}{details}. Set auto to start a "
+                "new run where there is none"
             )
-    elif wanted is not None:
-        checkpoint = Path(wanted).expanduser().resolve()
-        _check_whole(checkpoint, faults)
-        if checkpoint.parent in [folder.resolve() for folder in run_folders(output)]:
-            take(checkpoint.parent)
+    elif requested is not None:
+        checkpoint = Path(requested).expanduser().resolve()
+        _verify_or_raise(checkpoint, verify)
+        if checkpoint.parent in [folder.resolve() for folder in run_dirs(output)]:
+            lock_run_dir(checkpoint.parent)
             return checkpoint.parent, checkpoint, notes
-        return own or new_run_folder(output, add_version=options.add_version), checkpoint, notes
-    # `auto` may have left damaged ones aside: a run that is to go on whatever happened begins in their place.
-    return own or new_run_folder(output, add_version=options.add_version, replace=wanted == "auto"), None, notes
+        return restarted or new_run_dir(output, add_version=options.add_version), checkpoint, notes
+    # `auto` may have skipped damaged ones: the new run then replaces them.
+    return restarted or new_run_dir(output, add_version=options.add_version, replace=requested == "auto"), None, notes
 
 
-def _newest_whole(folders: list[Path], notes: list[str], faults: Faults, after: int = -1) -> Path | None:
-    """The newest checkpoint of these run folders that is whole; its folder is locked. Notes name those that are not.
+def _newest_complete(folders: list[Path], notes: list[str], verify: Verify, after: int = -1) -> Path | None:
+    """Return the newest complete checkpoint of these run folders, whose folder is locked. Notes name damaged ones.
 
     `after`: only saves into its folder with higher numbers count.
     """
     for path in newest_first(folders):
         if saved_at(path).number <= after:
             continue
-        take(path.parent)
-        if not path.is_dir():  # a run that has just ended has deleted it
+        lock_run_dir(path.parent)
+        if not path.is_dir():  # deleted by a run that has just ended
             continue
-        if not (wrong := faults(path)):
+        if not (faults := verify(path)):
             notes += _later_dates(path)
             return path
-        notes.append(f"{path} is damaged and left aside: {'; '.join(wrong)}")
+        notes.append(f"{path} is damaged and was skipped: {'; '.join(faults)}")
     return None
 
 
@@ -166,61 +170,63 @@ def _later_dates(newest: Path) -> list[str]:
     later = [
         path.name
         for path in checkpoints(newest.parent)
-        if 0 < (at := saved_at(path)).number < when.number and at.time > when.time
+        if 0 < (saved := saved_at(path)).number < when.number and saved.time > when.time
     ]
     if not later:
         return []
     return [
-        f"{newest.name} was saved after {', '.join(later)}, though its date is earlier: a clock has been set back. The "
+        f"{newest.name} was saved after {', '.join(later)}, though its date is earlier: a clock was set back. The "
         "order of the saves counts"
     ]
 
 
-def _check_whole(checkpoint: Path, faults: Faults) -> None:
+def _verify_or_raise(checkpoint: Path, verify: Verify) -> None:
     if not checkpoint.is_dir():
-        raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder. Give a checkpoint's, latest or auto")
-    if wrong := faults(checkpoint):
+        raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder. Set a checkpoint's, latest or auto")
+    if faults := verify(checkpoint):
         raise ValueError(
-            f"--resume_from_checkpoint {checkpoint}: it is not as it was written ({'; '.join(wrong)}). Give another, "
-            "or latest for the newest whole one"
+            f"--resume_from_checkpoint {checkpoint}: it is damaged ({'; '.join(faults)}). Set another one, or "
+            "latest for the newest complete one"
         )
 
 
-def _check_complete(checkpoint: Path, state: dict[str, Any], options: SftOptions) -> None:
-    """What a run lacks to go on exactly, the user must know."""
-    for flag, lacking, what in (
+def _check_complete(checkpoint: Path, state: JsonObject, options: SftOptions) -> None:
+    """Raise ValueError where a state is missing that an exact resume needs, unless a flag accepts it."""
+    for flag, is_missing, state_name in (
         ("no_load_optim", state["optimizer"] is None, "the optimizer's state (--no_save_optim true)"),
         ("no_load_rng", not state["rng"], "the states of random numbers (--no_save_rng true)"),
     ):
-        if lacking and not getattr(options, flag):
-            raise ValueError(f"{checkpoint} lacks {what}. To go on without, give --{flag} true")
+        if is_missing and not getattr(options, flag):
+            raise ValueError(
+                f"--resume_from_checkpoint {checkpoint}: it lacks {state_name}. To resume without, set --{flag} true"
+            )
 
 
 def _changes(checkpoint: Path, options: SftOptions) -> Iterator[str]:
-    """The options that are not what they were when a checkpoint was saved."""
+    """Yield the options that differ from those of the checkpoint's run."""
     try:
         saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
-        former = {name: entry["value"] for name, entry in saved.items()}
+        former_values = {name: entry["value"] for name, entry in saved.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        yield f"{checkpoint / 'args.json'} cannot be read: which options have changed is not known"
+        yield f"{checkpoint / 'args.json'} cannot be read, so that changed options are unknown"
         return
     for name, value in vars(options).items():
         now = json.loads(json.dumps(value, default=os.fspath))
-        if name not in SILENT and name in former and former[name] != now:
-            yield f"changed since {checkpoint.name}: --{name} {_shown(now)} (was {_shown(former[name])})"
+        if name not in SILENT and name in former_values and former_values[name] != now:
+            yield f"changed since {checkpoint.name}: --{name} {_shown(now)} (was {_shown(former_values[name])})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     return json.dumps(value) if isinstance(value, bool | list | dict) or value is None else str(value)
 
 
 def _launch() -> str | None:
-    """What tells one torchrun from another, over its attempts; None without it."""
+    """Return an id of this torchrun over its restarts; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     if STARTED in os.environ:
         return os.environ[STARTED]
-    try:  # when the torchrun of somebody else began, since numbers of processes come again
+    try:  # the start time of torchrun, since process ids are reused
         began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         began = ""
@@ -228,7 +234,7 @@ def _launch() -> str | None:
 
 
 def _started(folder: Path) -> int | None:
-    """The number of the last save into a folder before this torchrun began its run there; None where it did not."""
+    """Return the number of the last save into a folder before this torchrun used it; None where it did not."""
     try:
         launch, before = (folder / LAUNCH).read_text().split("\n")
         return int(before) if launch == _launch() else None
@@ -236,18 +242,18 @@ def _started(folder: Path) -> int | None:
         return None
 
 
-def launched_folder() -> Path | None:
-    """The folder of the run that this process has launched; None while it has none."""
+def launched_run_dir() -> Path | None:
+    """Return the folder of the run that this process has launched; None before it has one."""
     launch, output = os.environ.get(STARTED), os.environ.get(OUTPUT)
-    for folder in reversed(run_folders(Path(output))) if launch and output else ():
+    for folder in reversed(run_dirs(Path(output))) if launch and output else ():
         with contextlib.suppress(OSError):
             if (folder / LAUNCH).read_text().split("\n")[0] == launch:
                 return folder
     return None
 
 
-def _own_folder(output: Path) -> Path | None:
-    """Where this same torchrun had its run before it started the processes again."""
+def _folder_before_restart(output: Path) -> Path | None:
+    """Return the folder that this torchrun used before it restarted the processes."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    return next((folder for folder in reversed(run_folders(output)) if _started(folder) is not None), None)
+    return next((folder for folder in reversed(run_dirs(output)) if _started(folder) is not None), None)

@@ -1,7 +1,7 @@
-"""The folder of a run: `<output_dir>/v0-20260131-235959/`, with a `checkpoint-N/` for each time that it was saved.
+"""Run folder `<output_dir>/v0-20260131-235959/` with a `checkpoint-N/` for each save.
 
-`last` and `best` in it are links to two of these. One process of a run holds the folder's lock, and makes, finds and
-deletes what is in it.
+`last` and `best` in it are links to two of these. One process of a run holds the folder's lock, and makes, looks up and
+deletes its entries.
 """
 
 import contextlib
@@ -15,40 +15,50 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TextIO
 
-from ..system.atomic_dir import MANIFEST, SHARED, damage, explained, hidden, listed, of_export, remove_leftovers, sync
+from ...templates.json_types import JsonObject
+from ..system.atomic_dir import (
+    MANIFEST,
+    SHARED,
+    hidden,
+    is_export,
+    os_error_hints,
+    read_manifest,
+    remove_leftovers,
+    sync,
+    verify_files,
+)
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-Faults = Callable[[Path], list[str]]  # tells what is wrong with the files of a checkpoint
-STATE = "training_state"  # of a checkpoint: the folder with what a run goes on from, beside the weights
-LAUNCH = ".launch"  # in a run's folder: whose it is
-_locks: list[Any] = []  # open as long as this process lives
+Verify = Callable[[Path], list[str]]  # returns the faults of a checkpoint's files
+STATE = "training_state"  # folder of a checkpoint with the training state, beside the weights
+LAUNCH = ".launch"  # file in a run folder that names its torchrun
+_locks: list[TextIO] = []  # open until the process ends
 
 
 def default_output_dir(model: str) -> Path:
-    """Where a run goes when `--output_dir` is not given: `megatron_output/<the model's own name>`."""
+    """Return the default of `--output_dir`: `megatron_output/<the model's own name>`."""
     return Path("megatron_output") / (Path(model).resolve().name if Path(model).exists() else model.rsplit("/", 1)[-1])
 
 
-def new_run_folder(output_dir: str | Path, *, add_version: bool = True, replace: bool = False) -> Path:
-    """Make `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false, and return it.
+def new_run_dir(output_dir: str | Path, *, add_version: bool = True, replace: bool = False) -> Path:
+    """Make and return `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false.
 
-    To be called by one process of a run. Two runs that start in the same second get different folders.
-    Raises OSError, with the cure, where the folder cannot be written, ValueError where another run is at work there, or
-    has left checkpoints that are not to be replaced.
+    One process of a run calls this. Two runs that start in the same second get different folders. Raises OSError where
+    the folder cannot be written, ValueError where another run uses it or has left checkpoints and `replace` is false.
     """
     output_dir = Path(output_dir).expanduser().absolute()
-    with explained(output_dir):
+    with os_error_hints(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         folder = _new_version(output_dir) if add_version else output_dir
-    take(folder)
-    if not replace and (there := checkpoints(folder)):
+    lock_run_dir(folder)
+    if not replace and (existing := checkpoints(folder)):
         raise ValueError(
-            f"--add_version false: {folder} has {', '.join(path.name for path in there)} of another run, which this "
-            "one would replace or delete. Set --resume_from_checkpoint auto to resume from there, or another "
-            "--output_dir, or leave --add_version false out"
+            f"--add_version false: {folder} has {', '.join(path.name for path in existing)} of another run, which this "
+            "one would replace or delete. Set --resume_from_checkpoint auto to resume from them, set another "
+            "--output_dir, or remove --add_version false"
         )
     return folder
 
@@ -58,7 +68,7 @@ def _new_version(output_dir: Path) -> Path:
     while True:
         folder = output_dir / f"v{version}-{time.strftime('%Y%m%d-%H%M%S')}"
         try:
-            folder.mkdir()  # is the lock: exactly one of two runs makes it
+            folder.mkdir()  # atomic: only one of two runs succeeds
             return folder
         except FileExistsError:
             version += 1
@@ -69,117 +79,120 @@ def _versions(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), entry) for match, entry in matches if match and entry.is_dir())
 
 
-def run_folders(output_dir: Path) -> list[Path]:
-    """The folders of runs in `output_dir`, oldest version first, and itself (--add_version false)."""
+def run_dirs(output_dir: Path) -> list[Path]:
+    """Return the run folders in `output_dir`, oldest version first, after itself (--add_version false)."""
     return [output_dir, *(folder for _, folder in _versions(output_dir))] if output_dir.is_dir() else []
 
 
-def take(folder: Path, patience: float = 10.0) -> None:
-    """Lock the folder of a run for this process until it ends, and clean it of what earlier ones left half-written.
+def lock_run_dir(folder: Path, patience: float = 10.0) -> None:
+    """Lock a run folder for the lifetime of this process, and remove leftovers of earlier ones.
 
-    A run that was killed may still be ending: it gets `patience` seconds. Raises ValueError where another is at work.
+    A killed run may still be ending, and gets `patience` seconds. Raises ValueError where another run holds the lock.
     """
-    with explained(folder):
-        stream = (folder / ".lock").open("a")  # which tries as well whether the folder can be written
+    with os_error_hints(folder):
+        stream = (folder / ".lock").open("a")  # also checks that the folder is writable
         _wait_for(stream, folder, patience)
         _locks.append(stream)
         _clean(folder)
 
 
 def check_idle(folder: Path, patience: float = 10.0) -> None:
-    """Raise ValueError if another process of this machine keeps the lock of a run's folder for `patience` seconds."""
-    with contextlib.suppress(OSError), (folder / ".lock").open("r+") as stream:  # taken, and released when closed
+    """Raise ValueError if another process of this machine holds the lock of a run folder for `patience` seconds."""
+    with contextlib.suppress(OSError), (folder / ".lock").open("r+") as stream:  # locked, and released when closed
         _wait_for(stream, folder, patience)
 
 
-def _wait_for(stream: Any, folder: Path, patience: float) -> None:
+def _wait_for(stream: TextIO, folder: Path, patience: float) -> None:
     deadline = time.monotonic() + patience
-    while not _locked(stream):
+    while not _try_lock(stream):
         if time.monotonic() > deadline:
             fix = "set another --output_dir"
             if VERSION.fullmatch(folder.name):
-                fix = "start a run of its own beside it, without --resume_from_checkpoint"
-            raise ValueError(f"another run is at work in {folder}: wait for its end, or {fix}")
+                fix = "remove --resume_from_checkpoint to start a new run"
+            raise ValueError(f"another run uses {folder}. Wait for its end, or {fix}")
         time.sleep(0.2)
 
 
-def clean_others(folders: Iterable[Path]) -> None:
-    """Remove what runs of this machine that are dead have left half-written in their folders.
+def clean_idle_run_dirs(folders: Iterable[Path]) -> None:
+    """Remove half-written files of this machine's dead runs from their folders.
 
-    Folders that this process has locked are skipped, by whatever path: POSIX drops a process's locks on a file as soon
-    as the process closes any descriptor of it.
+    Folders locked by this process are skipped, by whatever path: POSIX drops a process's locks on a file when the
+    process closes any descriptor of it.
     """
     for folder in folders:
-        lock = folder / ".lock"
-        if _is_ours(lock):
+        lock_file = folder / ".lock"
+        if _has_lock(lock_file):
             continue
-        with contextlib.suppress(OSError), lock.open("a") if lock.exists() else contextlib.nullcontext() as stream:
-            if stream is None or _locked(stream):  # a process of this machine's other containers is not seen
+        with (
+            contextlib.suppress(OSError),
+            lock_file.open("a") if lock_file.exists() else contextlib.nullcontext() as stream,
+        ):
+            if stream is None or _try_lock(stream):  # processes of other containers on this machine are not seen
                 remove_leftovers(folder)
 
 
-def _is_ours(lock: Path) -> bool:
+def _has_lock(lock: Path) -> bool:
     """Return whether this process has locked a file."""
     return lock.exists() and any(os.path.samestat(lock.stat(), os.fstat(stream.fileno())) for stream in _locks)
 
 
 def _clean(folder: Path) -> None:
-    """Of what a run that was killed has left."""
-    with explained(folder):
-        remove_leftovers(folder, ours=True)
+    """Remove the leftovers of a killed run."""
+    with os_error_hints(folder):
+        remove_leftovers(folder, is_locked=True)
         for mark in folder.glob(f"{SHARED}*"):
             mark.unlink(missing_ok=True)
         newest = max((_step(path) for path in checkpoints(folder)), default=0)
-        for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's own had its place
-            if _step(entry) > newest and not of_export(entry / "args.json"):
+        for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's folder was renamed
+            if _step(entry) > newest and not is_export(entry / "args.json"):
                 _delete(entry)
 
 
 def _step(checkpoint: Path) -> int:
-    """Of a checkpoint's folder, or that of its merged weights; 0 for one that is called otherwise."""
+    """Return the step of a checkpoint or its merged weights by the folder's name; 0 for other names."""
     match = CHECKPOINT.fullmatch(checkpoint.name.removesuffix("-merged"))
     return int(match[1]) if match else 0
 
 
-def _locked(stream: Any) -> bool:
-    """Of a process, not of its children; gone with it, however it ends."""
+def _try_lock(stream: TextIO) -> bool:
+    """Lock a file for this process, not its children, until it ends. Returns False where another has it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else this file system has no locks
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: this file system has no locks
     return True
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest step first."""
+    """Return the checkpoints of a run folder, oldest step first."""
     entries = [
         (int(match[1]), entry)
         for entry in Path(folder).iterdir()
-        if (match := CHECKPOINT.fullmatch(entry.name)) and entry.is_dir()  # not a link to where one was
+        if (match := CHECKPOINT.fullmatch(entry.name)) and entry.is_dir()  # not a stale link
     ]
     return [entry for _, entry in sorted(entries)]
 
 
-def merged_beside(checkpoint: Path) -> Path:
-    """Where the merged weights of an adapter's checkpoint are."""
+def merged_path(checkpoint: Path) -> Path:
+    """Return the path of the merged weights of an adapter's checkpoint."""
     return checkpoint.with_name(f"{checkpoint.name}-merged")
 
 
-def faults(
-    checkpoint: Path, verify: Callable[[Path], list[str]] = lambda checkpoint: damage(checkpoint, checksums=True)
+def verify_checkpoint(
+    checkpoint: Path, verify: Callable[[Path], list[str]] = lambda checkpoint: verify_files(checkpoint, checksums=True)
 ) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, a line a file; every byte is read. Empty if it is whole.
+    """Return the faults of a checkpoint's files, a line per file; every byte is read. Empty if it is complete.
 
-    verify: compares the files with the manifest (verification.py shares this work among the ranks).
+    verify: compares the files with the manifest (verification.py divides this work among the ranks).
     """
     try:
-        return verify(checkpoint) if listed(checkpoint) else [f"{MANIFEST} is missing"]
+        return verify(checkpoint) if read_manifest(checkpoint) else [f"{MANIFEST} is missing"]
     except ValueError as error:
         return [str(error)]
 
 
-def state_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What state.json of a checkpoint has; None where there is none that can be read."""
+def state_of(checkpoint: Path) -> JsonObject | None:
+    """Return the content of a checkpoint's state.json, None if it is missing or unreadable."""
     try:
         state = json.loads((checkpoint / STATE / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -188,35 +201,35 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 class Saved(NamedTuple):
-    """Place of a checkpoint in the order in which its run folder's checkpoints were saved; compares by that order."""
+    """Position of a checkpoint among the saves into its run folder; compares by that order."""
 
-    number: int  # counts the saves into the folder from 1; 0 where state.json has none, as in those of version 0.1
+    number: int  # counts the saves into the folder from 1; 0 where state.json lacks it (version 0.1)
     time: float  # seconds since 1970, by the clock of the machine that saved it
     step: int
 
 
 def saved_at(checkpoint: Path) -> Saved:
-    """Return when a checkpoint was saved.
+    """Return the position of a checkpoint.
 
-    Within a folder the numbers decide, since a clock may be set back; between folders there is the time alone.
+    Within a folder the numbers decide, since a clock may be set back; between folders there is only the time.
     """
     state = state_of(checkpoint) or {}
     number, when = state.get("saves"), state.get("time")
     if not isinstance(when, float):
-        with contextlib.suppress(FileNotFoundError):  # another run has deleted it by now
+        with contextlib.suppress(FileNotFoundError):  # another run has deleted it
             when = checkpoint.stat().st_mtime
     return Saved(number if isinstance(number, int) else 0, when if isinstance(when, float) else 0.0, _step(checkpoint))
 
 
 def last_save(folder: Path) -> int:
-    """Return the highest number of a save into a run folder; 0 where there is none."""
+    """Return the highest number of a save into a run folder; 0 if there is none."""
     return max((saved_at(path).number for path in checkpoints(folder)), default=0)
 
 
 def newest_first(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints of run folders: those of one folder in the order of saving, and folders by time.
+    """Yield the checkpoints of run folders: within a folder in the order of saving, across folders by time.
 
-    Those whose state.json is lost, and with it their place in the order, come first: whoever checks them names them.
+    Those whose state.json is lost, and their position with it, come first, so that a check reports them.
     """
     queues = []
     for folder in folders:
@@ -230,65 +243,67 @@ def newest_first(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def _has_lost_state(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was saved with a state.json, which cannot be read."""
+    """Return whether a checkpoint was saved with a state.json that is missing or unreadable."""
     try:
-        return state_of(checkpoint) is None and f"{STATE}/state.json" in listed(checkpoint)
+        return state_of(checkpoint) is None and f"{STATE}/state.json" in read_manifest(checkpoint)
     except ValueError:
         return True
 
 
 def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
-    """The checkpoint of a run folder that has the best of a metric; None where none has it."""
-    found = []
+    """Return the checkpoint of a run folder with the best value of a metric; None if none has it."""
+    candidates = []
     for path in checkpoints(folder):
         value = ((state_of(path) or {}).get("metrics") or {}).get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
-            found.append((value if greater else -value, path))
-    return max(found, default=(0, None), key=lambda one: one[0])[1]
+            candidates.append((value if greater else -value, path))
+    return max(candidates, default=(0, None), key=lambda candidate: candidate[0])[1]
 
 
 def link(folder: Path, name: str, checkpoint: Path) -> None:
-    """Make the link `name` in a run folder lead to one of its checkpoints. A file system without links has none."""
-    beside = hidden(folder / name)
+    """Make the link `name` in a run folder point to one of its checkpoints, where the file system has links."""
+    temporary = hidden(folder / name)
     with contextlib.suppress(OSError):
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(checkpoint.name)
-        beside.replace(folder / name)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(checkpoint.name)
+        temporary.replace(folder / name)
         sync(folder)
 
 
-def tidy(
+def update_links_and_prune(
     folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool, keep: Collection[Path] = ()
 ) -> None:
-    """Have `last` lead to the newest whole checkpoint of a run folder, `best` to that with the best of a metric, and
-    delete what is beyond the limit, but for these two and those to `keep`."""
+    """Link `last` to the newest checkpoint of a run folder and `best` to that with the best metric, then prune.
+
+    These two and those in `keep` are not deleted.
+    """
     link(folder, "last", newest)
     leader = best(folder, metric, greater=greater)
     if leader is not None:
         link(folder, "best", leader)
-    rotate(folder, save_total_limit, {*keep, newest, *([leader] if leader else [])})
+    prune_checkpoints(folder, save_total_limit, {*keep, newest, *([leader] if leader else [])})
 
 
-def rotate(folder: str | Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
+def prune_checkpoints(folder: str | Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
-    Merged weights beside a checkpoint go with it, unless an export made them. The newest is never deleted, also where
-    an earlier run into this folder has left checkpoints of later steps; nor are those to `keep`, which count.
+    Merged weights beside a checkpoint are deleted with it, unless an export made them. The newest is never deleted,
+    even where an earlier run into this folder has left later steps; nor are those in `keep`, which count.
     """
     if save_total_limit is None:
         return []
-    found = sorted(checkpoints(folder), key=saved_at)
-    kept = {path.resolve() for path in keep}
-    others = [path for path in found[:-1] if path.resolve() not in kept]
-    doomed = others[: max(0, len(found) - max(1, save_total_limit))]
+    ordered = sorted(checkpoints(folder), key=saved_at)
+    protected = {path.resolve() for path in keep}
+    deletable = [path for path in ordered[:-1] if path.resolve() not in protected]
+    doomed = deletable[: max(0, len(ordered) - max(1, save_total_limit))]
     for path in doomed:
-        merged = merged_beside(path)
-        _delete(*([merged] if merged.is_dir() and not of_export(merged / "args.json") else []), path)
+        merged = merged_path(path)
+        _delete(*([merged] if merged.is_dir() and not is_export(merged / "args.json") else []), path)
     return doomed
 
 
 def _delete(*folders: Path) -> None:
-    """They are absent at once: deleting many gigabytes takes a while, and may be cut short."""
+    """Rename folders away at once, then delete them: deleting many gigabytes takes long and may be interrupted."""
     for folder in folders:
         folder.rename(hidden(folder))
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint before a run goes on from it: every byte is hashed, each rank reading its share."""
+"""Verification of a checkpoint before a run resumes: every byte is hashed, each rank reading a share."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -6,51 +6,53 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..distributed.collectives import on_first_rank_with_help, patient_group
-from ..system.atomic_dir import damage, listed
-from .run_dir import Faults, faults
+from ..distributed.collectives import broadcast_from_rank0_with_workers, gloo_group
+from ..system.atomic_dir import read_manifest, verify_files
+from .run_dir import Verify, verify_checkpoint
 
-Request = tuple[Path, list[list[str]]]  # a checkpoint, and for each rank the names of the files that it reads
+Request = tuple[Path, list[list[str]]]  # a checkpoint, and the file names for each rank
 
 
-def on_first_rank_with_faults[T](do: Callable[[Faults], T]) -> T:
-    """Return `do(faults)` of rank 0, on every rank, which calls this. Its error reaches every rank too.
+def broadcast_from_rank0_with_verify[T](do: Callable[[Verify], T]) -> T:
+    """Return `do(verify)` of rank 0 on every rank, which calls this. Its error reaches every rank too.
 
-    faults(checkpoint): as run_folder.faults, but all ranks read the files.
+    verify(checkpoint): as run_dir.verify_checkpoint, with the files read by all ranks.
     """
-    return on_first_rank_with_help(
-        lambda everywhere: do(partial(faults, verify=partial(_damage, everywhere))), _damage_in_share, patient_group()
+    return broadcast_from_rank0_with_workers(
+        lambda everywhere: do(partial(verify_checkpoint, verify=partial(_verify_by_all, everywhere))),
+        _verify_share,
+        gloo_group(),
     )
 
 
-def _damage(everywhere: Callable[[Request], list[list[str] | None]], checkpoint: Path) -> list[str]:
-    """Return the files of a checkpoint that differ from its manifest, as `damage` does."""
-    sizes = {name: int(entry["size"]) for name, entry in listed(checkpoint).items()}
-    shares = balanced(sizes, dist.get_world_size())
+def _verify_by_all(everywhere: Callable[[Request], list[list[str] | None]], checkpoint: Path) -> list[str]:
+    """Return the files of a checkpoint that differ from its manifest, as `verify_files` does."""
+    sizes = {name: int(entry["size"]) for name, entry in read_manifest(checkpoint).items()}
+    shares = balance_files(sizes, dist.get_world_size())
     lines = []
     for names, reported in zip(shares, everywhere((checkpoint, shares)), strict=True):
-        # Another node may not have the folder, or its NFS client may look at an old state of it: rank 0 decides.
-        lines += [] if reported == [] else damage(checkpoint, checksums=True, names=names)
+        # Another node may lack the folder, or its NFS client may see an old state: rank 0 decides.
+        lines += [] if reported == [] else verify_files(checkpoint, checksums=True, names=names)
     return sorted(lines)
 
 
-def _damage_in_share(request: Request) -> list[str] | None:
-    """Return the damage in this rank's share of the files, or None where its node does not have the manifest."""
+def _verify_share(request: Request) -> list[str] | None:
+    """Return the faults in this rank's share of the files, None if its node has no manifest."""
     checkpoint, shares = request
     try:
-        if not listed(checkpoint):
+        if not read_manifest(checkpoint):
             return None
-        return damage(checkpoint, checksums=True, names=shares[dist.get_rank()])
+        return verify_files(checkpoint, checksums=True, names=shares[dist.get_rank()])
     except ValueError:
         return None
 
 
-def balanced(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Return `count` shares of files of about as many bytes: each file, the largest first, goes to the least share."""
+def balance_files(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Return `count` shares of files of about equal size: the largest file first, each to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(count)]
     totals = [0] * count
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = totals.index(min(totals))
-        shares[least].append(name)
-        totals[least] += sizes[name] + 1  # empty files count a little
+        smallest = totals.index(min(totals))
+        shares[smallest].append(name)
+        totals[smallest] += sizes[name] + 1  # empty files count a little
     return shares

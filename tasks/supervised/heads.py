@@ -118,7 +118,7 @@ def _infonce(
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
     others = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = _of_all_ranks(vectors, others, grouping.documents_per_rank, groups.dp)
+        candidates, usable, first = all_gather_objects(vectors, others, grouping.documents_per_rank, groups.dp)
         mask = to_device(usable, vectors.device).expand(len(anchors), -1)
     else:
         candidates, first = vectors, 0
@@ -131,7 +131,7 @@ def _infonce(
     return {"loss": losses, "accuracy": (nearest == target).float()}
 
 
-def _of_all_ranks(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
+def all_gather_objects(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
     """The vectors of the documents of all data-parallel ranks, [ranks x most, dimensions], with gradients for all;
     which of them are to be looked for; and where this rank's begin."""
     if dist.get_world_size(group) == 1:

@@ -1,12 +1,11 @@
-"""Terminal output: safe streams, colours, and the copy in the run folder, console.log.
+"""Terminal output: safe streams, colours, and a copy in the run folder, console.log.
 
     prepare_streams()            # in each process, before anything is printed
-    start_copy("megatron sft")   # in each process of a run: from here on all output is remembered
-    open_log(run_folder)         # and from here on written to console.log, after what came before
+    start_copy("megatron sft")   # in each process of a run: output is buffered from here on
+    open_log(run_folder)         # the buffer and further output go to console.log
     stop_copy()
 
-The copy is made by the streams of Python: of a library in C++ (NCCL), what it prints by itself is not in it.
-Knows no torch.
+Python's streams make the copy: output of C++ libraries (NCCL) is not in it. No torch.
 """
 
 import contextlib
@@ -15,20 +14,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 LOG = "console.log"
-EARLY_TEXT = "MEGASWIFT_CONSOLE"  # environment: what the launcher showed before its processes began
-EARLY_LIMIT = 100_000  # characters: an environment variable holds 131,071 bytes, and a terminal has scrolled by then
+EARLY_TEXT = "MEGASWIFT_CONSOLE"  # environment: output of the launcher
+EARLY_LIMIT = 100_000  # characters: an environment variable holds 131,071 bytes
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLORS = {"error": "1;31", "warning": "33", "note": "33"}
 GREEN = "32"
 
 
 def prepare_streams() -> None:
-    """Have no character be an error, and no library draw progress bars where nobody sees them."""
+    """Replace unencodable characters, and disable the libraries' progress bars outside of a terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
@@ -41,7 +40,7 @@ def prepare_streams() -> None:
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of a terminal; 0 where it is not known."""
+    """Return the width of a terminal; 0 if unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -55,13 +54,13 @@ def labelled(text: str, stream: TextIO) -> str:
 
 
 def painted(text: str, color: str, stream: TextIO) -> str:
-    """Return the text in a colour (https://no-color.org) where the stream is a terminal."""
+    """Return the text in a colour (https://no-color.org) if the stream is a terminal."""
     shows = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\x1b[{color}m{text}\x1b[0m" if shows else text
 
 
 def file_size(count: int) -> str:
-    """Return a number of bytes for people: 8.1 GB, 12.5 MB, 3.0 kB."""
+    """Format a number of bytes: 8.1 GB, 12.5 MB, 3.0 kB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -70,7 +69,7 @@ def file_size(count: int) -> str:
 
 @contextlib.contextmanager
 def timed(text: str) -> Iterator[None]:
-    """Print to stderr what is being done, and at the end of the line the seconds that it took."""
+    """Print to stderr what is being done, and the seconds it took at the end of the line."""
     print(f"{text} ...", end="", file=sys.stderr, flush=True)
     began, ending = time.perf_counter(), ""
     try:
@@ -81,7 +80,7 @@ def timed(text: str) -> Iterator[None]:
 
 
 class _Log:
-    """Text for console.log: remembered until the folder is known. No error of its file ends the run."""
+    """Text of console.log, buffered until the folder is known. Its file errors do not end the run."""
 
     def __init__(self, early: str):
         self._early, self._descriptor = early, None
@@ -111,8 +110,8 @@ class _Log:
             self._descriptor = None
 
 
-class _Copied:
-    """A stream of which the log gets each line. A terminal or a pipe that has gone is no error."""
+class _CopyingStream:
+    """Stream that copies each line to the log. A closed terminal or pipe is no error."""
 
     def __init__(self, stream: TextIO, log: _Log):
         self.stream, self._log, self._line = stream, log, ""
@@ -121,12 +120,12 @@ class _Copied:
         with contextlib.suppress(OSError, ValueError):
             self.stream.write(text)
         lines, newline, rest = (self._line + text).rpartition("\n")
-        self._line = rest[rest.rfind("\r") + 1 :]  # a progress bar draws itself again and again
+        self._line = rest[rest.rfind("\r") + 1 :]  # of a progress bar only the last state
         if newline:
             self._log.write(as_seen(lines) + "\n")
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -135,7 +134,7 @@ class _Copied:
             self.stream.flush()
 
     def finish(self) -> None:
-        """Copy a last line that has no end."""
+        """Copy an unterminated last line."""
         if self._line:
             self._log.write(as_seen(self._line) + "\n")
             self._line = ""
@@ -148,35 +147,37 @@ _log: _Log | None = None
 
 
 def as_seen(lines: str) -> str:
-    """Return what a terminal shows in the end: no colours, and of a line that was drawn again the last state."""
-    kept = (line.rstrip("\r") for line in ESCAPES.sub("", lines).split("\n"))
-    return "\n".join(line[line.rfind("\r") + 1 :].rstrip() for line in kept)
+    """Return the final text on a terminal: without colours, and only the last state of a redrawn line."""
+    printed = (line.rstrip("\r") for line in ESCAPES.sub("", lines).split("\n"))
+    return "\n".join(line[line.rfind("\r") + 1 :].rstrip() for line in printed)
 
 
 def start_copy(command: str) -> None:
-    """Remember what this process prints from now on, after what its launcher has shown or the run's command."""
+    """Buffer this process's output from now on, after its launcher's output or the command."""
     global _log
     if _log is None:
         heading = f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{command}\n"
         early = os.environ.pop(EARLY_TEXT, heading)
         _log = _Log(early if os.environ.get("LOCAL_RANK", "0") == "0" else "")
-        sys.stdout, sys.stderr = _Copied(sys.stdout, _log), _Copied(sys.stderr, _log)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = _CopyingStream(sys.stdout, _log), _CopyingStream(sys.stderr, _log)  # type: ignore[assignment]
 
 
 def record(text: str) -> None:
-    """Add a line to the log, which the terminal does not show."""
+    """Add a line to the log without printing it."""
     if _log is not None:
         _log.write(f"{text}\n")
 
 
-def handed_over() -> dict[str, str]:
-    """Return the environment variable by which another program that takes this process's place goes on."""
+def handover_env() -> dict[str, str]:
+    """Return the environment variable that passes the log to the program that replaces this process."""
     return {EARLY_TEXT: _log.early} if _log is not None and _log.early else {}
 
 
 def open_log(folder: Path) -> None:
-    """Write all of it to the run's console.log, behind that of earlier runs. A node other than the first has its own
-    file: on NFS two machines that append overwrite each other."""
+    """Append the log to the run's console.log.
+
+    Each further node has its own file: on NFS two machines that append overwrite each other.
+    """
     if _log is not None:
         _log.open(log_file(folder))
 
@@ -188,7 +189,7 @@ def log_file(folder: Path) -> Path:
 
 
 def append(file: Path, text: str) -> None:
-    """Add a line to the log of a run that this process has launched."""
+    """Append a line to the log of a launched run."""
     log = _Log("")
     if file.exists():
         log.open(file)
@@ -197,12 +198,12 @@ def append(file: Path, text: str) -> None:
 
 
 def stop_copy() -> None:
-    """Give the streams back."""
+    """Restore the streams."""
     global _log
     if _log is None:
         return
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, _Copied):
+        if isinstance(stream, _CopyingStream):
             stream.finish()
             stream.flush()
     sys.stdout, sys.stderr = (getattr(stream, "stream", stream) for stream in (sys.stdout, sys.stderr))

@@ -1,4 +1,4 @@
-"""How much memory this process holds, and what to do where it is not enough."""
+"""Memory use of this process, and hints for out-of-memory errors."""
 
 import os
 import sys
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 GIB = 2**30
-ELSEWHERE = ("Rollout server", "--teacher_model_server")  # what begins errors of machines whose memory is another
-_most = 0  # bytes, until `unmapped` was last called
-_unmapped = 0  # bytes that torch counts as reserved and that are nobody's
+REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # prefixes of errors from other machines
+_peak = 0  # bytes, up to the last call of `set_unmapped`
+_unmapped = 0  # bytes that torch counts as reserved although vLLM has unmapped them
 
 
 def memory_gib() -> float:
-    """The most memory this process has held, GiB: reserved on its GPU, or resident on the host where it has none."""
+    """Return the peak memory of this process in GiB: reserved on its GPU, else resident on the host."""
     if torch.cuda.is_available():
-        return max(_most, torch.cuda.max_memory_reserved() - _unmapped) / GIB
+        return max(_peak, torch.cuda.max_memory_reserved() - _unmapped) / GIB
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
 def held_gib() -> float:
-    """The memory that is held now, GiB: of the GPU, by all processes, or by this one of the host where it has none."""
+    """Return the memory in use in GiB: of the GPU by all processes, else of the host by this one."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB
@@ -35,40 +35,40 @@ def held_gib() -> float:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
-def unmapped(count: int) -> None:
-    """From now on so many bytes are nobody's which torch counts as reserved: those of a vLLM that sleeps."""
-    global _most, _unmapped
-    _most = max(_most, torch.cuda.max_memory_reserved() - _unmapped)
+def set_unmapped(count: int) -> None:
+    """Set the number of reserved bytes that a sleeping vLLM has unmapped, which torch still counts."""
+    global _peak, _unmapped
+    _peak = max(_peak, torch.cuda.max_memory_reserved() - _unmapped)
     _unmapped = count
     torch.cuda.reset_peak_memory_stats()
 
 
 @contextmanager
-def explained(options: Any) -> Iterator[None]:
-    """Within, an error for want of the GPU's memory says which flags help: RuntimeError."""
+def oom_hints(options: Any) -> Iterator[None]:
+    """Turn an out-of-memory error of the GPU within the context into a RuntimeError that names helpful flags."""
     try:
         yield
-    except RuntimeError as error:  # torch's own, and vLLM's
+    except RuntimeError as error:  # raised by torch and vLLM
         text = str(error)
-        if "out of memory" not in text.lower() or any(name in text for name in ELSEWHERE):
+        if "out of memory" not in text.lower() or any(name in text for name in REMOTE_ERRORS):
             raise
-        raise RuntimeError(f"{text.splitlines()[0]} {_cures(options)}") from error
+        raise RuntimeError(f"{text.splitlines()[0]} {_hints(options)}") from error
 
 
-def _cures(options: Any) -> str:
-    """What of the options can take less."""
-    found = []
+def _hints(options: Any) -> str:
+    """Return the options that lower the memory use."""
+    flags = []
     if hasattr(options, "offload_model"):
-        found += [f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(options, name)]
+        flags += [f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(options, name)]
         if options.sleep_level == 0:
-            found.append("--sleep_level 1")
+            flags.append("--sleep_level 1")
         if (share := options.vllm_gpu_memory_utilization) is not None:
-            found.append(f"a lower --vllm_gpu_memory_utilization than {share}")
-        found.append("a larger --vllm_tensor_parallel_size, or --vllm_mode server")
+            flags.append(f"a lower --vllm_gpu_memory_utilization than {share}")
+        flags.append("a larger --vllm_tensor_parallel_size, or --vllm_mode server")
     if hasattr(options, "offload_ref_model") and not options.offload_ref_model:
-        found.append("--offload_ref_model true")
+        flags.append("--offload_ref_model true")
     if options.recompute_granularity != "full":
-        found.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")
+        flags.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")
     if options.micro_batch_size > 1:
-        found.append(f"a smaller --micro_batch_size than {options.micro_batch_size}")
-    return f"What takes less: {'; '.join(found)}; more processes, with a larger --tensor_model_parallel_size."
+        flags.append(f"a smaller --micro_batch_size than {options.micro_batch_size}")
+    return f"To lower it, use {'; '.join(flags)}; more processes, with a larger --tensor_model_parallel_size."

@@ -1,4 +1,4 @@
-"""What a user's Python files bring to a run (--external_plugins): rewards, schedulers, tools, each by its name."""
+"""Plugins: a user's Python files (--external_plugins) that register rewards, schedulers and tools by name."""
 
 import difflib
 import importlib.util
@@ -12,16 +12,18 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, overload
 
+from ...templates.json_types import JsonObject
+
 _loaded: set[Path] = set()
 
 
 class Registrar:
-    """Decorator that puts a function or a class into a registry: `@reward("name")`, or `@reward` under its own name.
+    """Decorator that registers a function or a class: `@reward("name")`, or `@reward` under its own name.
 
     Raises ValueError where the name is taken.
     """
 
-    def __init__(self, registry: dict[str, Any], kind: str):
+    def __init__(self, registry: JsonObject, kind: str):
         self._registry, self._kind = registry, kind
 
     @overload
@@ -34,50 +36,50 @@ class Registrar:
 
         def register(function: Any) -> Any:
             if name in self._registry:
-                raise ValueError(f'@{self._kind}("{name}"): there is a {self._kind} of this name. Choose another one')
+                raise ValueError(f'@{self._kind}("{name}"): there is already such a {self._kind}. Use another name')
             self._registry[name] = function
             return function
 
         return register
 
 
-def unknown(flag: str, name: str, known: Iterable[str], what: str) -> ValueError:
-    """The error for a name that no registry has."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, 1)
+def unknown_name_error(flag: str, name: str, names: Iterable[str], kind: str) -> ValueError:
+    """Return the error for an unregistered name."""
+    names = list(names)
+    close = difflib.get_close_matches(name, names, 1)
     nearest = f" The nearest is {close[0]}." if close else ""
     return ValueError(
-        f"{flag} {name}: there is no such {what}.{nearest} There are {', '.join(known)}; more come from "
+        f"{flag} {name}: no such {kind}.{nearest} Use one of {', '.join(names)}, or register it in a file of "
         "--external_plugins"
     )
 
 
-def made(entry: Any, options: Any) -> Any:
-    """A function as it is; of a class an instance, with the options where it takes `args`."""
+def instantiate(entry: Any, options: Any) -> Any:
+    """Return a function as it is, or an instance of a class, with the options where it takes `args`."""
     if not isinstance(entry, type):
         return entry
     parameters = inspect.signature(entry).parameters.values()
-    takes = any(p.name == "args" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return entry(args=options) if takes else entry()
+    takes_options = any(p.name == "args" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return entry(args=options) if takes_options else entry()
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import Python files, each once. What is beside one can be imported by it.
+    """Import Python files, each once. Their folders are added to sys.path.
 
-    Raises ValueError where one is missing, or raises itself.
+    Raises ValueError where a file is missing or raises an error.
     """
     for name in paths:
         path = Path(name).expanduser().resolve()
         if path in _loaded:
             continue
         if not path.is_file() or path.suffix != ".py":
-            raise ValueError(f"--external_plugins {name}: there is no such Python file")
+            raise ValueError(f"--external_plugins {name}: no such Python file. Set the path of one")
         module_name = f"megaswift_plugin{len(_loaded)}_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # where dataclasses and pickle look for it
+        sys.modules[module_name] = module  # dataclasses and pickle look modules up there
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:
@@ -88,22 +90,22 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 
 def _reason(error: BaseException, path: Path) -> str:
-    cure = "Fix the file, or remove the flag"
+    fix = "Fix the file, or remove the flag"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "swift":
-        cure = (
+        fix = (
             "Write `from megaswift.tasks.rewards import ORM, AsyncORM, orms`, or `from megaswift.tasks.multi_turn "
-            "import MultiTurnScheduler, multi_turns`, which are the same here"
+            "import MultiTurnScheduler, multi_turns`, which are the same"
         )
     elif isinstance(error, ModuleNotFoundError):
-        cure = "Install it"
-    said, place = str(error), place_of(error.__traceback__, path)
-    if isinstance(error, SyntaxError) and error.filename:  # of a file that did not get to run
-        said, place = error.msg, f"{Path(error.filename).name}, line {error.lineno}"
-    return f"importing it raises {type(error).__name__}: {said} ({place}). {cure}"
+        fix = "Install it"
+    text, line = str(error), line_of(error.__traceback__, path)
+    if isinstance(error, SyntaxError) and error.filename:  # the file was never run
+        text, line = error.msg, f"{Path(error.filename).name}, line {error.lineno}"
+    return f"importing it raises {type(error).__name__}: {text} ({line}). {fix}"
 
 
-def place_of(where: TracebackType | FrameType | None, file: Path | None) -> str:
-    """As in `plugin.py, line 12`: the innermost line that is in `file`, else the innermost of all."""
+def line_of(where: TracebackType | FrameType | None, file: Path | None) -> str:
+    """Return a line as in `plugin.py, line 12`: the innermost one in `file`, else the innermost of all."""
     stack = traceback.extract_stack(where) if isinstance(where, FrameType) else traceback.extract_tb(where)
     lines = [line for line in stack if file and Path(line.filename) == file] or stack
     return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else "no line of Python"
@@ -117,12 +119,12 @@ def file_of(function: Callable) -> Path | None:
         return None
 
 
-class Daemons(ThreadPoolExecutor):
-    """For asyncio.to_thread: its own threads would keep the process from ending."""
+class DaemonExecutor(ThreadPoolExecutor):
+    """Executor of asyncio.to_thread with daemon threads, which do not keep the process from ending."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()
-        future.set_running_or_notify_cancel()  # who waits no longer does not cancel what runs
+        future.set_running_or_notify_cancel()  # a running call cannot be cancelled
 
         def run() -> None:
             try:

@@ -28,14 +28,14 @@ from ...bridge.checkpoint.sentence_transformers import sentence_transformers_fil
 from ...bridge.checkpoint.writer import RankReport, ShardWriter, StagedFolder
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.model.model import Model
-from ..distributed.collectives import on_first_rank
+from ..distributed.collectives import broadcast_from_rank0
 from ..distributed.watchdog import Watchdog
 from ..options import EmbeddingOptions
 from ..run.context import Run
 from ..run.planning import shard_bytes
-from ..run.resume import tidy_for
-from ..run.run_dir import STATE, last_save, merged_beside
-from ..system.atomic_dir import Entry, FolderError, begin, commit_together, explained
+from ..run.resume import update_run_dir
+from ..run.run_dir import STATE, last_save, merged_path
+from ..system.atomic_dir import FolderError, ManifestEntry, commit_together, os_error_hints, stage
 from .reference_sync import REFERENCE
 from .step import TrainState
 from .train_state import rank_file
@@ -89,14 +89,14 @@ class Checkpoints:
             self._failed = True
             self._note(f"{error} Training goes on, and this checkpoint is tried instead.")
         path = self._run.folder / f"checkpoint-{step}"
-        merged = merged_beside(path) if self._training.model.lora and self._run.options.merge_lora else None
+        merged = merged_path(path) if self._training.model.lora and self._run.options.merge_lora else None
         paths = [merged, path] if merged else [path]
         self._saved += 1
         with self._watchdog.phase(f"saving {path.name}"):
             more = [f"{STATE}/{REFERENCE}"] if self._following else []
-            temporary = on_first_rank(lambda: _begin(path, paths, [STATE, *more]))
+            temporary = broadcast_from_rank0(lambda: _begin(path, paths, [STATE, *more]))
             masters = masters_as_bf16(self._training.optimizer, self._training.chunks)
-            with self._training.parameters_gathered(), masters, explained(path), _removed_on_error(temporary):
+            with self._training.parameters_gathered(), masters, os_error_hints(path), _removed_on_error(temporary):
                 folders = {
                     path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
                 }
@@ -221,7 +221,7 @@ class _Saving:
         self.waits_for_others = True
         if dist.get_rank() == 0:
             try:
-                with explained(self.paths[-1]), _removed_on_error(self._temporary):
+                with os_error_hints(self.paths[-1]), _removed_on_error(self._temporary):
                     self._finish(self._reports())
                 with suppress(OSError):
                     self._written(_named(self.paths), time.perf_counter() - self._began)
@@ -248,7 +248,7 @@ class _Saving:
         ]
 
     def _finish(self, ranks: list[dict[Path, list[RankReport]]]) -> None:
-        entries: dict[Path, dict[str, Entry]] = {}
+        entries: dict[Path, dict[str, ManifestEntry]] = {}
         for path, folders in self._folders.items():
             entries[path] = {}
             for number, folder in enumerate(folders):
@@ -262,7 +262,7 @@ class _Saving:
         for each in self.paths:
             (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, entries)
-        tidy_for(run.options, path)
+        update_run_dir(run.options, path)
 
 
 def _embedding(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
@@ -303,8 +303,8 @@ def _answer(message: bytes) -> Any:
 
 
 def _begin(path: Path, paths: list[Path], within: list[str]) -> Path:
-    temporary = begin(path)
-    with explained(path):
+    temporary = stage(path)
+    with os_error_hints(path):
         for each in paths:
             (temporary / each.name).mkdir()
         for folder in within:

@@ -14,7 +14,7 @@ from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.mapping.local_params import collect_params, iter_params
 from ...bridge.mapping.param_mapping import ParamKey
 from ...bridge.model.model import Model
-from ..distributed.collectives import on_every_rank
+from ..distributed.collectives import run_on_all_ranks
 from ..options.groups import ReferenceOptions
 from .step import TrainState
 
@@ -30,7 +30,7 @@ class Follower:
     def __init__(self, model: Model, reference: Model, options: ReferenceOptions):
         self.reference = reference
         self._every, self._share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
-        on_every_rank(lambda: _check_alike(model, reference))
+        run_on_all_ranks(lambda: _check_alike(model, reference))
 
     @torch.no_grad()
     def __call__(self, training: TrainState, step: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ...bridge.parallel import seed_ranks
 from ...templates.batching.dataloader import Batches
-from ..distributed.collectives import on_every_rank
+from ..distributed.collectives import run_on_all_ranks
 from ..run.context import Run
 from ..run.planning import steps_of
 from ..run.resume import Resumed
@@ -28,7 +28,7 @@ def place_data(run: Run, train: Batches) -> list[str]:
         return [*notes, "the data begins anew (--ignore_data_skip true)"]
     position, cursors = run.resumed.state["data"], _cursors(run.resumed)
     try:
-        return notes + on_every_rank(lambda: train.resume(position, cursors))
+        return notes + run_on_all_ranks(lambda: train.resume(position, cursors))
     except ValueError as error:
         raise ValueError(
             f"{run.resumed.checkpoint}: {error}. Give the --dataset that it was, or --ignore_data_skip true to have "

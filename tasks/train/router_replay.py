@@ -15,7 +15,7 @@ from torch import Tensor
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan
-from ..distributed.collectives import patient_group
+from ..distributed.collectives import gloo_group
 
 
 def check_replay(model: Model, mode: str) -> None:
@@ -41,7 +41,7 @@ def by_episode(
             of_batch = torch.stack([recorded[number][index] for number in numbers], dim=1)
             of_rank_documents |= plan.token_values_by_document(batch, of_batch.numpy())
     ranks: list[tuple[list[int], dict[int, np.ndarray]]] = [([], {})] * dist.get_world_size()
-    dist.all_gather_object(ranks, (numbers, of_rank_documents), group=patient_group())
+    dist.all_gather_object(ranks, (numbers, of_rank_documents), group=gloo_group())
     episodes: dict[int, np.ndarray] = {}
     for of_stage, of_rank in ranks:
         for item, experts in of_rank.items():

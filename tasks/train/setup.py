@@ -12,15 +12,15 @@ from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...templates.plural import plural
-from ..distributed.collectives import on_every_rank, on_first_rank
+from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..distributed.signals import EXIT_STOPPED
 from ..options import SftOptions
 from ..run.args_json import save_args
 from ..run.context import Run, eval_batches, open_run, train_batches
 from ..run.interrupt import interruptible
 from ..run.load_weights import read_weights
-from ..run.planning import Layout
-from ..system.memory import explained
+from ..run.planning import ProcessLayout
+from ..system.memory import oom_hints
 from .loss_spikes import SpikeFilter
 from .objective import Objective
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
@@ -36,7 +36,7 @@ Make = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
 
 def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
-    with explained(options), interruptible():
+    with oom_hints(options), interruptible():
         return _train(options, sources, make)
 
 
@@ -48,9 +48,9 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     if opened.writes:
         print(*_about_data(opened, train, steps), sep="\n", flush=True)
     adapters = options.tuner_type == "lora"
-    model = on_every_rank(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
+    model = run_on_all_ranks(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
     with load_as_bf16(model.chunks):
-        on_every_rank(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
+        run_on_all_ranks(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
     trained = choose_trained(model, opened)
     objective, about = make(opened, model, train, val)
     gc.collect()  # a model that was needed for it alone
@@ -61,7 +61,7 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     spikes = SpikeFilter(options.loss_spike_sigma) if options.loss_spike_sigma else None
     training = TrainState(model, chunks, optimizer, schedule, options.clip_grad, spikes)
     notes += about + restore(opened, training)
-    on_first_rank(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
+    broadcast_from_rank0(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
         print(*trained, *notes, sep="\n")
         print(f"{model.kernels}; weights: {str(opened.dtype).removeprefix('torch.')}")
@@ -74,7 +74,7 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
 def _about_data(run: Run, train: Any, steps: int) -> list[str]:
     """Return what a user should know before the model is loaded, as lines."""
     batch = run.options.global_batch_size
-    layout = Layout.of(run.options, dist.get_world_size())
+    layout = ProcessLayout.of(run.options, dist.get_world_size())
     lines = [run.data.report, f"{layout}; {plural(steps, 'step')} of {plural(batch, 'sample')}"]
     if train.samples is not None and train.samples < batch:
         lines.append(

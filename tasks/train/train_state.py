@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...bridge.checkpoint.shard_regions import ShardRegion, TrainedParams, load_regions
 from ...bridge.mapping.fp8 import read_scales, set_scales
-from ..distributed.collectives import on_every_rank
+from ..distributed.collectives import run_on_all_ranks
 from .optimizer import parts, put_masters, shards
 from .step import TrainState
 
@@ -80,7 +80,7 @@ def load_optimizer(
                 "give the options of that run, or --no_load_optim true to begin with a fresh optimizer"
             ) from None
 
-    on_every_rank(read)
+    run_on_all_ranks(read)
     if same_layout:  # first: weights in FP8 are made of the masters by these scales
         scales = read_own(folder, dist.get_rank(), FP8)
         for name, module in _in_fp8(training):

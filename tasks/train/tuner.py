@@ -13,11 +13,11 @@ from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.model import Model
 from ...bridge.model.trainable import count_parameters, freeze, freeze_output
-from ..distributed.collectives import on_every_rank, on_first_rank
+from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..options import EmbeddingOptions
 from ..options.groups import ReferenceOptions
 from ..run.context import Run
-from ..system.atomic_dir import WEIGHTS, damage, listed
+from ..system.atomic_dir import WEIGHTS, read_manifest, verify_files
 
 
 def choose_trained(model: Model, run: Run) -> list[str]:
@@ -27,13 +27,13 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     """
     options, names = run.options, tensor_names(run.model_folder)
     if options.tuner_type == "lora":
-        settings = on_every_rank(lambda: _settings(run))
-        on_every_rank(lambda: attach_adapters(model, run.hf_config, settings, seed=options.seed, names=names))
+        settings = run_on_all_ranks(lambda: _settings(run))
+        run_on_all_ranks(lambda: attach_adapters(model, run.hf_config, settings, seed=options.seed, names=names))
         if model.lora and isinstance(options, ReferenceOptions) and not reference_apart(options):
             model.lora.switch = AdapterSwitch(model.chunks)
         _read_adapter(model, run)
     else:
-        on_every_rank(lambda: freeze(model, run.hf_config, options, names=names))
+        run_on_all_ranks(lambda: freeze(model, run.hf_config, options, names=names))
         if isinstance(options, EmbeddingOptions):  # which does not use the output layer: it is not to decay
             freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
@@ -64,9 +64,9 @@ def _settings(run: Run) -> LoraSettings:
 
 def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
-        on_first_rank(lambda: _check_whole(folder))
+        broadcast_from_rank0(lambda: _check_whole(folder))
         read = load_adapter if _is_of_peft(folder) else load_distributed_adapter
-        on_every_rank(lambda: read(model.chunks, run.hf_config, model.lora, folder))
+        run_on_all_ranks(lambda: read(model.chunks, run.hf_config, model.lora, folder))
 
 
 def _is_of_peft(folder: Path) -> bool:
@@ -75,6 +75,6 @@ def _is_of_peft(folder: Path) -> bool:
 
 
 def _check_whole(folder: Path) -> None:
-    names = [name for name in listed(folder) if name.endswith(WEIGHTS)]
-    if faults := damage(folder, checksums=True, names=names):
+    names = [name for name in read_manifest(folder) if name.endswith(WEIGHTS)]
+    if faults := verify_files(folder, checksums=True, names=names):
         raise ValueError(f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another")

@@ -7,7 +7,7 @@ from megaswift.cli.checks.common import check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import PREFERENCES, TASKS, read_options
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.conftest import DENSE
 
@@ -27,7 +27,7 @@ def check(kind: str, model: Path, words: str = "", *, world: int = 1) -> tuple[S
     options, sources, _ = read_options(
         "megatron", [*line(kind, words), "--model", str(model), "--dataset", "d", "--train_iters", "1"]
     )
-    layout = Layout.of(options, world)
+    layout = ProcessLayout.of(options, world)
     return options, check_training(options, layout, gpus=0, processes=world, sources=sources)
 
 

@@ -88,7 +88,7 @@ def test_a_resumed_run_appends(begin, tmp_path: Path, capsys) -> None:
 def test_the_launchers_output_is_handed_over(begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin()
     print("note: of the launcher")
-    handed = console.handed_over()
+    handed = console.handover_env()
     console.stop_copy()
     for rank in ("1", "0"):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -107,10 +107,10 @@ def test_the_launcher_finds_the_log_of_its_run(tmp_path: Path, monkeypatch: pyte
         folder = tmp_path / f"v{version}-20260101-000000"
         folder.mkdir()
         (folder / resume.LAUNCH).write_text(f"{launch}\n1")
-    assert resume.launched_folder() is None
+    assert resume.launched_run_dir() is None
     monkeypatch.setenv(resume.STARTED, "bb")
     monkeypatch.setenv(resume.OUTPUT, str(tmp_path))
-    folder = resume.launched_folder()
+    folder = resume.launched_run_dir()
     assert folder == tmp_path / "v1-20260101-000000"
     (folder / "console.log").write_text("step 1\n")
     console.append(console.log_file(folder), "error: rank 1 was ended by SIGKILL")

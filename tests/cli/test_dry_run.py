@@ -91,10 +91,10 @@ def test_only_what_is_set_is_listed(model, tmp_path, capsys):
 def test_columns_that_rewards_want(model, tmp_path, capsys):
     data, none = written(tmp_path / "a.jsonl", "1", None), written(tmp_path / "b.jsonl", None, None)
     code, said = dry(capsys, grpo(model, data))
-    assert (code, "note: --reward_funcs accuracy cannot judge 1 of the 2 rows to train on" in said) == (0, True)
-    assert "accuracy wants the column solution" in dry(capsys, grpo(model, none))[1]
+    assert (code, "note: --reward_funcs accuracy cannot score 1 of the 2 rows to train on" in said) == (0, True)
+    assert "accuracy: it requires the column solution" in dry(capsys, grpo(model, none))[1]
     code, said = dry(capsys, grpo(model, data, f"--val_dataset {none}"))
-    assert (code, "cannot judge any of the 2 rows to evaluate on, which lack solution" in said) == (1, True)
+    assert (code, "cannot score any of the 2 rows to evaluate on, which lack solution" in said) == (1, True)
     assert dry(capsys, grpo(model, none, "--reward_funcs format"))[0] == 0
 
 
@@ -109,7 +109,7 @@ def test_classes_of_rewards_are_not_made(model, tmp_path, capsys):
 
     try:
         data = written(tmp_path / "a.jsonl", "1")
-        assert "dear wants the column level" in dry(capsys, grpo(model, data, "--reward_funcs dear"))[1]
+        assert "dear: it requires the column level" in dry(capsys, grpo(model, data, "--reward_funcs dear"))[1]
     finally:
         del orms["dear"]
 
@@ -135,6 +135,6 @@ def test_another_model(flag, model, tmp_path, capsys):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert f"--{flag} {other} has another vocabulary than the model that is trained" in dry(capsys, words)[1]
+    assert f"--{flag} {other} has another vocabulary than the trained model" in dry(capsys, words)[1]
     (other / "model.safetensors").unlink()
     assert f"--{flag} {other}: has no weights" in dry(capsys, words)[1]

@@ -277,11 +277,11 @@ def whole(folder: Path, where: str) -> list[Path]:
     found = checkpoints(folder)
     for path in found:
         assert (path / "manifest.json").exists(), f"{where}{path.name} has no manifest"
-        listed = json.loads((path / "manifest.json").read_text())["files"]
+        read_manifest = json.loads((path / "manifest.json").read_text())["files"]
         there = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
         del there["manifest.json"]
-        assert there.keys() == listed.keys(), f"{where}{path.name}: {there.keys() ^ listed.keys()}"
-        for name, entry in listed.items():
+        assert there.keys() == read_manifest.keys(), f"{where}{path.name}: {there.keys() ^ read_manifest.keys()}"
+        for name, entry in read_manifest.items():
             data = there[name].read_bytes()
             same = (len(data), hashlib.sha256(data).hexdigest()) == (entry["size"], entry["sha256"])
             assert same, f"{where}{path.name}/{name} is not what the manifest says"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megaswift.tasks import infer
 from megaswift.tasks.options import InferOptions
-from megaswift.tasks.system.atomic_dir import damage
+from megaswift.tasks.system.atomic_dir import verify_files
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -123,7 +123,7 @@ def test_a_merged_folder_gives_what_the_adapter_does(case: str, place: Path, mer
     expected = log_probs_of(wanted(place, case))
     assert distance(log_probs_of(load_base(folder)), expected) < BOUND
     assert distance(log_probs_of(load_base(base)), expected) > 0.01
-    assert not damage(folder, checksums=True)
+    assert not verify_files(folder, checksums=True)
     assert tensors(folder).keys() == tensors(base).keys()
     for name in ("config.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (base / name).read_bytes()
@@ -242,7 +242,7 @@ def test_it_answers_as_the_merged_folder(case: str, place: Path, merged, in_mega
 
     def answers(model: Path, **given: Any) -> list[str]:
         options = InferOptions(model=str(model), temperature=0.0, max_new_tokens=16, torch_dtype="float32", **given)
-        return infer.TransformersEngine(model, infer.checked_adapter(options), options).generate(prompts)
+        return infer.TransformersChat(model, infer.checked_adapter(options), options).generate(prompts)
 
     base = place / f"{named(case)}-base"
     expected = answers(merged(case))

@@ -30,7 +30,7 @@ def main(jobs: dict) -> None:
             **given, infer_backend="vllm", torch_dtype="float32", temperature=0.0, vllm_max_model_len=128,
             vllm_enforce_eager=True, max_new_tokens=jobs["new_tokens"],
         )  # fmt: skip
-        engine = infer.VllmEngine(Path(options.model), infer.checked_adapter(options), options)
+        engine = infer.VllmChat(Path(options.model), infer.checked_adapter(options), options)
         engine.settings.ignore_eos = True
         tokens, generate = [], engine.llm.generate
 

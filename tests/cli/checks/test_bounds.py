@@ -11,7 +11,7 @@ from megaswift.cli.flags import Flag, UsageError, convert, flags_of
 from megaswift.cli.main import COMMANDS, PREFERENCES, TASKS
 from megaswift.cli.parse import resolve
 from megaswift.tasks import options
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.kinds import check
 
@@ -62,7 +62,7 @@ def test_what_is_accepted_is_checked_without_a_traceback(kind: str, dense: Path)
         for value in ("0", "1.5", "2147483647"):
             with suppress(UsageError):  # any other exception would be a traceback
                 resolved, sources = resolve(options_class, base | {flag.name: value}, None)
-                check_training(resolved, Layout.of(resolved, 1), gpus=0, processes=1, sources=sources)
+                check_training(resolved, ProcessLayout.of(resolved, 1), gpus=0, processes=1, sources=sources)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.options import InferOptions
 from megaswift.tasks.run import run_dir
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.conftest import DENSE, write_model
 
@@ -22,7 +22,7 @@ from tests.cli.conftest import DENSE, write_model
 def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[Any, list[str]]:
     line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    notes = check_training(options, Layout.of(options, world), gpus=gpus, processes=world, sources=sources)
+    notes = check_training(options, ProcessLayout.of(options, world), gpus=gpus, processes=world, sources=sources)
     return options, notes
 
 
@@ -72,7 +72,7 @@ SP = "--sequence_parallel true"
         ),
         ("--lr_wsd_decay_iters 9 --train_iters 8", 1, "--lr_wsd_decay_iters 9: more than the 8 steps of the schedule."),
         ("--train_iters 0", 1, "--train_iters 0: must be above 0."),
-        ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: give a size such as 5GB or 500MB"),
+        ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: not a size. Set one such as 5GB or 500MB"),
         ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
         ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),
         (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: does not divide by 2 x {CP} 2 = 4. Give 1024."),
@@ -99,7 +99,7 @@ SP = "--sequence_parallel true"
         ("--profile true --train_iters 5", 1, "--profile_step_start 10: the run has 5 steps. Set an earlier one."),
         ("--profile true --profile_step_end 9", 1, "--profile_step_start 10, --profile_step_end 9: give 1 or more"),
         ("--profile true --train_iters 20 --profile_ranks 1", 1, "--profile_ranks 1: the run has 1 process, and"),
-        ("--max_shard_size big", 1, "--max_shard_size big: give a size such as 5GB or 500MB"),
+        ("--max_shard_size big", 1, "--max_shard_size big: not a size. Set one such as 5GB or 500MB"),
         ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be with --streaming true."),
     ],
 )
@@ -273,8 +273,8 @@ def test_a_folder_in_which_another_run_is_at_work(dense: Path, tmp_path: Path, m
     output = tmp_path / "out"
     output.mkdir()
     program = (
-        "import sys, time; from pathlib import Path; from megaswift.tasks.run.run_dir import take;"
-        "take(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from megaswift.tasks.run.run_dir import lock_run_dir;"
+        "lock_run_dir(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
     )
     monkeypatch.setattr(run_dir.check_idle, "__defaults__", (0.1,))
     options, _ = check(dense, f"--output_dir {output} --add_version false")
@@ -282,9 +282,7 @@ def test_a_folder_in_which_another_run_is_at_work(dense: Path, tmp_path: Path, m
     with subprocess.Popen([sys.executable, "-c", program, str(output)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(
-            UsageError, match=r"^--output_dir .*out: another run is at work in .*out: wait for its end, or"
-        ):
+        with pytest.raises(UsageError, match=r"^--output_dir .*out: another run uses .*out\. Wait for its end, or"):
             check_lock(options)
         check_lock(replace(options, add_version=True))
         other.kill()
@@ -351,7 +349,7 @@ def test_what_infer_cannot_do(words: str, message: str, dense: Path, capsys: pyt
 
 
 def test_layout_sizes() -> None:
-    layout = Layout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
+    layout = ProcessLayout(world=32, tensor=2, pipeline=2, context=2, expert=4, expert_tensor=1)
     assert (layout.data, layout.expert_data) == (4, 4)
 
 

@@ -131,13 +131,15 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
         return message(capsys, "swift", "--to_mcore", "--model", dense, "--output_dir", *words)
 
     for folder in (dense, dense / "mcore", tmp_path):
-        assert f"--output_dir {folder}: is, is in or has in it what is to be exported" in said(folder)
+        assert f"--output_dir {folder}: it is, contains or lies within the folder to export" in said(folder)
     there = tmp_path / "there"
     there.mkdir()
     assert main("swift", ["export", "--to_mcore", "--model", str(dense), "--output_dir", str(there)]) == 0
     (there / "notes.txt").touch()
-    assert f"--output_dir {there}: is there already. Give another, or --exist_ok true to replace it." in said(there)
-    assert "not known as an earlier export's alone (it has no manifest.json)" in said(there, "--exist_ok")
+    assert f"--output_dir {there}: it exists. Set another one, or --exist_ok true to replace it." in said(there)
+    assert "replaces only folders of earlier exports, and this one is none (it has no manifest.json)" in said(
+        there, "--exist_ok"
+    )
     manifest = there / "manifest.json"
     manifest.touch()
     assert "manifest.json is not a manifest" in said(there, "--exist_ok")
@@ -150,9 +152,9 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     assert main("swift", ["export", "--to_mcore", "--model", str(dense), "--output_dir", str(there), "--exist_ok"]) == 0
     link = tmp_path / "link"
     link.symlink_to(there)
-    assert f"--output_dir {there}: is there already" in said(link)
+    assert f"--output_dir {there}: it exists" in said(link)
     assert f"--output_dir {tmp_path / ('x' * 300)}: File name too long. Give another." in said(tmp_path / ("x" * 300))
-    assert "--output_dir /proc: another disk begins there. Give a folder within it." in said("/proc")
+    assert "--output_dir /proc: it is a mount point. Set a folder within it." in said("/proc")
     assert f"--output_dir {dense / 'config.json'}: is, is in" in said(dense / "config.json")
     (tmp_path / "file").touch()
     assert f"--output_dir {tmp_path / 'file'}: is a file" in said(tmp_path / "file")
@@ -161,7 +163,7 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     )
     (tmp_path / "dense-mcore").mkdir()
     (tmp_path / "dense-mcore" / "file").touch()  # the default
-    assert f"--output_dir {dense}-mcore: is there already" in message(capsys, "swift", "--to_mcore", "--model", dense)
+    assert f"--output_dir {dense}-mcore: it exists" in message(capsys, "swift", "--to_mcore", "--model", dense)
 
 
 def test_layouts(dense: Path, mixture: Path, capsys, monkeypatch: pytest.MonkeyPatch, nothing_runs: list) -> None:

@@ -13,7 +13,7 @@ from megaswift.cli.checks.teacher import check_teacher
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.options import GkdOptions, GrpoOptions
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.conftest import DENSE, write_model, write_tokenizer
 
@@ -92,7 +92,7 @@ def words_of(example: str) -> tuple[dict[str, str], list[str]]:
 def check(model: Path, words: str, *, world: int = 1, kind: str = "grpo") -> tuple[Any, list[str]]:
     line = ["rlhf", "--rlhf_type", kind, "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    return options, check_training(options, Layout.of(options, world), gpus=0, processes=world, sources=sources)
+    return options, check_training(options, ProcessLayout.of(options, world), gpus=0, processes=world, sources=sources)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, vllm: bool) -> None:
@@ -117,7 +117,7 @@ def test_examples(example: str, tmp_path: Path, rows: Path) -> None:
     words[words.index("--dataset") + 1] = str(rows)
     words[words.index("--model") + 1] = str(write_model(tmp_path / "model", QWEN))
     options, sources, notes = read_options("megatron", words)
-    layout = Layout.of(options, 4)
+    layout = ProcessLayout.of(options, 4)
     notes += check_training(options, layout, gpus=4, processes=4, sources=sources)
     assert isinstance(options, GrpoOptions)
     assert notes == []
@@ -304,7 +304,7 @@ def test_policies(words: str, message: str, dense: Path) -> None:
         ),
         (
             "--vllm_server_host a b --vllm_server_port 1 2 3",
-            "--vllm_server_host has 2 hosts and --vllm_server_port 3 ports: give a port for each host, or one of",
+            "--vllm_server_host has 2 hosts and --vllm_server_port 3 ports: set one port for each host, or one of",
         ),
         ("--vllm_tensor_parallel_size 0", "--vllm_tensor_parallel_size 0: must be at least 1."),
         ("--vllm_gpu_memory_utilization 1.5", "--vllm_gpu_memory_utilization 1.5: must be above 0 and at most 1."),
@@ -436,16 +436,16 @@ def test_a_server_needs_no_vllm_here(words: str, dense: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--reward_funcs: completions need a reward. Name some, or give a --reward_model"),
-        ("--reward_funcs acuracy", "--reward_funcs acuracy: there is no such reward. The nearest is accuracy."),
-        ("--reward_funcs reward_model", "--reward_funcs reward_model: say which by --reward_model"),
-        ("--reward_funcs format format", "--reward_funcs format format: format is there twice. Give it a weight"),
+        ("", "--reward_funcs: completions need a reward. Set some, or a --reward_model"),
+        ("--reward_funcs acuracy", "--reward_funcs acuracy: no such reward. The nearest is accuracy."),
+        ("--reward_funcs reward_model", "--reward_funcs reward_model: set --reward_model"),
+        ("--reward_funcs format format", "--reward_funcs format format: format occurs twice. Set its weight"),
         (
             "--reward_funcs accuracy format --reward_weights 1",
             "--reward_weights 1.0: give 2, one for each of accuracy, f",
         ),
         ("--reward_funcs accuracy --reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
-        ("--reward_funcs accuracy --external_plugins no.py", "--external_plugins no.py: there is no such Python file"),
+        ("--reward_funcs accuracy --external_plugins no.py", "--external_plugins no.py: no such Python file"),
         (
             "--reward_funcs accuracy --external_plugins {bad}",
             "bad.py: importing it raises ZeroDivisionError: division by",

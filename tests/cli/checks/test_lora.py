@@ -12,7 +12,7 @@ from megaswift.cli.checks.common import check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.options import SftOptions
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.checks.test_export import mcore
 from tests.cli.conftest import DENSE, MIXTURE, write_model
@@ -23,7 +23,7 @@ LORA = "--tuner_type lora"
 def check(words: str, model: Path | None) -> tuple[SftOptions, dict[str, str], list[str]]:
     line = ["sft", *(["--model", str(model)] if model else []), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    notes = check_training(options, Layout.of(options, 1), gpus=0, processes=1, sources=sources)
+    notes = check_training(options, ProcessLayout.of(options, 1), gpus=0, processes=1, sources=sources)
     return options, sources, notes
 
 
@@ -355,7 +355,7 @@ def test_export_of_adapters(adapter: Path, dense: Path, tmp_path: Path, ran: lis
     assert "give --mcore_model with the weights" in said("--model", dense, "--mcore_adapter", delta, "--merge_lora")
     wide = write_model(tmp_path / "wide", DENSE | {"hidden_size": 128})
     assert "has hidden_size 64, and --model" in said(*given, "--merge_lora", "--model", wide)
-    assert "is, is in or has in it" in said(*given, "--merge_lora", "--output_dir", adapter / "merged")
+    assert "it is, contains or lies within" in said(*given, "--merge_lora", "--output_dir", adapter / "merged")
 
     both = ("--mcore_model", base, "--mcore_adapter", delta, "--to_hf")
     assert "--test_convert_precision true compares models" in said(

@@ -54,7 +54,7 @@ def words(tmp_path: Path) -> str:
     [
         (
             "plugin.py --multi_turn_scheduler agian",
-            "--multi_turn_scheduler agian: there is no such scheduler. The near",
+            "--multi_turn_scheduler agian: no such scheduler. The near",
         ),
         ("plugin.py --max_turns 3", "--max_turns 3 is for episodes of several turns: give a --multi_turn_scheduler."),
         ("plugin.py --turn_timeout 3", "--turn_timeout 3.0 is for episodes of several turns: give a --multi_turn_sche"),
@@ -62,12 +62,12 @@ def words(tmp_path: Path) -> str:
         ("plugin.py --multi_turn_scheduler again --turn_timeout 0", "--turn_timeout 0.0: must be above 0."),
         (
             "plugin.py --multi_turn_scheduler tools",
-            "--multi_turn_scheduler tools: there is no tool. Register functions",
+            "--multi_turn_scheduler tools: no tool is registered. Register functions",
         ),
         ("bare.py --multi_turn_scheduler tools", "@tool bare: "),
         (
             "plugin.py --multi_turn_scheduler whole",
-            "--multi_turn_scheduler whole: its run() would not be called, here only step() and check_finished() are.",
+            "--multi_turn_scheduler whole: its run() would never be called, only step() and check_finished().",
         ),
         (
             "swift.py",

@@ -13,7 +13,7 @@ from megaswift.cli.main import PREFERENCES, TASKS, main, read_options
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import DpoOptions, KtoOptions
 from megaswift.tasks.run.args_json import save_args
-from megaswift.tasks.run.planning import Layout
+from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.conftest import write_model, write_tokenizer
 from tests.cli.kinds import CHOICE, HEADED, LORA, check, line, refusal
@@ -218,7 +218,7 @@ def test_the_number_of_labels_is_needed_where_there_is_no_head(dense: Path, head
     assert main("megatron", [*words, str(dense)]) == 2
     assert "--num_labels is needed: the model has no head yet." in capsys.readouterr().err
     options, sources, _ = read_options("megatron", [*words, str(headed)])
-    assert check_training(options, Layout.of(options, 1), gpus=0, processes=1, sources=sources) == []
+    assert check_training(options, ProcessLayout.of(options, 1), gpus=0, processes=1, sources=sources) == []
 
 
 @pytest.mark.parametrize("kind", CHOICE)

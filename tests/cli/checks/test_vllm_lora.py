@@ -8,7 +8,7 @@ from megaswift.cli.checks.common import check_rollout
 from megaswift.cli.checks.vllm_lora import check_alone
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
-from megaswift.tasks.rollout.serve import checked_backend
+from megaswift.tasks.rollout.serve import choose_backend
 
 from tests.cli.checks.test_generation import check, install, refusal
 from tests.cli.conftest import DENSE, write_model
@@ -28,7 +28,7 @@ SERVED = f"{LORA} --vllm_mode server"
         (f"{SERVED} --vllm_max_lora_rank 8", "a server makes room when it is started. Give it to `swift rollout`"),
         (f"{SERVED} --sleep_level 2", "cannot be with --sleep_level 2, which gives up the weights beneath"),
         (f"{SERVED} --use_dora true", "vLLM does not take DoRA. Leave --vllm_enable_lora true out, or that."),
-        (f"{SERVED} --lora_bias all --target_modules linear_qkv", "biases that are trained (--lora_bias all)"),
+        (f"{SERVED} --lora_bias all --target_modules linear_qkv", "trained biases (--lora_bias all)"),
         (f"{SERVED} --modules_to_save lm_head", "does not take --modules_to_save lm_head"),
         (f"{SERVED} --target_modules all-embedding", "adapters of the embedding or the output layer"),
     ],
@@ -80,5 +80,5 @@ def test_servers(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--vllm_max_lora_rank 64 is for --vllm_enable_lora true"):
         check_rollout(rollout("--vllm_max_lora_rank 64"))
     install(monkeypatch, vllm=False)
-    with pytest.raises(ValueError, match="only vLLM takes adapters alone, and transformers generates here"):
-        checked_backend(rollout("--vllm_enable_lora true"))
+    with pytest.raises(ValueError, match="transformers cannot load adapters separately"):
+        choose_backend(rollout("--vllm_enable_lora true"))

@@ -90,7 +90,7 @@ def test_layouts_that_the_teacher_cannot_have(place: Distilled) -> None:
 
 def test_places_in_any_layout() -> None:
     """Each trained label of a step is in one place of the layout, that of its document and token."""
-    from megaswift.tasks.distributed.redistribute import starts_of, together
+    from megaswift.tasks.distributed.redistribute import concat_indices, document_starts
     from megaswift.templates.batching.collator import BatchLayout
     from megaswift.templates.batching.episode_batches import BatchPlan, Sequences
 
@@ -98,7 +98,7 @@ def test_places_in_any_layout() -> None:
     tokens = [random.integers(3, 90, size) for size in (3, 9, 5, 14, 2)]
     weights = [(random.random(len(each)) < 0.6).astype(np.float32) for each in tokens]
     sequences, starts = Sequences(tokens, weights, [0.0] * 5), np.array([0, 3, 12, 17, 31])
-    assert (starts_of(sequences) == starts).all()
+    assert (document_starts(sequences) == starts).all()
     wanted = sorted(s + n for s, w in zip(starts, weights, strict=True) for n in np.flatnonzero(w[1:]))
     flat = np.concatenate(tokens)
     for ranks, context, pack in ((1, 1, None), (2, 1, None), (2, 2, None), (2, 2, 32), (3, 1, 16)):
@@ -113,7 +113,7 @@ def test_places_in_any_layout() -> None:
                     here = numbers >= 0
                     assert (batch.tokens[0].numpy()[here] == flat[numbers[here]]).all()
                     assert (batch.labels[0].numpy()[here] == flat[numbers[here] + 1]).all()
-                    found += together([numbers]).tolist()
+                    found += concat_indices([numbers]).tolist()
         assert sorted(found) == wanted
 
 
@@ -134,13 +134,13 @@ def test_groups_of_another_layout(one_process) -> None:  # noqa: F811
 
 
 def test_an_exchange(one_process) -> None:  # noqa: F811
-    from megaswift.tasks.distributed.redistribute import exchanged
+    from megaswift.tasks.distributed.redistribute import redistribute
 
     values = torch.randn(3, 5).bfloat16()
-    assert exchanged([np.array([4, 2, 9])], [np.array([9, 4, 4])], values).equal(values[[2, 0, 0]])
-    assert exchanged([np.arange(0)], [np.arange(0)], torch.from_numpy(np.concatenate([np.empty((0, 4))]))).shape == (
+    assert redistribute([np.array([4, 2, 9])], [np.array([9, 4, 4])], values).equal(values[[2, 0, 0]])
+    assert redistribute([np.arange(0)], [np.arange(0)], torch.from_numpy(np.concatenate([np.empty((0, 4))]))).shape == (
         0,
         4,
     )
-    with pytest.raises(ValueError, match="2 tokens are wanted that no rank has"):
-        exchanged([np.array([4, 2, 9])], [np.array([3, 10, 9])], values)
+    with pytest.raises(ValueError, match="2 requested tokens are on no rank"):
+        redistribute([np.array([4, 2, 9])], [np.array([3, 10, 9])], values)

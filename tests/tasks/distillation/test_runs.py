@@ -74,7 +74,7 @@ def test_teachers_that_do_not_fit(place: Distilled) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["stone"])
     tokenizer.save_pretrained(folder)
-    said = "--teacher_model foreign has another vocabulary than the model that is trained: 'stone' is token"
+    said = "--teacher_model foreign has another vocabulary than the trained model: 'stone' is token"
     assert said in refused(place, teacher_model="foreign")
     assert "--teacher_model nowhere" in refused(place, teacher_model="nowhere")
     printed = refused(place, "--teacher_model teacher --mcore_teacher_model teacher", teacher_model="")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from megaswift.tasks.rollout.engine import Request, Sampling
-from megaswift.tasks.rollout.scoring_client import ServerReader
+from megaswift.tasks.rollout.scoring_client import ScoringClient
 
 from tests import tiny
 from tests.bridge.checkpoint.test_vllm import PYTHON, SHAPE, _greedy
@@ -64,7 +64,7 @@ def rollout(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def check_reading(reader: ServerReader, folder: Path) -> None:
+def check_reading(reader: ScoringClient, folder: Path) -> None:
     """The likeliest tokens are those of transformers' model, and what is written is its too."""
     from transformers import AutoTokenizer
 
@@ -91,7 +91,7 @@ def test_vllm_s_own_server_is_the_teacher(small: Distilled) -> None:
     flags = f"--max-logprobs 9 --max-model-len {LIMIT} --dtype float32 --enforce-eager --host 127.0.0.1 --port {port}"
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *flags.split()]
     with serving(words):
-        reader = ServerReader(f"http://127.0.0.1:{port}", timeout=900.0)
+        reader = ScoringClient(f"http://127.0.0.1:{port}", timeout=900.0)
         assert reader.kind == f"vLLM's own, {folder}"
         check_reading(reader, folder)
         with pytest.raises(ValueError, match=r"max allowed: 9 .*Start it with --max-logprobs as large as"):
@@ -102,7 +102,7 @@ def test_vllm_s_own_server_is_the_teacher(small: Distilled) -> None:
 
 def test_vllm_writes_and_teaches_behind_servers(small: Distilled) -> None:
     with rollout(small.folder / "taught") as teacher, rollout(small.folder / "small") as student:
-        check_reading(ServerReader(teacher, timeout=900.0), small.folder / "taught")
+        check_reading(ScoringClient(teacher, timeout=900.0), small.folder / "taught")
         flags = f"--use_vllm true --vllm_mode server --vllm_server_base_url {student} --vllm_server_timeout 900"
         found = small.run(f'{WRITTEN} {flags} --teacher_model "" --teacher_model_server {teacher}', 2)
         assert_same_run(found, small.run(WRITTEN))

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 def caches(root: Path, node: str) -> dict[str, list]:
     """Who builds, of a cache that the nodes share or do not, and what each has found in it."""
-    collectives.CACHE_SHARED_AFTER = 0.3
+    collectives.CACHE_TIMEOUT = 0.3
     found = {}
     for name, cache in {"shared": root / "cache", "apart": root / f"cache-{node}", "none": Path("/proc/no")}.items():
 
@@ -31,7 +31,7 @@ def caches(root: Path, node: str) -> dict[str, list]:
         def find(cache: Path = cache) -> list:
             return ["found", (cache / "tokens").read_text() if cache.parent != Path("/proc") else ""]
 
-        found[name] = collectives.first_of_each_cache(cache, build, find)
+        found[name] = collectives.one_rank_per_cache(cache, build, find)
     found["left"] = sorted(file.name for file in (root / "cache").iterdir())
     return found
 
@@ -45,16 +45,16 @@ def error_of(do: Callable[[], object]) -> str:
 
 
 def folders(root: Path, node: str) -> dict[str, object]:
-    """What is said of an output folder."""
-    collectives.SHARED_AFTER = 1.0
+    """Return the errors of `check_shared_folder` for each kind of output folder."""
+    collectives.SHARED_TIMEOUT = 1.0
     shared, apart = root / "out", root / f"out-{node}"
     shared.mkdir(exist_ok=True)
     apart.mkdir(exist_ok=True)
-    said: dict[str, object] = {"shared": error_of(lambda: collectives.check_shared(shared))}
-    said["apart"] = error_of(lambda: collectives.check_shared(apart))
-    said["absent"] = error_of(lambda: collectives.check_shared(shared if node == "0" else root / "no such"))
+    said: dict[str, object] = {"shared": error_of(lambda: collectives.check_shared_folder(shared))}
+    said["apart"] = error_of(lambda: collectives.check_shared_folder(apart))
+    said["absent"] = error_of(lambda: collectives.check_shared_folder(shared if node == "0" else root / "no such"))
     touch, Path.touch = Path.touch, read_only if node == "1" else Path.touch
-    said["read-only"] = error_of(lambda: collectives.check_shared(shared))
+    said["read-only"] = error_of(lambda: collectives.check_shared_folder(shared))
     Path.touch = touch
     dist.barrier()
     said["left"] = [file.name for folder in (shared, apart) for file in folder.iterdir()]
@@ -73,35 +73,35 @@ def verification(root: Path, node: str) -> dict[str, object]:
     for name in ("shared", "one node's"):
         path = root / f"checkpoint {name}"
         if name == "one node's" and node == "1":
-            verification_module.listed = lambda checkpoint: {}  # as if it had no such folder
+            verification_module.read_manifest = lambda checkpoint: {}  # as if it had no such folder
         if dist.get_rank() == 0:
-            temporary = folders_module.begin(path)
+            temporary = folders_module.stage(path)
             for number in range(8):
                 (temporary / str(number)).write_bytes(b"x" * (number + 1))
             folders_module.commit(temporary, path)
         dist.barrier()
         read.clear()
-        faults = verification_module.on_first_rank_with_faults(lambda faults, path=path: faults(path))
+        faults = verification_module.broadcast_from_rank0_with_verify(lambda faults, path=path: faults(path))
         seen[name] = [faults, sorted(read)]
         if dist.get_rank() == 0:
             (path / "3").write_bytes(b"yyyy")
             (path / "6").unlink()
         dist.barrier()
-        seen[f"{name}, damaged"] = verification_module.on_first_rank_with_faults(
+        seen[f"{name}, damaged"] = verification_module.broadcast_from_rank0_with_verify(
             lambda faults, path=path: [*faults(path), *faults(path / "absent")]
         )
     folders_module._sha256 = sha256
-    seen["error"] = error_of(lambda: verification_module.on_first_rank_with_faults(lambda faults: 1 // 0))
+    seen["error"] = error_of(lambda: verification_module.broadcast_from_rank0_with_verify(lambda faults: 1 // 0))
     return seen
 
 
 def waiting() -> str:
     """Others wait for longer than a collective may take."""
-    dist.barrier(collectives.patient_group())
+    dist.barrier(collectives.gloo_group())
     _set_pg_timeout(timedelta(seconds=1))
     order: list[str] = []
-    said = error_of(lambda: collectives.first_of_each_node(lambda: (time.sleep(1.5), order.append("done"))))
-    dist.barrier(collectives.patient_group())
+    said = error_of(lambda: collectives.local_rank0_first(lambda: (time.sleep(1.5), order.append("done"))))
+    dist.barrier(collectives.gloo_group())
     _set_pg_timeout(timedelta(seconds=60))
     return said + "".join(order)
 
@@ -111,7 +111,7 @@ def failing() -> list[str]:
         if dist.get_rank() == 2:
             raise ValueError("rank 2 cannot")
 
-    return [error_of(partial(do, fail)) for do in (collectives.on_every_rank, collectives.first_of_each_node)]
+    return [error_of(partial(do, fail)) for do in (collectives.run_on_all_ranks, collectives.local_rank0_first)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.prepared import ON_CPU, ROOT
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What the four ranks of two nodes have seen, in a folder that both have."""
+    """Observations of the four ranks of two nodes that share a folder."""
     folder: Path = tmp_path_factory.mktemp("nodes")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -51,13 +51,12 @@ def test_an_output_folder_that_is_not_shared_is_refused(seen: list[dict]) -> Non
         assert said["shared"] == ""
         assert said["left"] == []
         for name in ("apart", "absent"):
-            assert said[name].startswith(
-                "ValueError: --output_dir must be a folder that all nodes share: what rank 0 on "
-            )
-            assert "does not see there. Give a path on a disk that all nodes have" in said[name]
-        assert said["read-only"].startswith("ValueError: --output_dir: every node writes its part of a checkpoint, but")
+            assert said[name].startswith("ValueError: --output_dir ")
+            assert "not shared by all nodes" in said[name]
+            assert "Set a path on a disk that all nodes mount" in said[name]
+        assert said["read-only"].startswith("ValueError: --output_dir ")
         assert "rank 2 on" in said["read-only"]
-        assert "Read-only file system. Give it the right to, or another folder" in said["read-only"]
+        assert "(Read-only file system), but all nodes write checkpoints. Make it writable, or set" in said["read-only"]
 
 
 @pytest.mark.slow

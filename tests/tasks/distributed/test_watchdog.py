@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from megaswift.tasks.distributed.watchdog import Status, described
+from megaswift.tasks.distributed.watchdog import Status, describe
 
 from tests.prepared import ROOT
 
@@ -33,11 +33,11 @@ def said(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("job", "where"),
     [
-        ("data", "rank 1 holds the others up in 'data of step 7' SINCE; ranks 0, 2 are in 'step 7' SINCE"),
+        ("data", "rank 1 blocks the others in 'data of step 7' SINCE; ranks 0, 2 are in 'step 7' SINCE"),
         ("stopped", "rank 2 does not answer (last seen in 'step 7'); ranks 0-1 are in 'step 7' SINCE"),
         ("saving", "rank 2 does not answer (last seen in 'saving'); ranks 0-1 are in 'saving' SINCE"),
         ("loop", "ranks 0-2 are in 'step 7' SINCE"),
-        ("told", "rank 1 is in 'saving' SINCE; ranks 0, 2 are in no phase that is watched SINCE"),
+        ("told", "rank 1 is in 'saving' SINCE; ranks 0, 2 are in no watched phase SINCE"),
         ("disk", "ranks 0-1 are in 'step 7' SINCE"),
         ("one", "rank 0 is in 'step 7' SINCE"),
     ],
@@ -106,9 +106,9 @@ def test_a_run_that_does_not_hang_goes_on(job: str, jobs) -> None:
 def test_ranks_that_hold_others_up_come_first() -> None:
     statuses = {rank: Status("step 7", 14, 1e9) for rank in range(8)}
     statuses |= {rank: Status("data of step 7", 13, 1e9 - 3600) for rank in (2, 3, 6)}
-    text = described(statuses, silent=[])
+    text = describe(statuses, silent=[])
     assert re.fullmatch(
-        f"ranks 2-3, 6 hold the others up in 'data of step 7' {SINCE}; ranks 0-1, 4-5, 7 are in 'step 7' {SINCE}", text
+        f"ranks 2-3, 6 block the others in 'data of step 7' {SINCE}; ranks 0-1, 4-5, 7 are in 'step 7' {SINCE}", text
     )
-    text = described({rank: statuses[rank] for rank in range(7)}, silent=[6, 7])
+    text = describe({rank: statuses[rank] for rank in range(7)}, silent=[6, 7])
     assert text.startswith("ranks 6-7 do not answer (last seen in 'data of step 7'); ranks 2-3 are in 'data of step 7'")

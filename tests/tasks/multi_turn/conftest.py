@@ -1,4 +1,4 @@
-"""What tests of turns share."""
+"""Fixtures of the tests of multi-turn episodes."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.tasks.rewards.conftest import own_registry  # noqa: F401  (a fixture)
 
 @pytest.fixture(autouse=True)
 def own_turns() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Undo the registrations of a test."""
     before = dict(multi_turns), dict(registered_tools)
     yield
     for registry, entries in zip((multi_turns, registered_tools), before, strict=True):

@@ -6,14 +6,14 @@ import time
 
 import pytest
 from megaswift.tasks.multi_turn import MultiTurnScheduler, Turn, call, multi_turns, scheduler
-from megaswift.tasks.multi_turn.call import Asked, Scheduler, TurnError
-from megaswift.tasks.multi_turn.ms_swift_compat import Adapter
+from megaswift.tasks.multi_turn.call import Scheduler, SchedulerCall, TurnError
+from megaswift.tasks.multi_turn.ms_swift_compat import MsSwiftAdapter
 
 
-def asked(*texts: str, number: int = 1, finish="stop", final: bool = False) -> list[Asked]:
-    """Of rows 10, 11, ..."""
+def asked(*texts: str, number: int = 1, finish="stop", final: bool = False) -> list[SchedulerCall]:
+    """Return calls for rows 10, 11, ..."""
     return [
-        Asked(
+        SchedulerCall(
             f"row {10 + row} of rows.jsonl",
             Turn(number, said(text), text, f"{text}<end>", [row, 1], finish, final, {"goal": row}, {}, {}),
         )
@@ -92,10 +92,10 @@ def test_sessions_stay_open():
     ("returned", "message"),
     [
         (3, "returned 3 for row 10 of rows.jsonl, turn 1, completion 'a': None, a text, a message or a list of"),
-        (["x"], "None, a text, a message or a list of messages is expected"),
+        (["x"], "it must return None, a text, a message or a list of messages"),
         ({"content": "x"}, "a message has no role"),
         ({"role": "user"}, "a message has no content"),
-        ({"role": "assistant", "content": "x"}, "the assistant's turn is the model's own"),
+        ({"role": "assistant", "content": "x"}, "the role assistant is reserved for the model"),
     ],
 )
 def test_what_one_may_not_return(returned, message):
@@ -128,7 +128,7 @@ def test_one_that_raises():
 
 
 def test_one_that_hangs(monkeypatch):
-    monkeypatch.setattr(call, "LATE", 0.1)
+    monkeypatch.setattr(call, "GRACE", 0.1)
 
     def hangs(turn):
         if turn.columns["goal"] == 1:
@@ -146,7 +146,7 @@ def test_one_that_hangs(monkeypatch):
         found = failure(function, timeout=0.4)
         assert time.monotonic() - began < 30
         assert re.match(
-            r"--multi_turn_scheduler s has not answered within 0.4 s \(it is at test_call.py, line \d+\) for row 11 of "
+            r"--multi_turn_scheduler s did not return within 0.4 s \(it is at test_call.py, line \d+\) for row 11 of "
             r"rows.jsonl, turn 1, completion 'b'. Fix it, or raise --turn_timeout",
             found,
         )
@@ -159,13 +159,13 @@ def test_many_slow_ones_are_not_late():
 
 def test_a_name_is_taken_once():
     scheduler("twice")(print)
-    with pytest.raises(ValueError, match=r'@scheduler\("twice"\): there is a scheduler of this name'):
+    with pytest.raises(ValueError, match=r'@scheduler\("twice"\): there is already such a scheduler'):
         scheduler("twice")(print)
     assert multi_turns["twice"] is print
 
 
 class Guess(MultiTurnScheduler):
-    """As ms-swift's users write them."""
+    """Scheduler in ms-swift's style."""
 
     def step(self, infer_request, response_choice, current_turn):
         infer_request.messages.append(user(f"{infer_request.data_dict['goal']}, not {response_choice.message.content}"))
@@ -179,7 +179,7 @@ class Guess(MultiTurnScheduler):
 
 def test_ms_swift_s():
     each = asked("wrong", "right")
-    own = Scheduler("s", Adapter(Guess(max_turns=2)), 10)
+    own = Scheduler("s", MsSwiftAdapter(Guess(max_turns=2)), 10)
     assert own(each) == [[user("0, not wrong")], []]
     assert [one.turn.info for one in each] == [{"guesses": 1}, {}]
     assert own(asked("wrong", number=2)) == [[]]
@@ -189,10 +189,10 @@ def test_ms_swift_s():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "has to add messages at the end, and to leave the others as they are"),
-        ({"messages": [user("?"), user("x"), user("y")]}, "has to add messages at the end"),
-        ({"response_loss_mask": [1, 0]}, "response_token_ids or a response_loss_mask that are not the answer's own"),
-        ({"response_token_ids": [5]}, "response_token_ids or a response_loss_mask that are not the answer's own"),
+        ({}, "must append messages, and keep the others unchanged"),
+        ({"messages": [user("?"), user("x"), user("y")]}, "must append messages"),
+        ({"response_loss_mask": [1, 0]}, "response_token_ids or a response_loss_mask that differ from the answer's"),
+        ({"response_token_ids": [5]}, "response_token_ids or a response_loss_mask that differ from the answer's"),
     ],
 )
 def test_what_ms_swift_s_may_not(changes, message):
@@ -201,4 +201,4 @@ def test_what_ms_swift_s_may_not(changes, message):
             infer_request.messages = changes.get("messages", infer_request.messages)
             return {"infer_request": infer_request, **changes}
 
-    assert message in failure(Adapter(Other()))
+    assert message in failure(MsSwiftAdapter(Other()))

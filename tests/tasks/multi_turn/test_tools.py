@@ -6,7 +6,7 @@ import time
 
 import pytest
 from megaswift.tasks.multi_turn import Turn, tool
-from megaswift.tasks.multi_turn.call import Asked, Scheduler, TurnError
+from megaswift.tasks.multi_turn.call import Scheduler, SchedulerCall, TurnError
 from megaswift.tasks.multi_turn.registry import registered_tools
 from megaswift.tasks.multi_turn.tools import Tools, schema_of
 
@@ -56,9 +56,9 @@ for name in REGISTERED:
     del registered_tools[name]
 
 
-def asked(text: str, **columns) -> Asked:
+def asked(text: str, **columns) -> SchedulerCall:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-    return Asked("row 7", Turn(1, messages, text, text, [1], "stop", False, columns, {}, {}))
+    return SchedulerCall("row 7", Turn(1, messages, text, text, [1], "stop", False, columns, {}, {}))
 
 
 def tools(timeout: float = 10) -> Scheduler:
@@ -134,7 +134,7 @@ def test_async_ones_wait_together():
 def test_rows_with_tools_of_their_own():
     own = '[{"type": "function", "function": {"name": "pair"}}]'
     assert told(call("add", '{"a": 1}'), tools=own) == ["Error: there is no tool add. There are: pair"]
-    with pytest.raises(TurnError, match=r"names sub, which no @tool is. There are: add, pair.* row 7, turn 1"):
+    with pytest.raises(TurnError, match=r"names sub, which is no @tool. Use one of add, pair.* row 7, turn 1"):
         tools()([asked(f"<tool_call>{call('sub')}</tool_call>", tools=own.replace("pair", "sub"))])
 
 
@@ -147,11 +147,11 @@ def test_what_the_model_is_told_of_a_tool():
     wanted = {"name": "add", "description": "Adds numbers.", "parameters": parameters}
     found = schema_of(add)["function"]
     assert {name: found[name] for name in wanted} == wanted
-    with pytest.raises(ValueError, match=r"@tool pair: .* It needs type hints, and a docstring"):
+    with pytest.raises(ValueError, match=r"@tool pair: .* Add type hints, and a docstring"):
         schema_of(pair)
 
 
 def test_a_name_is_taken_once():
     tool(add)
-    with pytest.raises(ValueError, match=r"@tool: there is a tool add. Choose another name"):
+    with pytest.raises(ValueError, match=r"@tool: there is already a tool add. Use another name"):
         tool(add)

@@ -22,7 +22,7 @@ def rows_of(metrics: dict[str, float], steps: int = 3) -> list[dict[str, float]]
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What each picture has: its metrics by plot."""
+    """Record each picture's metrics by plot."""
     pictures: dict[str, list[tuple[str, ...]]] = {}
 
     def note(plots, rows, path, title):
@@ -80,7 +80,7 @@ def test_only_what_is_noisy_is_smoothed():
     assert not curves._is_noisy(np.cos(3 * line))  # a learning rate
     assert not curves._is_noisy(noise[:10])
     assert curves._is_noisy(line + 0.3 * noise)
-    assert curves.smoothed(line)[5:-5] == pytest.approx(line[5:-5])  # a straight line stays one
-    assert curves.smoothed(noise)[[0, 1, 50, 99]] == pytest.approx(
+    assert curves.smooth(line)[5:-5] == pytest.approx(line[5:-5])  # a straight line stays one
+    assert curves.smooth(noise)[[0, 1, 50, 99]] == pytest.approx(
         [noise[:6].mean(), noise[:7].mean(), noise[45:56].mean(), noise[94:].mean()]
     )

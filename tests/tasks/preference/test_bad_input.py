@@ -51,7 +51,7 @@ def test_labels_that_are_none(place: Place) -> None:
 def test_labels_of_one_kind(place: Place) -> None:
     rows = [messages(row) | {"label": True} for row in judged(place.train[:4])]
     printed = train(place, "kto", rows)
-    assert "the label of every row is true, and KTO learns from answers of both kinds" in printed
+    assert "the label of every row is true, and KTO learns from responses of both kinds" in printed
 
 
 def test_a_reference_of_another_vocabulary(place: Place) -> None:
@@ -62,7 +62,7 @@ def test_a_reference_of_another_vocabulary(place: Place) -> None:
     tokenizer.add_tokens(["stone"])
     tokenizer.save_pretrained(folder)
     printed = train(place, "dpo", [messages(row) for row in place.train[:4]], "--ref_model foreign")
-    assert "--ref_model foreign has another vocabulary than the model that is trained: 'stone' is token" in printed
+    assert "--ref_model foreign has another vocabulary than the trained model: 'stone' is token" in printed
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What tests of rewards share."""
+"""Fixtures of the tests of rewards."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megaswift.tasks.system import plugins
 
 @pytest.fixture(autouse=True)
 def own_registry() -> Iterator[None]:
-    """What a test's plugins register is gone after it."""
+    """Undo the registrations of a test's plugins."""
     before = dict(orms), set(plugins._loaded), list(sys.path), set(sys.modules)
     yield
     orms.clear()

@@ -7,7 +7,7 @@ import time
 import pytest
 from megaswift.tasks.options.rewards import RewardOptions
 from megaswift.tasks.rewards.functions import Accuracy, Cosine, Repetition, SoftOverlong, thinks_then_answers
-from megaswift.tasks.rewards.math_verify_pool import Checkers
+from megaswift.tasks.rewards.math_verify_pool import MathVerifyPool
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +73,18 @@ def test_accuracy_is_trls_where_answers_are_boxed(accuracy):
 def test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds():
     """The first holds the lock of the Python that compares it, for good."""
     start = time.monotonic()
-    checkers = Checkers()
-    assert checkers([("22", r"\boxed{9^{9^{9^{9}}}}"), ("22", "22")]) == [False, True]
-    assert checkers([("22", "22")]) == [True]  # by the process that took the place of that one
+    pool = MathVerifyPool()
+    assert pool([("22", r"\boxed{9^{9^{9^{9}}}}"), ("22", "22")]) == [False, True]
+    assert pool([("22", "22")]) == [True]  # by the process that took the place of that one
     assert time.monotonic() - start < 120
 
 
 def test_several_checkers_keep_the_order():
-    checkers = Checkers()
-    checkers._most = 2
+    pool = MathVerifyPool()
+    pool._max_workers = 2
     pairs = [(str(i), str(i if i % 3 else i + 1)) for i in range(50)]
-    assert checkers(pairs) == [bool(i % 3) for i in range(50)]
-    assert len(checkers._idle) == 2
+    assert pool(pairs) == [bool(i % 3) for i in range(50)]
+    assert len(pool._idle) == 2
 
 
 def test_checkers_end_with_their_run():
@@ -93,10 +93,10 @@ def test_checkers_end_with_their_run():
     import sys
 
     code = """
-from megaswift.tasks.rewards.math_verify_pool import Checkers
-checkers = Checkers()
-checkers([("1", "1")])
-print(checkers._idle[0]._process.pid, flush=True)
+from megaswift.tasks.rewards.math_verify_pool import MathVerifyPool
+pool = MathVerifyPool()
+pool([("1", "1")])
+print(pool._idle[0]._process.pid, flush=True)
 import os, signal
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -147,7 +147,7 @@ LENGTHS = [0, 1, 10, 49, 50, 51, 75, 99, 100, 101, 250]
 
 
 def test_cosine_is_trls():
-    """With the values of this command's defaults, by TRL's names of them: in both a wrong one is worst where short."""
+    """Compare with TRL's reward at this command's defaults: in both a short wrong answer is worst."""
     from trl.rewards import get_cosine_scaled_reward
 
     theirs = get_cosine_scaled_reward(

@@ -81,24 +81,24 @@ def test_a_reward_model_comes_last_where_it_is_not_named():
     [
         (RewardOptions(), "--reward_funcs: completions need a reward"),
         (RewardOptions(reward_funcs=["acuracy"]), "--reward_funcs acuracy: .*The nearest is accuracy"),
-        (RewardOptions(reward_funcs=["zzz"]), "no such reward. There are accuracy, format, .*--external_plugins"),
-        (RewardOptions(reward_funcs=["format", "format"]), "format is there twice"),
-        (RewardOptions(reward_funcs=[MODEL]), "--reward_funcs reward_model: say which by --reward_model"),
+        (RewardOptions(reward_funcs=["zzz"]), "no such reward. Use one of accuracy, format, .*--external_plugins"),
+        (RewardOptions(reward_funcs=["format", "format"]), "format occurs twice"),
+        (RewardOptions(reward_funcs=[MODEL]), "--reward_funcs reward_model: set --reward_model"),
         (
             RewardOptions(reward_funcs=["format", "accuracy"], reward_weights=[1]),
-            "--reward_weights 1: give 2, one for each of format, accuracy",
+            "--reward_weights 1: set 2, one for each of format, accuracy",
         ),
         (RewardOptions(reward_funcs=["format"], reward_weights=[float("nan")]), "--reward_weights nan: .*finite"),
-        (RewardOptions(reward_funcs=["format"], reward_timeout=0), "--reward_timeout 0: give seconds"),
+        (RewardOptions(reward_funcs=["format"], reward_timeout=0), "--reward_timeout 0: set seconds"),
         (RewardOptions(reward_funcs=["cosine"]), "--cosine_max_len"),
         (RewardOptions(reward_funcs=["repetition"], repetition_n_grams=0), "--repetition_n_grams 0"),
         (RewardOptions(reward_funcs=["repetition"], repetition_max_penalty=1), "--repetition_max_penalty 1"),
         (RewardOptions(reward_funcs=["soft_overlong"], soft_max_length=100), "--soft_cache_length None"),
         (
             RewardOptions(reward_funcs=["soft_overlong"], soft_max_length=9, soft_cache_length=9),
-            "--soft_cache_length 9 is to be above 0 and below --soft_max_length 9",
+            "--soft_cache_length 9 is not above 0 and below --soft_max_length 9",
         ),
-        (RewardOptions(external_plugins=["/no/plugin.py"]), "--external_plugins /no/plugin.py: there is no such"),
+        (RewardOptions(external_plugins=["/no/plugin.py"]), "--external_plugins /no/plugin.py: no such"),
     ],
 )
 def test_what_cannot_be_is_named(options, words):
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_named(options, words):
         ("a = 1\nprint((a)\n", r"SyntaxError: '\(' was never closed \(broken.py, line 2\)\. Fix the file"),
         ("import no_such_module_at_all\n", "no_such_module_at_all.*Install it"),
         ("from swift.rewards import ORM, orms\n", "from megaswift.tasks.rewards import ORM"),
-        ("from megaswift.tasks.rewards import reward\nreward('format')(len)\n", "there is a reward of this name"),
+        ("from megaswift.tasks.rewards import reward\nreward('format')(len)\n", "there is already such a reward"),
     ],
 )
 def test_a_plugin_that_raises_is_named(text, words, tmp_path):

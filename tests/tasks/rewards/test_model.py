@@ -8,7 +8,7 @@ import pytest
 import torch
 from megaswift.tasks.rewards import model as module
 from megaswift.tasks.rewards.model import ModelReward
-from megaswift.tasks.rewards.reward_fn import Reward, Sample
+from megaswift.tasks.rewards.reward_fn import Reward, RewardSample
 from megaswift.tasks.rewards.scoring import score
 
 from tests import tiny
@@ -43,7 +43,7 @@ def save(path: Path, labels: int) -> Path:
 
 
 def alone(folder: Path) -> list[float]:
-    """Of each conversation by itself, which needs no padding."""
+    """Return the reward of each conversation by itself, without padding."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -71,7 +71,7 @@ def test_rewards_are_transformers_own(pad, tokens, folder, tmp_path, monkeypatch
 
 
 def test_it_scores_beside_others(folder):
-    batch = [Sample(str(i), "", talk[:1], talk[1]["content"], [], {}) for i, talk in enumerate(TALKS)]
+    batch = [RewardSample(str(i), "", talk[:1], talk[1]["content"], [], {}) for i, talk in enumerate(TALKS)]
     rewards = [Reward("reward_model", ModelReward(folder, CPU)), Reward("one", lambda completions: [1] * 5)]
     assert score(rewards, [2, 1], batch, 60).rewards == pytest.approx([1 + 2 * x for x in alone(folder)], abs=1e-4)
 
@@ -81,7 +81,7 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     tiny.save_tokenizer(causal)
     with pytest.raises(ValueError, match=r"--reward_model .*causal lacks 1 tensor \(score.weight\)"):
         ModelReward(causal, CPU)
-    with pytest.raises(ValueError, match="has 3 labels, and a reward model has one"):
+    with pytest.raises(ValueError, match=r"it has 3 labels, not one. Set a reward model"):
         ModelReward(save(tmp_path / "three", labels=3), CPU)
     with pytest.raises(ValueError, match=r"no config.json"):
         ModelReward(tmp_path, CPU)
@@ -93,5 +93,5 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
 
 def test_conversations_that_are_too_long_are_refused(folder):
     long = [{"role": "user", "content": "a " * 100_000}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match=r"--reward_model .* reads up to \d+ tokens, and a conversation has \d+"):
+    with pytest.raises(ValueError, match=r"--reward_model .* it has \d+ positions, and a conversation \d+ tokens"):
         ModelReward(folder, CPU)([long])

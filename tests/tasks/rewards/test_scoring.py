@@ -10,15 +10,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from megaswift.tasks.rewards.reward_fn import Reward, RewardError, Sample
+from megaswift.tasks.rewards.reward_fn import Reward, RewardError, RewardSample
 from megaswift.tasks.rewards.scoring import score
 
 
-def samples(*completions: str, **columns: list) -> list[Sample]:
-    """Of rows 10, 11, ..., with a token a character."""
+def samples(*completions: str, **columns: list) -> list[RewardSample]:
+    """Return samples of rows 10, 11, ..., with a token per character."""
     return [
-        Sample(
-            place=f"row {10 + i} of rows.jsonl",
+        RewardSample(
+            row=f"row {10 + i} of rows.jsonl",
             prompt=f"<user>{i}",
             messages=[{"role": "user", "content": str(i)}],
             completion=text,
@@ -30,7 +30,7 @@ def samples(*completions: str, **columns: list) -> list[Sample]:
 
 
 def only(function, *texts: str, timeout: float = 10, **columns: list) -> np.ndarray:
-    """Of one function named f."""
+    """Return the rewards of one function named f."""
     return score([Reward("f", function)], [1], samples(*texts, **columns), timeout).rewards
 
 
@@ -182,7 +182,7 @@ def test_one_that_hangs_is_named_with_its_row(kind):
     start = time.monotonic()
     with pytest.raises(
         RewardError,
-        match=r"--reward_funcs f has not answered within 0.5 s \(it is at test_scoring.py, line \d+\). It hangs for "
+        match=r"--reward_funcs f did not return within 0.5 s \(it is at test_scoring.py, line \d+\). It hangs for "
         r"row 11 of rows.jsonl, completion 'bad'. Fix it, or raise --reward_timeout",
     ):
         only(function, "good", "bad", "good", timeout=0.5)
@@ -201,7 +201,7 @@ def test_one_that_is_slow_is_named():
 def test_one_that_hangs_does_not_keep_the_process():
     code = """
 import asyncio, time
-from megaswift.tasks.rewards.reward_fn import Reward, Sample
+from megaswift.tasks.rewards.reward_fn import Reward, RewardSample
 from megaswift.tasks.rewards.scoring import score
 
 def hangs(completions):
@@ -212,7 +212,7 @@ async def in_a_thread(completions):
 
 for function in (hangs, in_a_thread):
     try:
-        score([Reward("f", function)], [1], [Sample("row 0", "", [], "", [], {})], 0.2)
+        score([Reward("f", function)], [1], [RewardSample("row 0", "", [], "", [], {})], 0.2)
     except RuntimeError as error:
         print(error)
 """
@@ -224,7 +224,7 @@ for function in (hangs, in_a_thread):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([1.0, math.nan, 1.0], r"f returned nan for row 11 of rows.jsonl, completion 'b'. Have it return a finite"),
+        ([1.0, math.nan, 1.0], r"f returned nan for row 11 of rows.jsonl, completion 'b'. Fix it to return a finite"),
         ([1.0, 1.0, math.inf], r"f returned inf for row 12"),
         ([1.0, "1", 2.0], r"f returned '1' for row 11"),
         ([1.0, [1.0], 2.0], r"f returned \[1.0\] for row 11"),
@@ -247,6 +247,6 @@ def test_a_column_that_is_not_there_is_named():
     def function(completions, solution):
         return [1]
 
-    with pytest.raises(ValueError, match=r"f wants the column solution, and .* are: answer, level. .*--columns"):
+    with pytest.raises(ValueError, match=r"f: it requires the column solution, and .* has answer, level. .*--columns"):
         Reward("f", function).check_columns(["level", "answer"])
     Reward("f", function).check_columns(["solution"])

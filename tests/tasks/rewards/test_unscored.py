@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megaswift.tasks.rewards.reward_fn import Reward, RewardError, Sample
-from megaswift.tasks.rewards.unscored import ROWS, Unjudged, check_columns
+from megaswift.tasks.rewards.reward_fn import Reward, RewardError, RewardSample
+from megaswift.tasks.rewards.unscored import ROWS, UnscoredMonitor, check_columns
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import Prepared, prepare
 from transformers import AutoTokenizer
@@ -47,37 +47,37 @@ RIGHT, ANYTHING = Reward("right", right), Reward("anything", anything)
 def test_rows_that_lack_the_column_are_counted(tmp_path):
     data = prepared(tmp_path, ["1", None, "3", "4"], ["1", None])
     train, val = check_columns([RIGHT], data, evaluates=True)
-    assert "right cannot judge 1 of the 4 rows to train on, which lack solution (the first is row 2 of " in train
-    assert "right cannot judge 1 of the 2 rows to evaluate on, which lack solution (the first is row 2 of " in val
+    assert "right cannot score 1 of the 4 rows to train on, which lack solution (the first is row 2 of " in train
+    assert "right cannot score 1 of the 2 rows to evaluate on, which lack solution (the first is row 2 of " in val
     assert check_columns([RIGHT, ANYTHING], data, evaluates=True) == []
     assert len(check_columns([RIGHT], data, evaluates=False)) == 1
 
 
 def test_rows_that_all_lack_it_are_refused(tmp_path):
     data = prepared(tmp_path, ["1", "2"], [None, None])
-    with pytest.raises(ValueError, match=r"right cannot judge any of the 2 rows to evaluate on, .* to --val_dataset"):
+    with pytest.raises(ValueError, match=r"right cannot score any of the 2 rows to evaluate on, .* to --val_dataset"):
         check_columns([RIGHT], data, evaluates=True)
     assert check_columns([RIGHT], data, evaluates=False) == []
-    with pytest.raises(ValueError, match=r"right cannot judge any of the 2 rows to train on, which lack solution"):
+    with pytest.raises(ValueError, match=r"right cannot score any of the 2 rows to train on, which lack solution"):
         check_columns([RIGHT], prepared(tmp_path, [None, None], ["1"]), evaluates=True)
 
 
-def samples(rows: int) -> list[Sample]:
-    return [Sample(f"row {i + 1} of q.jsonl", "", [], "hm", [], {"solution": "B"}) for i in range(rows)]
+def samples(rows: int) -> list[RewardSample]:
+    return [RewardSample(f"row {i + 1} of q.jsonl", "", [], "hm", [], {"solution": "B"}) for i in range(rows)]
 
 
 def test_the_first_is_told_of_once():
-    looks, rewards = Unjudged(["accuracy"]), np.array([1.0, math.nan, math.nan])
-    assert looks.look(samples(1), np.array([0.0])) is None
-    note = looks.look(samples(3), rewards)
+    looks, rewards = UnscoredMonitor(["accuracy"]), np.array([1.0, math.nan, math.nan])
+    assert looks.check(samples(1), np.array([0.0])) is None
+    note = looks.check(samples(3), rewards)
     assert "row 2 of q.jsonl, completion 'hm' (solution: 'B')" in str(note)
-    assert looks.look(samples(3), rewards) is None
-    assert looks.look(samples(20), np.full(20, math.nan)) is None  # it has judged others
+    assert looks.check(samples(3), rewards) is None
+    assert looks.check(samples(20), np.full(20, math.nan)) is None  # it has judged others
 
 
 def test_a_run_that_can_judge_nothing_ends():
-    looks = Unjudged(["accuracy"])
+    looks = UnscoredMonitor(["accuracy"])
     for _ in range(ROWS - 1):
-        looks.look(samples(1), np.array([math.nan]))
-    with pytest.raises(RewardError, match=r"accuracy: nothing of what was generated so far .* row 1 of q.jsonl"):
-        looks.look(samples(2)[1:], np.array([math.nan]))  # it names the first, not this one
+        looks.check(samples(1), np.array([math.nan]))
+    with pytest.raises(RewardError, match=r"accuracy: no completion so far has a score.* row 1 of q.jsonl"):
+        looks.check(samples(2)[1:], np.array([math.nan]))  # it names the first, not this one

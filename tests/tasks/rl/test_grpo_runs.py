@@ -206,7 +206,7 @@ def test_completions_of_the_end_alone(flags: str, place: Place) -> None:
         ),
         pytest.param(
             "--reward_funcs hangs --reward_timeout 0.5",
-            "error: --reward_funcs hangs has not answered within 0.5 s (it is at rewards.py, line {hangs}). It hangs "
+            "error: --reward_funcs hangs did not return within 0.5 s (it is at rewards.py, line {hangs}). It hangs "
             "for row 3 of train.jsonl, completion ",
             id="hangs",
             marks=later,
@@ -219,7 +219,7 @@ def test_completions_of_the_end_alone(flags: str, place: Place) -> None:
         ),
         pytest.param(
             "--reward_funcs accuracy",
-            "error: --reward_funcs accuracy wants the column solution, and the columns of the dataset are: goal. Add",
+            "error: --reward_funcs accuracy: it requires the column solution, and the dataset has goal. Add",
             id="column",
             marks=later,
         ),

@@ -58,8 +58,7 @@ def test_gone(during: str, beside: str, place: Place) -> None:
         ended = time.time()
     assert f"The rollout server {url} is gone: " in printed
     assert (
-        "start it again and resume the run; with --server_reconnect_timeout SECONDS a run waits for it instead."
-        in printed
+        "restart it and resume the run; with --server_reconnect_timeout SECONDS a run waits for it instead." in printed
     )
     assert "Traceback" not in printed
     assert ended - float(mark.read_text()) < 40

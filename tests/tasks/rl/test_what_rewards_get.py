@@ -46,7 +46,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
     for module in (reward_scorer, multi_turn):
-        monkeypatch.setattr(module, "patient_group", lambda: None)
+        monkeypatch.setattr(module, "gloo_group", lambda: None)
 
 
 def made(tokenizer: Any, folder: Path, rows: list[dict], more: list[dict] | None = None, **given: Any) -> RolloutWorker:
@@ -141,7 +141,9 @@ def test_columns_that_some_rows_lack(tokenizer, tmp_path):
 
 def test_a_column_that_no_row_has(tokenizer, tmp_path):
     """It is said before anything is generated."""
-    with pytest.raises(ValueError, match=r"accuracy wants the column solution, and .* dataset are: level, query\. Add"):
+    with pytest.raises(
+        ValueError, match=r"accuracy: it requires the column solution, and .* dataset has level, query\. Add"
+    ):
         made(tokenizer, tmp_path, [{"query": "a", "level": 2, "solution": None}], reward_funcs=["accuracy"])
 
 

@@ -25,7 +25,7 @@ from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout.engine import Sampling
 from megaswift.tasks.rollout.vllm_engine import VllmEngine
-from megaswift.tasks.rollout.weight_sync import Beneath, sync
+from megaswift.tasks.rollout.weight_sync import BaseWeightsCheck, sync
 
 from tests.tasks.rollout.vllm_worker import FILTERED, distance, greedy_is_transformers, requests
 
@@ -44,7 +44,7 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
     engine.ends = set()  # by chance any token would come
     asked = requests(dist.get_rank() // job["ranks"])
     found: dict[str, Any] = {name: [] for name in ("greedy", "log_probs", "bytes", "compared")}
-    beneath = sync(Beneath(engine), model.chunks, config, folder, dtype=torch.float32, compare=10_000)  # type: ignore[arg-type]
+    beneath = sync(BaseWeightsCheck(engine), model.chunks, config, folder, dtype=torch.float32, compare=10_000)  # type: ignore[arg-type]
     found["beneath"], found["whole"] = beneath.compared, beneath.bytes
     for seed in (7, 8):  # the second adapter takes the first one's place
         randomise(model, seed)
@@ -79,7 +79,7 @@ def randomise(model: Model, seed: int) -> None:
 
 
 def spoilt(engine: VllmEngine, model: Model, config: dict[str, Any], folder: Path) -> str:
-    """What is said where the engine's adapter, or what is beneath it, is not what was sent."""
+    """Return the errors for a changed adapter, and for changed base weights."""
 
     class Spoilt:
         checksums = engine.checksums
@@ -95,7 +95,7 @@ def spoilt(engine: VllmEngine, model: Model, config: dict[str, Any], folder: Pat
 
 
 def refused(engine: VllmEngine, module: str, rank: int) -> str:
-    """What is said of an adapter of a module."""
+    """Return the error for an adapter of a module."""
     name, size = f"base_model.model.{module}", 64
     try:
         engine.update(

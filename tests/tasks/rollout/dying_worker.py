@@ -46,7 +46,7 @@ def dies(how: dict[str, Any]) -> None:
 
         Replica.update = broken
         return
-    draw, make = transformers_engine._Draw.__call__, transformers_engine._Draw.__init__
+    draw, make = transformers_engine._Sampler.__call__, transformers_engine._Sampler.__init__
 
     def made(self, *arguments):
         nonlocal calls
@@ -59,11 +59,11 @@ def dies(how: dict[str, Any]) -> None:
             die()
         return draw(self, *arguments)
 
-    transformers_engine._Draw.__init__, transformers_engine._Draw.__call__ = made, drawn
+    transformers_engine._Sampler.__init__, transformers_engine._Sampler.__call__ = made, drawn
 
 
 def serve(options: RolloutOptions, how: dict[str, Any] | None) -> int:
-    """In a process of its own, which ends with this one. Its id."""
+    """Serve in a child process that ends with this one, and return its id."""
     if pid := os.fork():
         return pid
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
-from megaswift.tasks.rollout.engine import Cancelled, Completion, Request, Sampling, Top
-from megaswift.tasks.rollout.in_process import InProcess
+from megaswift.tasks.rollout.engine import Cancelled, Completion, Request, Sampling, TopLogProbs
+from megaswift.tasks.rollout.in_process import InProcessBackend
 from megaswift.tasks.rollout.server import Server
 from torch import Tensor
 
@@ -52,16 +52,16 @@ class KnownEngine:
         experts = np.array(request.tokens).reshape(-1, 1, 1) if sampling.experts else None
         return Completion(tokens, [-0.1 * request.seed - weight / 3] * len(tokens), "stop", experts)
 
-    def top_log_probs(self, tokens: list[int], places: list[int], top: int, vocab_size: int) -> Top:
-        """The tokens after the one at each place, ever less likely; 96: too few, 95: one that nobody has, 94: NaN."""
+    def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
+        """The tokens after the one at each position, less and less likely; 96: too few, 95: an unknown one, 94: NaN."""
         self.answer(Request(tokens, 0), Sampling(max_new_tokens=1))
-        ids = np.array([[(tokens[place] + n) % vocab_size for n in range(top)] for place in places], np.int32)
-        log_probs = -0.5 * np.arange(1, top + 1, dtype=np.float32) - np.array(places, np.float32)[:, None] / 8
+        ids = np.array([[(tokens[position] + n) % vocab_size for n in range(top)] for position in positions], np.int32)
+        log_probs = -0.5 * np.arange(1, top + 1, dtype=np.float32) - np.array(positions, np.float32)[:, None] / 8
         if tokens[0] == 96:
-            return Top(log_probs[1:], ids[1:])
+            return TopLogProbs(log_probs[1:], ids[1:])
         ids[0, 0] = 10**6 if tokens[0] == 95 else ids[0, 0]
         log_probs[0, 0] = np.nan if tokens[0] == 94 else log_probs[0, 0]
-        return Top(log_probs, ids)
+        return TopLogProbs(log_probs, ids)
 
     def vocabulary(self) -> dict[str, int]:
         return {"red": 0, "green": 1, "blue": 2}
@@ -105,7 +105,7 @@ def listening(app: Any, port: int = 0, http: Any = "auto") -> Iterator[int]:
 
 
 @contextmanager
-def serving(port: int = 0, backend: type[InProcess] = InProcess, http: Any = "auto", **settings):
+def serving(port: int = 0, backend: type[InProcessBackend] = InProcessBackend, http: Any = "auto", **settings):
     """(address, engine, server) of one in a thread."""
     engine = KnownEngine()
     server = Server(backend(engine, "known"), "known", **settings)
@@ -114,7 +114,7 @@ def serving(port: int = 0, backend: type[InProcess] = InProcess, http: Any = "au
 
 
 def tensors() -> dict[str, Tensor]:
-    """Of many types and shapes: a scalar, an empty one, one not contiguous, one beyond a bucket of 4096 bytes."""
+    """Return tensors of many types: a scalar, an empty, a non-contiguous one, one beyond a bucket of 4096 bytes."""
     generator = torch.Generator().manual_seed(5)
     return {
         "scale": torch.tensor(1.5),
@@ -129,5 +129,5 @@ def tensors() -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    app = Server(InProcess(KnownEngine(), "known"), "known").app
+    app = Server(InProcessBackend(KnownEngine(), "known"), "known").app
     uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", timeout_graceful_shutdown=1)

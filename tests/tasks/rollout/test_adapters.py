@@ -3,14 +3,14 @@
 import pytest
 import torch
 from megaswift.tasks.rollout.client import ServerEngine
-from megaswift.tasks.rollout.lora_support import room_for
-from megaswift.tasks.rollout.weight_sync import Beneath, scaled
+from megaswift.tasks.rollout.lora_support import lora_rank_bucket
+from megaswift.tasks.rollout.weight_sync import BaseWeightsCheck, scaled
 
 from .served import serving, tensors
 
 
 def test_scaling_is_in_what_is_sent() -> None:
-    """What PEFT adds to a matrix, without a word of alpha: its tensors, in another type."""
+    """Compare with the matrices that PEFT adds, in another dtype and without alpha."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     base = torch.nn.Sequential(torch.nn.Linear(7, 5, dtype=torch.float64))
@@ -25,18 +25,18 @@ def test_scaling_is_in_what_is_sent() -> None:
 
 
 def test_rooms() -> None:
-    assert [room_for(rank) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
+    assert [lora_rank_bucket(rank) for rank in (1, 2, 8, 9, 257, 512)] == [1, 8, 8, 16, 320, 512]
     for rank in (0, 513):
-        with pytest.raises(ValueError, match=f"a rank from 1 to 512, not {rank}"):
-            room_for(rank)
+        with pytest.raises(ValueError, match=f"rank 1 to 512, not {rank}"):
+            lora_rank_bucket(rank)
 
 
 @pytest.mark.parametrize(
     ("room", "sent", "message"),
     [
-        (0, 5, "it takes whole weights, and not adapters alone. Start it by vLLM with --vllm_enable_lora true --vllm_"),
-        (8, 0, "it was started with --vllm_enable_lora true, and takes adapters alone: give that to the training too"),
-        (8, 9, "it has room for adapters of rank 8, not 9: start it with --vllm_max_lora_rank 9"),
+        (0, 5, "it takes full weights, not adapters. Start it with vLLM and --vllm_enable_lora true --vllm_"),
+        (8, 0, "it was started with --vllm_enable_lora true, and takes only adapters. Set it for the training too"),
+        (8, 9, "its adapters have at most rank 8, not 9. Start it with --vllm_max_lora_rank 9"),
         (8, 8, None),
     ],
 )
@@ -58,7 +58,7 @@ def test_what_is_beneath_is_compared_and_not_kept() -> None:
     with serving() as (url, engine, _):
         client = ServerEngine([url], timeout=10)
         client.update({"scale": torch.tensor(2.0)}.items())
-        beneath = Beneath(client)
+        beneath = BaseWeightsCheck(client)
         beneath.update(iter([("scale", torch.tensor(3.0))]))
         assert engine.weights["scale"] == 2.0
         assert beneath.checksums(["scale"]) == client.checksums(["scale"])

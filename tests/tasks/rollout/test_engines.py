@@ -9,9 +9,9 @@ import pytest
 import torch
 from megaswift.tasks.rollout import weight_sync
 from megaswift.tasks.rollout.engine import Request, Sampling
-from megaswift.tasks.rollout.eos import end_tokens
+from megaswift.tasks.rollout.eos import eos_token_ids
 from megaswift.tasks.rollout.hf_replica import Replica
-from megaswift.tasks.rollout.transformers_engine import TransformersEngine, drawn, filtered
+from megaswift.tasks.rollout.transformers_engine import TransformersEngine, filter_logits, sample_tokens
 from safetensors.torch import load_file
 
 from tests import tiny
@@ -128,10 +128,10 @@ def test_end_tokens_and_stop_texts_stay_in_the_completion(engine):
 def test_which_tokens_end(tmp_path):
     tokenizer = SimpleNamespace(eos_token_id=7)
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 3}}')
-    assert end_tokens(tmp_path, tokenizer) == {7}
-    assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=None)) == {3}
+    assert eos_token_ids(tmp_path, tokenizer) == {7}
+    assert eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=None)) == {3}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    assert end_tokens(tmp_path, tokenizer) == {2, 5, 7}
+    assert eos_token_ids(tmp_path, tokenizer) == {2, 5, 7}
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.8), (1, 1.0), (-1, 1e-6)])
@@ -141,7 +141,7 @@ def test_filters_are_transformers(top_k, top_p):
     logits = torch.randn(8, 97, generator=torch.Generator().manual_seed(0)) * 2
     expected = TopKLogitsWarper(top_k)(None, logits) if top_k > 0 else logits  # type: ignore[arg-type]
     expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected  # type: ignore[arg-type]
-    assert torch.equal(filtered(logits, Sampling(top_k=top_k, top_p=top_p)), expected)
+    assert torch.equal(filter_logits(logits, Sampling(top_k=top_k, top_p=top_p)), expected)
 
 
 def test_penalty_is_transformers(engine):
@@ -160,10 +160,10 @@ def test_tokens_are_drawn_by_their_probabilities():
     logits = torch.tensor([0.0, 2.0, -torch.inf, 1.0, -1.0, -torch.inf])
     count = 200_000
     numbers = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shares = drawn(logits.expand(count, -1), numbers).bincount(minlength=6) / count
+    shares = sample_tokens(logits.expand(count, -1), numbers).bincount(minlength=6) / count
     torch.testing.assert_close(shares, logits.softmax(-1), atol=4e-3, rtol=0)
     assert shares[2] == shares[5] == 0
-    edges = drawn(logits.expand(2, -1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
+    edges = sample_tokens(logits.expand(2, -1), torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64))
     assert edges.tolist() == [0, 4]
 
 
@@ -223,7 +223,7 @@ def test_new_weights_change_what_is_generated(folder, tmp_path, one_process):  #
     assert 10 < len(kinds) < len(names)
     tiny.save_tokenizer(other)
     engine = TransformersEngine(folder, dtype=torch.float32, load=False)
-    with pytest.raises(RuntimeError, match="weights of the engine have not come yet"):
+    with pytest.raises(RuntimeError, match="weights of the engine have not arrived yet"):
         engine.generate(requests(), Sampling())
     sampling = Sampling(max_new_tokens=10)
     for source in (folder, other, folder):
@@ -248,7 +248,7 @@ def test_a_tensor_that_came_otherwise_is_named(folder, one_process):  # noqa: F8
     with pytest.raises(RuntimeError, match=r"rank 0 .*layers\.\d\.self_attn\.k_norm\.weight is not what was sent"):
         weight_sync.sync(engine, model.chunks, config, folder, dtype=torch.float32, compare=1000)
     other = TransformersEngine(folder, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="Give `swift rollout` and the run the same --torch_dtype"):
+    with pytest.raises(RuntimeError, match="Set the same --torch_dtype for `swift rollout` and the run"):
         weight_sync.sync(other, model.chunks, config, folder, dtype=torch.float32, compare=1000)
 
 
@@ -261,13 +261,13 @@ def test_an_engine_that_stops_reading_leaves_no_rank_waiting(folder, one_process
             raise ValueError("no room")
 
     model, config = worker.open_model(folder, one_process, torch.float32), worker.read_config(folder)
-    with pytest.raises(RuntimeError, match="rank 0 did not take the weights: ValueError: no room"):
+    with pytest.raises(RuntimeError, match="rank 0 did not load the weights: ValueError: no room"):
         weight_sync.sync(Broken(folder, dtype=torch.float32), model.chunks, config, folder, dtype=torch.float32)
 
 
 def test_what_a_replica_refuses(folder):
     replica = Replica(folder, dtype=torch.float32, device=CPU, load=True)
-    with pytest.raises(ValueError, match=r"model\.layers\.9\.mlp\.up\.weight: .* has no place for it"):
+    with pytest.raises(ValueError, match=r"model\.layers\.9\.mlp\.up\.weight: .* has no such tensor"):
         replica.update([("model.layers.9.mlp.up.weight", torch.zeros(1))])
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[3\], and model\.norm\.weight of the engine"):
         replica.update([("model.norm.weight", torch.zeros(3))])
@@ -317,7 +317,7 @@ def test_a_sample_is_the_same_for_a_seed_and_any_tensor_can_be_in_it():
                 asked.extend(names)
                 return {}
 
-        sample = weight_sync.Sample(stream, 3, seed, torch.float32)
+        sample = weight_sync.ChecksumSample(stream, 3, seed, torch.float32)
         assert [name for name, _ in sample] == [name for name, _ in stream]
         assert sample.compare(Asked()) == 0
         return set(asked)

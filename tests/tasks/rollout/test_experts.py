@@ -1,4 +1,4 @@
-"""Which experts an engine's tokens went to: beside transformers' routers, over the wire, and in a run's episodes."""
+"""Experts of an engine's tokens: compared with transformers' routers, over HTTP, and in a run's episodes."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def requests() -> list[Request]:
 
 @torch.no_grad()
 def routed(engine: TransformersEngine, tokens: list[int]) -> dict[int, torch.Tensor]:
-    """What the router of each layer chooses in one pass over a document."""
+    """Return the choices of each layer's router in one pass over a document."""
     layers, found, hooks = engine.replica.model.model.layers, {}, []
     for number, layer in enumerate(layers):
         if hasattr(layer.mlp, "gate"):
@@ -71,7 +71,9 @@ def test_a_model_that_does_not_say_its_experts(tmp_path):
     folder = tiny.save(tmp_path, "qwen3")
     tiny.save_tokenizer(folder)
     made = TransformersEngine(folder, dtype=torch.float32)
-    with pytest.raises(ValueError, match="--router_replay_mode R3: transformers' Qwen3ForCausalLM does not say which"):
+    with pytest.raises(
+        ValueError, match="--router_replay_mode R3: transformers' Qwen3ForCausalLM does not expose the chosen"
+    ):
         made.generate(requests()[:1], Sampling(max_new_tokens=2, experts=True))
 
 

@@ -20,7 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_server_makes_a_key_once_and_runs_of_its_user_find_it() -> None:
-    assert client_key(None, OURS, own=True) is None
+    assert client_key(None, OURS, is_rollout_server=True) is None
     key, line = server_key(None)
     assert len(key) >= 32
     assert key in line
@@ -30,7 +30,7 @@ def test_a_server_makes_a_key_once_and_runs_of_its_user_find_it() -> None:
     assert again == key
     assert key not in line
     assert str(key_file()) in line
-    assert client_key(None, OURS, own=True) == key
+    assert client_key(None, OURS, is_rollout_server=True) == key
 
 
 def test_another_account_does_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,23 +45,23 @@ def test_another_account_does_not_read_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_flag_and_the_variable_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     server_key(None)
     monkeypatch.setenv(VARIABLE, "of the variable")
-    assert server_key(None)[0] == client_key(None, OURS, own=True) == "of the variable"
-    assert server_key("typed")[0] == client_key("typed", OURS, own=True) == "typed"
+    assert server_key(None)[0] == client_key(None, OURS, is_rollout_server=True) == "of the variable"
+    assert server_key("typed")[0] == client_key("typed", OURS, is_rollout_server=True) == "typed"
 
 
 def test_a_key_is_sent_to_no_server_of_others() -> None:
     key, _ = server_key(None)
-    assert client_key(None, THEIRS, own=False) is None
-    assert client_key("typed", THEIRS, own=False) == "typed"
+    assert client_key(None, THEIRS, is_rollout_server=False) is None
+    assert client_key("typed", THEIRS, is_rollout_server=False) == "typed"
     for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
-        assert client_key(None, url, own=False) == key
+        assert client_key(None, url, is_rollout_server=False) == key
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_file_that_others_can_use_is_refused(mode: int) -> None:
     server_key(None)
     key_file().chmod(mode)
-    for get in (lambda: server_key(None), lambda: client_key(None, OURS, own=True)):
+    for get in (lambda: server_key(None), lambda: client_key(None, OURS, is_rollout_server=True)):
         with pytest.raises(ValueError, match=r"rollout\.key: others can read or write it\. Remove it"):
             get()
 

@@ -20,7 +20,7 @@ from megaswift.tasks.rollout import scoring_client as reading
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Request as Asked
 from megaswift.tasks.rollout.engine import Sampling
-from megaswift.tasks.rollout.scoring_client import ReaderLost, ServerReader
+from megaswift.tasks.rollout.scoring_client import ScoringClient, ScoringServerLost
 
 from tests import tiny
 from tests.prepared import ROOT, free_port
@@ -30,24 +30,24 @@ DOCUMENTS = [np.array([5, 9, 7, 11]), np.array([3, 4])]
 PLACES = [np.array([0, 2]), np.array([0])]
 
 
-def ask(reader: ServerReader, first: int | None = None, top: int = 3):
+def ask(reader: ScoringClient, first: int | None = None, top: int = 3):
     documents = DOCUMENTS if first is None else [np.array([first, 9, 7]), DOCUMENTS[1]]
     return reader.top_log_probs(documents, PLACES if first is None else [np.array([0, 1]), PLACES[1]], top, 90)
 
 
 def test_what_a_server_says_of_tokens() -> None:
     with serving() as (url, engine, _):
-        found = ask(ServerReader(url))
+        found = ask(ScoringClient(url))
         for document, places, top in zip(DOCUMENTS, PLACES, found, strict=True):
             wanted = engine.top_log_probs(document.tolist(), places.tolist(), 3, 90)
             assert (top.tokens == wanted.tokens).all()
             assert (top.log_probs == wanted.log_probs).all()  # to the last bit
-        assert ServerReader(url).generate([Asked([1, 2], 0)], Sampling())[0].tokens == [2, 1]
+        assert ScoringClient(url).generate([Asked([1, 2], 0)], Sampling())[0].tokens == [2, 1]
 
 
 def test_nobody_claims_a_server_by_asking() -> None:
     with serving() as (url, _, server):
-        reader = ServerReader(url)
+        reader = ScoringClient(url)
         ask(reader)
         assert server._run is None
         client = ServerEngine([url], timeout=10.0)
@@ -66,34 +66,34 @@ def test_nobody_claims_a_server_by_asking() -> None:
     [
         (98, ValueError, "the prompt has 98 tokens, and the model takes 97"),
         (97, RuntimeError, "ZeroDivisionError: a kernel broke"),
-        (96, RuntimeError, r"/top_log_probs: the answer is not what was asked for .*24 bytes came in the place of 48"),
-        (95, RuntimeError, "it names token 1000000, and the model that is trained has 90. Serve a model"),
+        (96, RuntimeError, r"/top_log_probs: unexpected answer .*24 bytes instead of 48"),
+        (95, RuntimeError, "it returns token 1000000, and the trained model has 90 tokens. Serve a model"),
         (94, RuntimeError, "some of its log-probabilities are not finite"),
     ],
 )
 def test_answers_that_cannot_be_used(first: int, kind: type, said: str) -> None:
     with serving() as (url, _, _), pytest.raises(kind, match=f"--teacher_model_server {url}.*{said}"):
-        ask(ServerReader(url), first)
+        ask(ScoringClient(url), first)
 
 
 def test_places_that_there_are_not() -> None:
     with (
         serving() as (url, _, _),
-        pytest.raises(ValueError, match="an item of places is 1: it must be a whole number from 0 to 0"),
+        pytest.raises(ValueError, match="an item of positions is 1: it must be a whole number from 0 to 0"),
     ):
-        ServerReader(url).top_log_probs([np.array([1, 2])], [np.array([1])], 3, 90)
+        ScoringClient(url).top_log_probs([np.array([1, 2])], [np.array([1])], 3, 90)
 
 
 def test_the_key() -> None:
     with serving(api_key="open sesame") as (url, _, _):
-        ask(ServerReader(url, api_key="open sesame"))
-        with pytest.raises(PermissionError, match="Give its key as --teacher_model_server_api_key"):
-            ask(ServerReader(url))
+        ask(ScoringClient(url, api_key="open sesame"))
+        with pytest.raises(PermissionError, match="Set --teacher_model_server_api_key to its key"):
+            ask(ScoringClient(url))
 
 
 def test_vocabularies() -> None:
     with serving() as (url, engine, _):
-        reader = ServerReader(url)
+        reader = ScoringClient(url)
         reader.check_vocabulary(SimpleNamespace(get_vocab=engine.vocabulary))
         with pytest.raises(
             ValueError, match=f"--teacher_model_server {url} has another voc.*'blue' is token 2 there and 3"
@@ -103,10 +103,10 @@ def test_vocabularies() -> None:
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     start, port = time.monotonic(), free_port()
-    with pytest.raises(ReaderLost, match=f"--teacher_model_server http://127.0.0.1:{port}: no server answers there"):
-        ServerReader(f"http://127.0.0.1:{port}", timeout=1.0)
+    with pytest.raises(ScoringServerLost, match=f"--teacher_model_server http://127.0.0.1:{port}: no server answers "):
+        ScoringClient(f"http://127.0.0.1:{port}", timeout=1.0)
     assert time.monotonic() - start < 30
-    assert capsys.readouterr().err.count(f"http://127.0.0.1:{port}: no server answers there yet (") == 1
+    assert capsys.readouterr().err.count(f"http://127.0.0.1:{port}: no server answers yet (") == 1
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def app_at(app: FastAPI) -> Iterator[str]:
 
 
 def openai_like(engine: KnownEngine) -> FastAPI:
-    """What vLLM's own server answers, in its form; the real one is asked in test_teacher_vllm.py."""
+    """Imitation of vLLM's own server; test_teacher_vllm.py runs the real one."""
     app = FastAPI()
     app.get("/health")(lambda: JSONResponse(None))
     app.get("/v1/models")(lambda: {"data": [{"id": "a-teacher"}]})
@@ -148,7 +148,7 @@ def openai_like(engine: KnownEngine) -> FastAPI:
 def test_vllm_s_own_server() -> None:
     engine = KnownEngine()
     with app_at(openai_like(engine)) as url:
-        reader = ServerReader(url + "/v1/")
+        reader = ScoringClient(url + "/v1/")
         assert reader.kind == "vLLM's own, a-teacher"
         for document, places, top in zip(DOCUMENTS, PLACES, ask(reader), strict=True):
             wanted = engine.top_log_probs(document.tolist(), places.tolist(), 3, 90)
@@ -157,7 +157,7 @@ def test_vllm_s_own_server() -> None:
         assert reader.generate([Asked([1, 2, 3], 0, max_new_tokens=2)], Sampling())[0].tokens == [3, 2]
         with pytest.raises(ValueError, match=r"greater than max allowed: 20. Start it with --max-logprobs as large"):
             ask(reader, 98)
-        with pytest.raises(RuntimeError, match="/v1/completions: the answer is not what was asked for"):
+        with pytest.raises(RuntimeError, match="/v1/completions: unexpected answer"):
             ask(reader, 93)
         letters = SimpleNamespace(
             all_special_tokens=["<s>"],
@@ -173,14 +173,14 @@ def test_vllm_s_own_server() -> None:
 def test_neither_kind_of_server() -> None:
     app = FastAPI()
     app.get("/health")(lambda: JSONResponse({}))
-    with app_at(app) as url, pytest.raises(ValueError, match="neither a `swift rollout` nor vLLM's server answers"):
-        ServerReader(url)
+    with app_at(app) as url, pytest.raises(ValueError, match="neither a `swift rollout` nor vLLM's server "):
+        ScoringClient(url)
 
 
 def test_what_transformers_says_of_tokens(tmp_path, monkeypatch) -> None:
     from megaswift.tasks.rollout import transformers_engine
 
-    monkeypatch.setattr(transformers_engine, "PLACES", 2)
+    monkeypatch.setattr(transformers_engine, "MAX_POSITIONS", 2)
     folder = tiny.save(tmp_path / "model", "qwen3")
     tiny.save_tokenizer(folder)
     engine = transformers_engine.TransformersEngine(folder, dtype=torch.float32)
@@ -223,17 +223,19 @@ def test_killed_while_it_is_asked(servers, capfd) -> None:
     """Named within seconds; with time to come back it is asked again."""
     port = free_port()
     server, url = servers(port), f"http://127.0.0.1:{port}"
-    hasty, patient = ServerReader(url, timeout=60.0), ServerReader(url, wait=60.0)
+    hasty, patient = ScoringClient(url, timeout=60.0), ScoringClient(url, wait=60.0)
     threading.Timer(1.0, server.process.kill).start()
     start = time.monotonic()
-    with pytest.raises(ReaderLost, match=rf"teacher's server {url} is gone: .*with --server_reconnect_timeout SECONDS"):
+    with pytest.raises(
+        ScoringServerLost, match=rf"teacher's server {url} is gone: .*with --server_reconnect_timeout SECONDS"
+    ):
         ask(hasty, 99)
     assert time.monotonic() - start < 50  # the prompt takes 60 s
     threading.Timer(1.0, servers, (port,)).start()
     assert len(ask(patient)) == 2
     lost, back = (line for line in capfd.readouterr().err.splitlines() if line.startswith("The teacher's server"))
-    assert lost.endswith("start it again: the run waits for it, for 60 s.")
-    assert back == "The teacher's server is there again: the run goes on."
+    assert lost.endswith("restart it: the run waits for it, for 60 s.")
+    assert back == "The teacher's server answers again: the run continues."
 
 
 @pytest.mark.slow
@@ -242,9 +244,9 @@ def test_a_server_that_hangs(servers, monkeypatch) -> None:
     monkeypatch.setattr(reading, "ANSWER", 1.0)
     port = free_port()
     server = servers(port)
-    reader = ServerReader(f"http://127.0.0.1:{port}", timeout=60.0)
+    reader = ScoringClient(f"http://127.0.0.1:{port}", timeout=60.0)
     threading.Timer(1.0, os.kill, (server.process.pid, signal.SIGSTOP)).start()
     start = time.monotonic()
-    with pytest.raises(ReaderLost, match="is gone: no answer within 1 s, twice"):
+    with pytest.raises(ScoringServerLost, match="is gone: no answer within 1 s, twice"):
         ask(reader, 99)
     assert time.monotonic() - start < 50

@@ -21,8 +21,8 @@ from megaswift.tasks.options.rollout import EngineOptions, RolloutOptions
 from megaswift.tasks.rollout.addresses import server_urls
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
-from megaswift.tasks.rollout.serve import bound, checked_backend
-from megaswift.tasks.rollout.server_connection import Claimed, ServerLost, WeightsLost
+from megaswift.tasks.rollout.serve import bind, choose_backend
+from megaswift.tasks.rollout.server_connection import ServerClaimed, ServerLost, WeightsLost
 from torch import Tensor
 
 from tests import tiny
@@ -99,7 +99,7 @@ def test_weights_arrive_bit_for_bit(transport: str) -> None:
             assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
             assert client.checksums(["scale", "unknown"]) == {"scale": "3.0"}
             second.weights["scale"] += 1
-            with pytest.raises(RuntimeError, match="scale is not the same in the servers"):
+            with pytest.raises(RuntimeError, match="scale differs between the servers"):
                 client.checksums(["scale"])
             client.sleep()
             assert first.awake  # it has a GPU of its own
@@ -117,7 +117,7 @@ def test_asleep(level: int) -> None:
         client.wake()
         assert engine.awake
         if level == 2:
-            with pytest.raises(WeightsLost, match="given up when it was put to sleep"):
+            with pytest.raises(WeightsLost, match="freed by /sleep"):
                 client.generate([Request([1], 0)], SAMPLING)
             client.update([("scale", torch.tensor(3.0))])
         assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
@@ -125,7 +125,7 @@ def test_asleep(level: int) -> None:
 
 def test_shared_memory_is_found_by_itself() -> None:
     with serving() as (url, _, _), connected(url) as client:
-        assert client._links[0].local
+        assert client._servers[0].local
 
 
 @pytest.mark.parametrize("probe", [{"pid": 1, "fd": 0}, {"pid": os.getpid(), "fd": 10**6}])
@@ -149,29 +149,31 @@ def test_only_the_run_that_claimed_it_changes_weights() -> None:
 
 
 def test_a_second_run_waits_for_the_first_to_end(capfd) -> None:
-    """As long as it would wait for a server; then it says who has it."""
+    """It waits as long as for a server; then the error names the other run."""
     with serving() as (url, _, _):
-        taken = f"Rollout server {url}: another run has this server (process {os.getpid()} on "
+        taken = f"Rollout server {url}: another run has claimed this server (process {os.getpid()} on "
         with connected(url) as first:
             first.update([("scale", torch.tensor(3.0))])
-            with pytest.raises(Claimed, match=re.escape(taken) + ".*waited for, for 1 s: .* --vllm_server_timeout"):
+            with pytest.raises(
+                ServerClaimed, match=re.escape(taken) + ".*waited for, for 1 s: .* --vllm_server_timeout"
+            ):
                 ServerEngine([url], timeout=0.8)
             capfd.readouterr()
             threading.Timer(0.8, first.release).start()
             with connected(url) as second:
                 said = capfd.readouterr().err
                 assert said.count(taken) == 1
-                assert said.endswith("It is waited for, for up to 10 s.\n")
-                with pytest.raises(WeightsLost, match="those of a run that has ended"):  # the first one's are not its
+                assert said.endswith("Waiting for it for up to 10 s.\n")
+                with pytest.raises(WeightsLost, match="those of an ended run"):  # the first one's are not its
                     second.generate([Request([1], 0)], SAMPLING)
                 second.update([("scale", torch.tensor(6.0))])
                 assert second.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-2.0]
 
 
 def test_a_server_of_another_model() -> None:
-    """Of another size of vocabulary: the run ends at its start, and the server stays free."""
+    """A vocabulary of another size ends the run at its start, and the server stays free."""
     with serving(vocab_size=151936) as (url, _, server):
-        with pytest.raises(ValueError, match="a vocabulary of 151936 tokens, and the one that is trained has 152064"):
+        with pytest.raises(ValueError, match="a vocabulary of 151936 tokens, and the trained one has 152064"):
             ServerEngine([url], timeout=5.0, vocab_size=152064)
         assert server._run is None
         for known in (151936, None):
@@ -200,7 +202,7 @@ def test_a_run_that_falls_silent_loses_the_server() -> None:
         assert server._updating
         wait_until(lambda: not server._updating)
         with connected(url) as client:
-            with pytest.raises(WeightsLost, match="half of one version and half of another"):
+            with pytest.raises(WeightsLost, match="a mixture of two versions"):
                 client.generate([Request([1], 0)], SAMPLING)
             client.update([("scale", torch.tensor(3.0))])
             time.sleep(3.0)  # twice as long; it says that it is there
@@ -230,7 +232,7 @@ def test_errors_of_the_engine_come_through() -> None:
         with pytest.raises(RuntimeError, match="the model has no weight refused"):
             client.update(stream)
         assert next(stream, None) is None  # read to its end: other ranks were giving their parts
-        with pytest.raises(WeightsLost, match="half of one version"):
+        with pytest.raises(WeightsLost, match="a mixture of two versions"):
             client.generate([Request([1], 0)], SAMPLING)
         client.update([("scale", torch.tensor(3.0))])
         assert client.generate([Request([1], 0)], SAMPLING)[0].log_probs == [-1.0]
@@ -244,7 +246,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         ServerEngine([url], timeout=1.0, given="--vllm_server_base_url")
     assert time.monotonic() - start < 30
     said = capsys.readouterr().err
-    assert said.count(f"No server answers at {url} yet (") == said.count("It is waited for, for up to 1 s.") == 1
+    assert said.count(f"No server answers at {url} yet (") == said.count("Waiting for it for up to 1 s.") == 1
 
 
 @pytest.mark.parametrize(
@@ -264,12 +266,12 @@ def test_addresses(given: dict, urls: list[str]) -> None:
 def test_addresses_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="--vllm_server_host has 2 hosts and --vllm_server_port 3 ports"):
         server_urls(EngineOptions(vllm_server_host=["a", "b"], vllm_server_port=[1, 2, 3]))
-    with pytest.raises(ValueError, match="--vllm_server_port 99999: a port is from 1 to 65535"):
+    with pytest.raises(ValueError, match=r"--vllm_server_port 99999: not a port. Set one from 1 to 65535"):
         server_urls(EngineOptions(vllm_server_port=[8000, 99999]))
-    with pytest.raises(ValueError, match="--vllm_server_base_url localhost:8000: an address begins with http"):
+    with pytest.raises(ValueError, match="--vllm_server_base_url localhost:8000: it must begin with http"):
         server_urls(EngineOptions(vllm_server_base_url=["localhost:8000"]))
     for host in ("http://a", "a:8000", "a b", "", "::1"):
-        with pytest.raises(ValueError, match=f"--vllm_server_host {host}: a name or an address alone"):
+        with pytest.raises(ValueError, match=f"--vllm_server_host {host}: not a host name or IP address"):
             server_urls(EngineOptions(vllm_server_host=["localhost", host]))
     assert server_urls(EngineOptions(vllm_server_host=["[::1]"])) == ["http://[::1]:8000"]
 
@@ -285,22 +287,22 @@ def test_what_cannot_be_served() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"--port {port} cannot be listened on \(Address already"):
-            bound("127.0.0.1", port)
+        with pytest.raises(ValueError, match=rf"--port {port} cannot listen there \(Address already"):
+            bind("127.0.0.1", port)
     for port in (-1, 65536, 99999):
-        with pytest.raises(ValueError, match=f"--port {port}: a port is from 0, for any that is free, to 65535"):
-            bound("127.0.0.1", port)
+        with pytest.raises(ValueError, match=f"--port {port}: not a port. Set one from 1 to 65535, or 0"):
+            bind("127.0.0.1", port)
     for flags in ({"vllm_max_model_len": 128}, {"vllm_enable_prefix_caching": False}):
-        with pytest.raises(ValueError, match=f"--{next(iter(flags))} .*: is for vLLM, and transformers generates here"):
-            checked_backend(RolloutOptions(infer_backend="transformers", **flags))
+        with pytest.raises(ValueError, match=f"--{next(iter(flags))} .*: only vLLM reads it, not transformers"):
+            choose_backend(RolloutOptions(infer_backend="transformers", **flags))
     with pytest.raises(ValueError, match="--vllm_data_parallel_size 2: with --infer_backend transformers"):
-        checked_backend(RolloutOptions(infer_backend="transformers", vllm_data_parallel_size=2))
+        choose_backend(RolloutOptions(infer_backend="transformers", vllm_data_parallel_size=2))
     with pytest.raises(ValueError, match="--vllm_enable_return_routed_experts true: with --infer_backend transformers"):
-        checked_backend(RolloutOptions(infer_backend="transformers", vllm_enable_return_routed_experts=True))
+        choose_backend(RolloutOptions(infer_backend="transformers", vllm_enable_return_routed_experts=True))
     if importlib.util.find_spec("vllm") is None:
-        assert checked_backend(RolloutOptions()) == "transformers"
+        assert choose_backend(RolloutOptions()) == "transformers"
         with pytest.raises(ImportError, match="--infer_backend vllm: vLLM is not installed"):
-            checked_backend(RolloutOptions(infer_backend="vllm"))
+            choose_backend(RolloutOptions(infer_backend="vllm"))
 
 
 class Process:

@@ -11,11 +11,11 @@ import torch
 from megaswift.tasks.rollout import client as clients
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Request
-from megaswift.tasks.rollout.in_process import InProcess
-from megaswift.tasks.rollout.process_group import Group
+from megaswift.tasks.rollout.in_process import InProcessBackend
+from megaswift.tasks.rollout.process_group import WeightGroup
 from megaswift.tasks.rollout.server import Server
-from megaswift.tasks.rollout.server_connection import Claimed, Link, ServerLost, WeightsLost
-from megaswift.tasks.rollout.weight_buckets import Bucket, Memory
+from megaswift.tasks.rollout.server_connection import ServerClaimed, ServerConnection, ServerLost, WeightsLost
+from megaswift.tasks.rollout.weight_buckets import Bucket, SharedMemory
 
 from tests.prepared import free_port
 from tests.tasks.rollout.served import serving, tensors
@@ -24,23 +24,23 @@ from tests.tasks.rollout.test_server import SAMPLING, connected
 ONE = [("scale", torch.tensor(3.0))]  # by which a token has a log-probability of -1
 
 
-class Joined(InProcess):
+class Joined(InProcessBackend):
     """Takes buckets by a group of its own with the trainer: of CPUs, by gloo."""
 
-    joined: Group | None = None
+    joined: WeightGroup | None = None
 
     async def group(self, host: str, port: int) -> None:
-        self.joined = await self._apart(Group, host, port, 1, 2, torch.device("cpu"))
+        self.joined = await self._apart(WeightGroup, host, port, 1, 2, torch.device("cpu"))
 
     async def load(self, bucket: Bucket) -> None:
-        if bucket.place is not None:
+        if bucket.handle is not None:
             return await super().load(bucket)
         if bucket.entries[0].name == "broken":
             raise OSError("a worker broke")
         assert self.joined is not None
-        memory = Memory(bucket.bytes)
+        memory = SharedMemory(bucket.bytes)
         await self._apart(self.joined.broadcast, memory.flat)
-        await super().load(Bucket(bucket.entries, memory.place))
+        await super().load(Bucket(bucket.entries, memory.handle))
         memory.close()
 
     async def _apart(self, call, *arguments):
@@ -91,22 +91,22 @@ def test_lost_while_weights_travel(transport, wait, kind, monkeypatch, capfd) ->
 
     with serving(backend=Joined) as (url, _, _), connected(url, transport=transport, wait=wait) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(Link, "send", send)
+            patch.setattr(ServerConnection, "send", send)
             with pytest.raises(kind, match="is gone"):
                 client.update(tensors().items())
         client.update(ONE)
         assert drawn(client) == [-1.0]
-    lines = ["The rollout server is gone.", "All rollout servers are there: the run goes on."]
+    lines = ["The rollout server is gone.", "All rollout servers answer again: the run continues."]
     assert capfd.readouterr().err.splitlines() == (lines if wait else [])
 
 
 def test_no_memory_for_a_large_tensor(monkeypatch) -> None:
-    def scarce(count: int) -> Memory:
+    def scarce(count: int) -> SharedMemory:
         if count > 4096:
             raise OSError("no memory")
-        return Memory(count)
+        return SharedMemory(count)
 
-    monkeypatch.setattr(clients, "Memory", scarce)
+    monkeypatch.setattr(clients, "SharedMemory", scarce)
     with serving() as (url, _, _), connected(url) as client, pytest.raises(OSError, match="no memory"):
         client.update([("large", torch.zeros(5000))])
 
@@ -125,7 +125,7 @@ def test_a_port_that_is_not_reached(monkeypatch, capfd) -> None:
         assert drawn(client) == [-1.0]
     said = capfd.readouterr().err
     assert said.count(f"127.0.0.1:{closed}, [Errno 111]") == 1
-    assert "they go through shared memory, which takes several times as long" in said
+    assert "They go by shared memory, which takes several times as long" in said
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -142,7 +142,7 @@ def test_a_run_after_one_that_ended_asleep(level: int) -> None:
 
 
 def test_started_again_while_the_model_trains() -> None:
-    """Whether it sleeps or is about to, the next update finds it, and wakes it."""
+    """The next update notices it, asleep or about to sleep, and wakes it."""
     port = free_port()
     with serving(port) as (url, _, _):
         client = ServerEngine([url], timeout=10.0, bucket_bytes=4096, sleep_level=1, wait=10.0)
@@ -176,7 +176,7 @@ def test_another_runs_weights_are_not_drawn_from() -> None:
             assert drawn(second) == [-10.0]
             with pytest.raises(WeightsLost, match=r"this server has version 1 of \w+ of the weights, not 1 of"):
                 drawn(first)
-            with pytest.raises(Claimed, match="another run has this server"):
+            with pytest.raises(ServerClaimed, match="another run has claimed this server"):
                 first.update(ONE)
 
 
@@ -188,14 +188,14 @@ def test_uploads_that_break_leave_nothing_behind() -> None:
         )
 
     with serving() as (url, _, _), connected(url) as client:
-        client._asked([client._links[0].call("/weights/begin")])
+        client._call_all([client._servers[0].call("/weights/begin")])
         before = files()
         for _ in range(2):
             with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as sock:
                 lines = [
                     "POST /weights/bucket HTTP/1.1",
                     "host: x",
-                    f"x-run: {client._links[0]._run_token}",
+                    f"x-run: {client._servers[0]._run_token}",
                     "content-type: application/octet-stream",
                     "content-length: 1000000",
                 ]
@@ -213,11 +213,11 @@ def test_an_update_that_waits_when_its_run_ends() -> None:
     with serving() as (url, _, server):
         server._generating += 1  # a stranger's, that takes long
         with connected(url) as first:
-            begun = first._start(first._links[0].call("/weights/begin"))
+            begun = first._start(first._servers[0].call("/weights/begin"))
             while not server._updating:
                 time.sleep(0.01)
             first.release()
-            with pytest.raises(RuntimeError, match="broken off before it began"):
+            with pytest.raises(RuntimeError, match="aborted before it began"):
                 begun.result(60)
         server._generating -= 1
         with connected(url) as second:
@@ -226,7 +226,7 @@ def test_an_update_that_waits_when_its_run_ends() -> None:
 
 
 def test_an_engine_that_cannot_break_off() -> None:
-    """What went wrong first is told, and the server goes on."""
+    """The first error is reported, and the server keeps running."""
     with serving(silence=0.8) as (url, _, server), connected(url) as client:
         abort = server.backend.abort
 
@@ -238,7 +238,7 @@ def test_an_engine_that_cannot_break_off() -> None:
         with pytest.raises(RuntimeError, match="the model has no weight refused"):
             client.update([("refused", torch.ones(1))])
         assert httpx.get(f"{url}/health").json()["status"] == "ok"
-        client._asked([client._links[0].call("/weights/begin")])
+        client._call_all([client._servers[0].call("/weights/begin")])
         client.release()
         silent = {"run": "silent", "who": "a run that was killed"}
         httpx.post(f"{url}/claim", json=silent)

@@ -1,4 +1,4 @@
-"""What strangers may send to a rollout server: refused with a reason, in no engine, in no log, without a claim."""
+"""Requests of strangers to a rollout server: rejected with a reason, without reaching the engine or the log."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ import pytest
 import torch
 from megaswift.tasks.rollout.connections import Connection
 from megaswift.tasks.rollout.serve import hosts_of
-from megaswift.tasks.rollout.weight_buckets import Memory, Place, attach, is_local
+from megaswift.tasks.rollout.weight_buckets import MemoryHandle, SharedMemory, attach, is_local
 
 from tests import tiny
 from tests.tasks.rollout.served import serving
@@ -86,8 +86,8 @@ def test_completions_that_cannot_be(body: Any, said: str, server, capfd) -> None
     ("content", "status", "said"),
     [
         (b"[" * 100_000, 400, "nested too deeply"),
-        (b'{"a": NaN}', 400, "NaN is no number in JSON"),
-        (b'{"sampling": {"temperature": Infinity}}', 400, "Infinity is no number in JSON"),
+        (b'{"a": NaN}', 400, "NaN is not a JSON number"),
+        (b'{"sampling": {"temperature": Infinity}}', 400, "Infinity is not a JSON number"),
         (b"{", 400, "the body is not JSON"),
         (b"\xff", 400, "the body is not JSON"),
         (b"", 400, "the body is not JSON"),
@@ -103,7 +103,7 @@ def test_what_is_no_json(path: str, content: bytes, status: int, said: str, serv
 
 
 def test_a_body_that_is_too_large(server, monkeypatch) -> None:
-    monkeypatch.setattr("megaswift.tasks.rollout.bodies.JSON_BYTES", 1000)
+    monkeypatch.setattr("megaswift.tasks.rollout.bodies.MAX_JSON_BYTES", 1000)
     answer = httpx.post(f"{server[0]}/generate", json={"requests": "x" * 1000})
     assert answer.status_code == 413
     assert "more than 1000 bytes" in answer.json()["error"]
@@ -139,7 +139,7 @@ def test_a_client_that_goes_in_the_midst_of_a_body_is_no_fault_of_the_engine(kin
 
 
 def test_a_completion_ends_at_the_last_position(server) -> None:
-    """As with vLLM: a run whose longest prompts leave less room goes on."""
+    """A run continues although its longest prompts leave less space, as with vLLM."""
     body = generate(request_tokens=list(range(12)), sampling_max_new_tokens=10)
     assert httpx.post(f"{server[0]}/generate", json=body).json()["completions"][0]["tokens"] == [11, 10, 9, 8]
 
@@ -197,50 +197,50 @@ def test_no_file_is_read_by_a_claim(tmp_path: Path) -> None:
     os.write(fd, secret)
     assert not is_local(os.getpid(), fd, secret.hex())  # another program's memory
     os.close(fd)
-    memory = Memory(16)
+    memory = SharedMemory(16)
     memory.write(0, secret)
-    assert is_local(os.getpid(), memory.place.fd, secret.hex())
+    assert is_local(os.getpid(), memory.handle.fd, secret.hex())
     with pytest.raises(OSError, match="is not shared memory of 17 bytes"):  # whose end would kill who reads beyond it
-        attach(Place(*memory.place[:2], 17))
+        attach(MemoryHandle(*memory.handle[:2], 17))
     with pytest.raises(PermissionError):
-        os.ftruncate(memory.place.fd, 1)
+        os.ftruncate(memory.handle.fd, 1)
     memory.close()
 
 
 def test_weights_come_from_the_memory_of_the_run_alone() -> None:
     with serving() as (url, _, _), connected(url, transport="shared") as client:
-        link = client._links[0]
-        client._asked([link.call("/weights/begin")])
+        connection = client._servers[0]
+        client._call_all([connection.call("/weights/begin")])
         entry, other = ["scale", "float32", [], 0], [1, 0, 64]
-        with pytest.raises(ValueError, match="place must be memory of the process whose probe was read at /claim"):
-            client._asked([link.call("/weights/bucket", entries=[entry], place=other, bytes=64)])
+        with pytest.raises(ValueError, match="handle must be memory of the process whose probe was read at /claim"):
+            client._call_all([connection.call("/weights/bucket", entries=[entry], handle=other, bytes=64)])
 
 
 @pytest.mark.parametrize(
     "bucket",
     [
-        {"entries": [["scale", "float32", [], 0]], "place": ["self", "../x", 4], "bytes": 4},
-        {"entries": [["scale", "float32", [9], 0]], "place": None, "bytes": 4},
-        {"entries": [["scale", "float32", [-1], 0]], "place": None, "bytes": 4},
-        {"entries": [["scale", "nn", [], 0]], "place": None, "bytes": 4},
-        {"entries": [3], "place": None, "bytes": 4},
+        {"entries": [["scale", "float32", [], 0]], "handle": ["self", "../x", 4], "bytes": 4},
+        {"entries": [["scale", "float32", [9], 0]], "handle": None, "bytes": 4},
+        {"entries": [["scale", "float32", [-1], 0]], "handle": None, "bytes": 4},
+        {"entries": [["scale", "nn", [], 0]], "handle": None, "bytes": 4},
+        {"entries": [3], "handle": None, "bytes": 4},
         {"entries": [["scale", "float32", [], 0]]},
         {},
     ],
 )
 def test_a_bucket_that_fails_ends_the_update(bucket: dict) -> None:
-    """What is finished then is no new version."""
+    """A finish after it makes no new version."""
     with serving() as (url, _, _), connected(url) as client:
         client.update([("scale", torch.tensor(3.0))])
-        link, before = client._links[0], httpx.get(f"{url}/health").json()["version"]
-        client._asked([link.call("/weights/begin")])
+        connection, before = client._servers[0], httpx.get(f"{url}/health").json()["version"]
+        client._call_all([connection.call("/weights/begin")])
         with pytest.raises(ValueError, match=r"/weights/bucket: "):
-            client._asked([link.call("/weights/bucket", **bucket)])
-        with pytest.raises(RuntimeError, match=r"begin comes before /weights/finish; a bucket that fails ends an upd"):
-            client._asked([link.call("/weights/finish", version="new")])
+            client._call_all([connection.call("/weights/bucket", **bucket)])
+        with pytest.raises(RuntimeError, match=r"begin must precede /weights/finish; a failed bucket ends an upd"):
+            client._call_all([connection.call("/weights/finish", version="new")])
         health = httpx.get(f"{url}/health").json()
         assert (health["version"], health["status"]) == (before, "ok")
-        assert "half of one version" in health["unfit"]
+        assert "a mixture of two versions" in health["unfit"]
         client.update([("scale", torch.tensor(3.0))])
 
 
@@ -359,7 +359,7 @@ HALF = b"POST /generate HTTP/1.1\r\nhost: x\r\n"
 @pytest.fixture
 def hurried(monkeypatch):
     monkeypatch.setattr("megaswift.tasks.rollout.connections.HEADER_SECONDS", 0.5)
-    monkeypatch.setattr(Connection, "most", 20)
+    monkeypatch.setattr(Connection, "max_count", 20)
 
 
 def test_half_requests_do_not_stop_the_server(hurried, capfd) -> None:

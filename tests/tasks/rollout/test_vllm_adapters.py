@@ -59,7 +59,7 @@ def found(request, tmp_path_factory) -> dict:
 
 
 def test_it_says_what_the_merged_model_says(found) -> None:
-    """With one adapter, and with the one that took its place."""
+    """Check the first adapter, and the one that replaced it."""
     assert found["greedy"] == [[True, True]] * len(found["greedy"])
     assert max(max(rank) for rank in found["log_probs"]) < CLOSE
 
@@ -72,15 +72,15 @@ def test_little_is_sent_and_compared(found) -> None:
 
 def test_what_is_not_what_was_sent_is_named(found) -> None:
     assert all("lora_B.weight is not what was sent" in text for text in found["spoilt"])
-    assert all("Qwen3ForCausalLM takes no adapter of model.norm" in text for text in found["homeless"])
-    assert all("rank 9 has come, and there is room for 8" in text for text in found["high"])
+    assert all("Qwen3ForCausalLM does not support adapters of model.norm" in text for text in found["homeless"])
+    assert all("--vllm_max_lora_rank 8: an adapter of rank 9 has arrived" in text for text in found["high"])
 
 
 def test_experts_on_a_cpu(tmp_path) -> None:
     """vLLM itself would end in an assertion."""
     done = launch(tmp_path, "qwen3_moe", "one process")
     assert done.returncode != 0
-    assert "vLLM's build for the CPU takes no adapters in a model with experts" in done.stderr
+    assert "vLLM's CPU build does not support adapters in a model with experts" in done.stderr
 
 
 def adapted(folder: Path, seed: int):
@@ -120,6 +120,6 @@ def test_two_servers_one_of_two_engines(folder) -> None:
                 assert found == {name: checksum(t) for name, t in scaled(tensors.items(), 2.0, torch.float32)}
         finally:
             client.close()
-        for adapters, said in ((9, "has room for adapters of rank 8, not 9"), (0, "takes adapters alone")):
+        for adapters, said in ((9, "have at most rank 8, not 9"), (0, "takes only adapters")):
             with pytest.raises(ValueError, match=said):
                 ServerEngine([second.url], timeout=60.0, adapters=adapters)

@@ -46,7 +46,7 @@ def watched(model):
 
 
 if "says" in sys.argv[1]:
-    vllm_engine.chosen_inside = watched
+    vllm_engine.monolithic_moe_kernel = watched
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[2:]))
 """
@@ -99,5 +99,5 @@ def test_engine_and_trainer_agree(words: str, says: bool, place: Place) -> None:
 def test_a_kernel_that_does_not_say_its_experts(place: Place) -> None:
     code, printed, _ = run(place, "--model qwen3_moe_wide --router_replay_mode R3")
     assert code == 1, printed[-6000:]
-    assert "--router_replay_mode R3: vLLM's kernel for experts on this machine (UnquantizedFusedMoEMethod)" in printed
-    assert "Traceback" not in printed.partition("--router_replay_mode R3: vLLM's kernel")[2]
+    assert "--router_replay_mode R3: vLLM's expert kernel on this machine (UnquantizedFusedMoEMethod)" in printed
+    assert "Traceback" not in printed.partition("--router_replay_mode R3: vLLM's expert kernel")[2]

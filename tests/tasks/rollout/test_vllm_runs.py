@@ -105,4 +105,4 @@ def test_served(folder, merged) -> None:
             check(folder, name, merged)
         else:
             assert done.returncode != 0
-            assert "they are not this run's: give `swift rollout` and the run the same --model" in done.stderr
+            assert "its engine has loaded other base weights than this run." in done.stderr

@@ -65,7 +65,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests(number: int) -> list[Request]:
-    """Of each engine its own."""
+    """Return requests that differ between engines."""
     generator = torch.Generator().manual_seed(number)
     lengths = (3, 17, 40)[number:]
     prompts = [torch.randint(3, tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths]
@@ -91,7 +91,7 @@ def greedy_is_transformers(engine: VllmEngine, asked: list[Request], folder: Pat
 
 @torch.no_grad()
 def distance(engine: VllmEngine, asked: list[Request], folder: Path, sampling: Sampling) -> float:
-    """Of log-probabilities from those of the model at the temperature, before filters and penalties."""
+    """Return the distance of log-probabilities from the model's at the temperature, before filters and penalties."""
     model, worst = reference(folder), 0.0
     answers = engine.generate(asked, replace(sampling, max_new_tokens=NEW))
     for request, found in zip(asked, answers, strict=True):

@@ -1,4 +1,4 @@
-"""How the process of a run ends early: Ctrl-C, and plugins that end it. The run is a stand-in without torch."""
+"""Early ends of a run's process: Ctrl-C, and plugins that end it. The run is a stand-in without torch."""
 
 import os
 import signal

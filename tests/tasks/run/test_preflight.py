@@ -18,7 +18,7 @@ GOOD = Health("node-0", 700.0, 78.0, 40, 0, False, 900.0, 5000.0, 100.0, 400.0, 
         ({"slowed": True, "temperature": 90}, "rank 3 on node-1: the hardware slows its GPU down"),
         ({"temperature": 90}, "rank 3 on node-1: its GPU has 90 degrees"),
         ({"clock": 103.5}, "the clocks of the nodes are 3.5 s apart"),
-        ({"disk_free": 3.0}, "node-1: 3 GiB are free where the run writes"),
+        ({"disk_free": 3.0}, "node-1: 3 GiB are free in the output folder"),
         ({"within": 200.0}, "node-1: 200 GB/s between its GPUs, where another node has 400"),
     ],
 )

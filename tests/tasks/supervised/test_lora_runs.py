@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megaswift.tasks.system.atomic_dir import damage
+from megaswift.tasks.system.atomic_dir import verify_files
 from safetensors.torch import load_file
 
 from tests import prepared, tiny
@@ -34,12 +34,12 @@ if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[1:]))
 """
 KILLED = """
-real = atomic_dir._place
+real = atomic_dir._rename
 def place(folder, path):
     if path.name == "checkpoint-1":
         os.kill(os.getpid(), signal.SIGKILL)
     real(folder, path)
-atomic_dir._place = place
+atomic_dir._rename = place
 """
 FULL_DISK = """
 def full(*arguments):
@@ -160,7 +160,7 @@ def test_both_folders_are_whole_and_the_pair_before_is_gone(alone: Path) -> None
     assert sorted(path.name for path in alone.glob("*checkpoint*")) == ["checkpoint-9", "checkpoint-9-merged"]
     assert [path.name for path in alone.glob(".*")] == [".lock"]
     for name in ("checkpoint-9", "checkpoint-9-merged"):
-        assert not damage(alone / name, checksums=True)
+        assert not verify_files(alone / name, checksums=True)
         assert (alone / name / "manifest.json").is_file()
         assert (alone / name / "args.json").read_bytes() == (alone / "args.json").read_bytes()
     assert {path.name for path in (alone / "checkpoint-9").iterdir()} == {
@@ -231,7 +231,7 @@ def traditional(place: Path) -> Path:
 
 def test_the_traditional_workflow_saves_the_adapter_alone(traditional: Path, alone: Path) -> None:
     assert losses(traditional) == pytest.approx(losses(alone), rel=1e-5)
-    assert not damage(traditional / "checkpoint-9", checksums=True)
+    assert not verify_files(traditional / "checkpoint-9", checksums=True)
     names = {path.name for path in (traditional / "checkpoint-9").iterdir()}
     assert names == {
         "adapter_config.json", "args.json", "iter_0000009", "latest_checkpointed_iteration.txt", "manifest.json",
@@ -283,8 +283,8 @@ def test_a_model_learns_by_its_adapter(place: Path) -> None:
     ask = "--val_dataset train.jsonl --temperature 0 --max_new_tokens 8 --max_batch_size 34 --result_path"
     before = run(place, f"swift infer --model qwen3 {ask} before.jsonl")
     after = run(place, f"swift infer --adapters {checkpoint} {ask} after.jsonl")
-    assert "equal to the dataset's answer: 0 of 34" in before
-    assert "equal to the dataset's answer: 34 of 34" in after
+    assert "equal to the dataset's response: 0 of 34" in before
+    assert "equal to the dataset's response: 34 of 34" in after
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_of_a_killed_run_no_adapter_is_there_without_its_merged_weights(place: P
     line = f"sft --model qwen3 {LORA} --train_iters 1 --add_version false --output_dir killed"
     assert planted(place, KILLED, line).wait().returncode != 0
     assert [path.name for path in (place / "killed").glob("checkpoint-*")] == ["checkpoint-1-merged"]  # comes first
-    assert not damage(place / "killed" / "checkpoint-1-merged", checksums=True)
+    assert not verify_files(place / "killed" / "checkpoint-1-merged", checksums=True)
     assert len(list((place / "killed").glob(".checkpoint-1.partial-*"))) == 1
     run(place, f"megatron {line}")
     assert {path.name for path in (place / "killed").glob("*checkpoint-*")} == {"checkpoint-1", "checkpoint-1-merged"}

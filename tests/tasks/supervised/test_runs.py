@@ -397,9 +397,19 @@ UNFIT = [
     ("classes", "several", f"--task_type seq_cls --problem_type {SINGLE}", "a row of the data has several labels"),
     ("qwen3", "words", "--task_type seq_cls --num_labels 2", "its label is 'good', where a number or a list"),
     ("classes", "triplets", EMBEDDING, "has a head of 3 outputs in the place of its output layer"),
-    ("qwen3", "triplets", f"{EMBEDDING} --loss_type cosine_similarity", "compares each pair with its label, and"),
-    ("qwen3", "scored", f"{EMBEDDING} --loss_type contrastive", "wants labels 0 and 1, and a row"),
-    ("qwen3", "pairs", EMBEDDING, "--loss_type infonce takes each positive for one, and a row of the data has the"),
+    (
+        "qwen3",
+        "triplets",
+        f"{EMBEDDING} --loss_type cosine_similarity",
+        "cosine_similarity: a row of the data has no label",
+    ),
+    (
+        "qwen3",
+        "scored",
+        f"{EMBEDDING} --loss_type contrastive",
+        "contrastive: a row of the data has another label than 0 and 1",
+    ),
+    ("qwen3", "pairs", EMBEDDING, "--loss_type infonce: a row of the data has the"),
     ("classes", "lists", RERANKER, "has a head of 3 outputs, which is not for --task_type reranker"),
     ("qwen3", "lists", "--task_type generative_reranker", "--positive_token yes is 3 tokens of this tokenizer"),
 ]

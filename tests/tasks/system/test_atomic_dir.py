@@ -17,7 +17,7 @@ from megaswift.templates import machine
 
 def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
     path = tmp_path / "checkpoint-7"
-    temporary = atomic_dir.begin(path)
+    temporary = atomic_dir.stage(path)
     (temporary / "optimizer").mkdir()
     (temporary / "model.safetensors").write_bytes(b"weights" * 1000)
     (temporary / "optimizer" / "0.bin").write_bytes(b"state")
@@ -36,22 +36,22 @@ def test_checkpoint_is_absent_until_committed_and_then_whole(tmp_path):
 
 def test_damage_is_named(tmp_path):
     path = tmp_path / "checkpoint-7"
-    temporary = atomic_dir.begin(path)
+    temporary = atomic_dir.stage(path)
     for name in ("lost", "cut", "changed", "kept"):
         (temporary / name).write_bytes(b"0123456789")
     atomic_dir.commit(temporary, path)
-    assert atomic_dir.damage(path, checksums=True) == []
+    assert atomic_dir.verify_files(path, checksums=True) == []
     (path / "lost").unlink()
     os.truncate(path / "cut", 4)
     (path / "changed").write_bytes(b"012345678X")
-    assert atomic_dir.damage(path) == ["cut has 4 bytes instead of 10", "lost is missing"]
-    assert "changed has other bytes than were written" in atomic_dir.damage(path, checksums=True)
+    assert atomic_dir.verify_files(path) == ["cut has 4 bytes instead of 10", "lost is missing"]
+    assert "changed has other bytes than were written" in atomic_dir.verify_files(path, checksums=True)
 
 
 def test_commit_replaces_what_was_there(tmp_path):
     path = tmp_path / "checkpoint-1"
     for text in ("old", "new"):
-        temporary = atomic_dir.begin(path)
+        temporary = atomic_dir.stage(path)
         (temporary / text).write_text(text)
         atomic_dir.commit(temporary, path)
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "new"]
@@ -73,7 +73,7 @@ def look(event, arguments):
         os.kill(os.getpid(), 9)
 sys.addaudithook(look)
 for name in ("old", "new"):
-    temporary = atomic_dir.begin(sys.argv[1])
+    temporary = atomic_dir.stage(sys.argv[1])
     (temporary / name).write_text(name)
     atomic_dir.commit(temporary, sys.argv[1])
 """
@@ -106,7 +106,7 @@ def test_half_a_folder_set_aside_does_not_come_back(replaced):
 
 
 def test_a_container_of_the_same_host_name_is_another_machine(tmp_path, monkeypatch):
-    temporary = atomic_dir.begin(tmp_path / "checkpoint-1")
+    temporary = atomic_dir.stage(tmp_path / "checkpoint-1")
     monkeypatch.setattr(machine.os, "readlink", lambda path: "pid:[1]")
     machine.process_scope.cache_clear()
     try:
@@ -120,24 +120,22 @@ def test_a_container_of_the_same_host_name_is_another_machine(tmp_path, monkeypa
 
 def test_leftovers_of_dead_runs_go_and_those_of_living_ones_stay(tmp_path):
     """A writer killed in the middle leaves a folder that the next one removes."""
-    code = "from megaswift.tasks.system.atomic_dir import begin\nimport os, sys\n"
-    code += "begin(sys.argv[1]); os.kill(os.getpid(), 9)"
+    code = "from megaswift.tasks.system.atomic_dir import stage\nimport os, sys\n"
+    code += "stage(sys.argv[1]); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-1")], check=False)
     (dead,) = tmp_path.iterdir()
     living = dead.with_name(f"{dead.name.rsplit('-', 1)[0]}-{os.getppid()}")
     living.mkdir()
     other_host = tmp_path / ".checkpoint-1.partial-another-host-1"
     other_host.mkdir()
-    temporary = atomic_dir.begin(tmp_path / "checkpoint-2")
+    temporary = atomic_dir.stage(tmp_path / "checkpoint-2")
     assert sorted(tmp_path.iterdir()) == sorted([living, other_host, temporary])
 
 
 def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
-    with pytest.raises(
-        OSError, match=r"disk is full.*1048576\.00 GiB are needed and .* GiB are free.*--save_total_limit"
-    ):
-        atomic_dir.begin(tmp_path / "checkpoint-1", needed_bytes=2**50)
-    temporary = atomic_dir.begin(tmp_path / "checkpoint-1")
+    with pytest.raises(OSError, match=r"disk is full.*1048576\.00 GiB are needed, .* GiB are free.*--save_total_limit"):
+        atomic_dir.stage(tmp_path / "checkpoint-1", needed_bytes=2**50)
+    temporary = atomic_dir.stage(tmp_path / "checkpoint-1")
     (temporary / "weights").write_bytes(b"x")
 
     def full(descriptor):
@@ -152,11 +150,11 @@ def test_full_disk_names_what_is_needed_and_free(tmp_path, monkeypatch):
 
 
 def test_a_source_that_cannot_be_read_is_not_the_folders_fault(tmp_path):
-    with pytest.raises(PermissionError, match="weights"), atomic_dir.explained(tmp_path / "out"):
+    with pytest.raises(PermissionError, match="weights"), atomic_dir.os_error_hints(tmp_path / "out"):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "weights"))
     for name in ("out", "out/file", ".out.partial-host-1/file"):
         wanted = pytest.raises(atomic_dir.FolderError, match=r"cannot be written: .*out: Permission denied")
-        with wanted, atomic_dir.explained(tmp_path / "out"):
+        with wanted, atomic_dir.os_error_hints(tmp_path / "out"):
             raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
 
 
@@ -164,7 +162,7 @@ def test_folders_that_belong_together_are_there_together(tmp_path, monkeypatch):
     merged, path = tmp_path / "checkpoint-5-merged", tmp_path / "checkpoint-5"
 
     def fill():
-        temporary = atomic_dir.begin(path)
+        temporary = atomic_dir.stage(path)
         for each in (merged, path):
             (temporary / each.name).mkdir()
             (temporary / each.name / "weights").write_text(each.name)
@@ -188,11 +186,11 @@ def test_folders_that_belong_together_are_there_together(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == [path, merged]
     for each in (merged, path):
         assert (each / "weights").read_text() == each.name
-        assert atomic_dir.listed(each).keys() == {"weights"}
-        assert not atomic_dir.damage(each, checksums=True)
+        assert atomic_dir.read_manifest(each).keys() == {"weights"}
+        assert not atomic_dir.verify_files(each, checksums=True)
 
 
 def test_an_error_is_explained_once(tmp_path):
     wanted = pytest.raises(OSError, match=r"^The disk is full: .*inner: No space left on device\. [^:]*$")
-    with wanted, atomic_dir.explained(tmp_path / "outer"), atomic_dir.explained(tmp_path / "inner"):
+    with wanted, atomic_dir.os_error_hints(tmp_path / "outer"), atomic_dir.os_error_hints(tmp_path / "inner"):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -7,10 +7,10 @@ import httpx
 import pytest
 import torch
 from megaswift.tasks.options.rollout import EngineOptions
-from megaswift.tasks.rollout.memory_budget import Needs, Room, room_of
+from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeeds, memory_budget
 from megaswift.tasks.rollout.scoring_client import FLAG
-from megaswift.tasks.rollout.server_connection import Link
-from megaswift.tasks.system.memory import GIB, explained
+from megaswift.tasks.rollout.server_connection import ServerConnection
+from megaswift.tasks.system.memory import GIB, oom_hints
 from megaswift.tasks.train.offload import Parked
 from safetensors.torch import load_file, save_file
 
@@ -54,12 +54,12 @@ def test_the_host_keeps_its_memory_between_two_times() -> None:
 
 # Qwen2.5-7B on four GPUs of 80 GB, TP2: weights and a reference in bf16, gradients in fp32, AdamW shared by two.
 BILLION = 3.8e9
-GUIDE = Needs(79.1 * GIB, 2 * 2 * BILLION + 1.5 * GIB, 2 * BILLION, 4 * BILLION, 12 * BILLION / 2, 2 * 7.6e9)
+GUIDE = MemoryNeeds(79.1 * GIB, 2 * 2 * BILLION + 1.5 * GIB, 2 * BILLION, 4 * BILLION, 12 * BILLION / 2, 2 * 7.6e9)
 
 
 def test_the_guides_example_fits() -> None:
-    room = room_of(GUIDE, EngineOptions(), sleeps=True)
-    assert room == Room(room.share, weights=False, optimizer=False)
+    room = memory_budget(GUIDE, EngineOptions(), sleeps=True)
+    assert room == EngineMemoryBudget(room.share, weights=False, optimizer=False)
     stays = GUIDE.held + GUIDE.optimizer
     assert GUIDE.engine < room.share * GUIDE.total < GUIDE.total - stays - 4 * GIB
 
@@ -80,7 +80,7 @@ def test_what_has_to_leave(times, options, moves) -> None:
     """As little as possible, by what is asked for."""
     held = GUIDE.held + 2 * BILLION * (times - 1)
     needs = replace(GUIDE, held=held, weights=2 * BILLION * times, optimizer=GUIDE.optimizer * times)
-    room = room_of(needs, EngineOptions(**options), sleeps=True)
+    room = memory_budget(needs, EngineOptions(**options), sleeps=True)
     assert (room.weights, room.optimizer) == moves
     assert room.share == options.get("vllm_gpu_memory_utilization", room.share)
     stays = held - room.weights * needs.weights + (not room.optimizer) * needs.optimizer
@@ -88,14 +88,16 @@ def test_what_has_to_leave(times, options, moves) -> None:
 
 
 def test_beside_an_engine_that_never_sleeps_a_step_has_its_memory_too() -> None:
-    asleep, awake = (room_of(replace(GUIDE, engine=GIB), EngineOptions(), sleeps=sleeps) for sleeps in (True, False))
+    asleep, awake = (
+        memory_budget(replace(GUIDE, engine=GIB), EngineOptions(), sleeps=sleeps) for sleeps in (True, False)
+    )
     assert awake.share * GUIDE.total + GUIDE.held + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
     assert awake.share < asleep.share
 
 
 def test_no_room_is_an_error_with_its_cures() -> None:
     with pytest.raises(ValueError, match=r"vLLM's weights, 60.0 GiB of each GPU, do not fit beside .* --offload_ref"):
-        room_of(replace(GUIDE, engine=60 * GIB), EngineOptions(offload_model=False), sleeps=True)
+        memory_budget(replace(GUIDE, engine=60 * GIB), EngineOptions(offload_model=False), sleeps=True)
 
 
 def test_out_of_memory_names_what_takes_less() -> None:
@@ -103,7 +105,7 @@ def test_out_of_memory_names_what_takes_less() -> None:
         offload_model=None, offload_optimizer=True, sleep_level=0, vllm_gpu_memory_utilization=0.9,
         offload_ref_model=False, recompute_granularity="selective", micro_batch_size=4,
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"Tried to allocate 3 GiB\. What takes less: ") as found, explained(options):
+    with pytest.raises(RuntimeError, match=r"Tried to allocate 3 GiB\. To lower it, use ") as found, oom_hints(options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
     flags = (
         "--offload_model true", "--sleep_level 1", "a lower --vllm_gpu_memory_utilization than 0.9",
@@ -113,10 +115,10 @@ def test_out_of_memory_names_what_takes_less() -> None:
     assert all(flag in str(found.value) for flag in flags)
     assert "--offload_optimizer" not in str(found.value)
     elsewhere = [
-        Link("http://a:1", "a run", None)._error("/wake", httpx.Response(500, text="CUDA out of memory")),
+        ServerConnection("http://a:1", "a run", None)._error("/wake", httpx.Response(500, text="CUDA out of memory")),
         RuntimeError(f"{FLAG} http://a:1, /top_log_probs: OutOfMemoryError: CUDA out of memory. (status 500)"),
     ]
     for other in (RuntimeError("a kernel broke"), *elsewhere):
-        with pytest.raises(RuntimeError) as found, explained(options):
+        with pytest.raises(RuntimeError) as found, oom_hints(options):
             raise other
         assert found.value is other
