@@ -36,9 +36,8 @@ class _RMSNorm(torch.autograd.Function):
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         if rows:
             blocks = _blocks(size)
-            _forward[(-(-rows // blocks["DOWN"]),)](
-                *_rows(x), weight, output, scales, rows, size, eps, ctx.zero_centred, **blocks
-            )
+            grid, inputs = (-(-rows // blocks["DOWN"]),), (*_rows(x), weight, output, scales, rows, size, eps)
+            _forward[grid](*inputs, zero_centred, **blocks)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(x, weight, scales)
         return (output, x) if beside else output
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.adapter_files import load_adapter, read_num_labels, read_settings, save_adapter
@@ -36,7 +35,7 @@ from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head
 from ...bridge.options import BuildOptions
-from ...bridge.parallel import barrier, initialize
+from ...bridge.parallel import barrier, destroy, initialize
 from ...templates.json_types import JsonObject
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..options import ExportOptions
@@ -123,8 +122,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
         )  # another process may have written it meanwhile
     _print(f"exported: {destination}")
     barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    destroy()
 
 
 def _check_free(destination: Path, source: ExportSource, options: ExportOptions) -> None:

@@ -56,7 +56,7 @@ class Gkd:
         options = run.options
         assert isinstance(options, GkdOptions)
         self.options, self.prompts = options, prompts
-        self.plan: BatchPlan = episode_plan(run)
+        self.plan: BatchPlan = episode_plan(run, model.groups)
         self.teacher = Teacher(run, model, options, self.plan)
         self.notes = [f"teacher: {self.teacher.name}{self.teacher.place}"]
         self.student: ModelRollout | None = None

@@ -44,7 +44,7 @@ class Elsewhere:
     def __init__(self, sight: Sight, plan: BatchPlan, student: Model, *, top: int | None):
         self._sight, self._top = sight, top
         # Sequence parallelism splits hidden states, and nothing else does.
-        self._spread = LabelPlacement(plan, split=student.config.sequence_parallel and not top)
+        self._spread = LabelPlacement(plan, student.groups, split=student.config.sequence_parallel and not top)
 
     def of(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
         """Return the values of TeacherExtras for each of this rank's micro batches, on the last pipeline stage."""
@@ -79,9 +79,8 @@ class Apart:
     def begin(self, model: Model, see: Callable[[list[Batch]], list[Tensor]], *, top: int | None) -> None:
         """`see`: what `model`, which was built in these groups, makes of micro batches of its own."""
         self._model, self._see, self._top = model, see, top
-        with self.entered():
-            split = not top and model.config.sequence_parallel
-            self._spread = LabelPlacement(episode_plan(self._run), split=split, copies=False)
+        split = not top and model.config.sequence_parallel
+        self._spread = LabelPlacement(episode_plan(self._run, model.groups), model.groups, split=split, copies=False)
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         have = self._spread(sequences)

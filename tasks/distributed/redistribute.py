@@ -6,7 +6,8 @@ from itertools import chain
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...templates.batching.collator import Batch
@@ -50,13 +51,13 @@ class LabelPlacement:
     `copies`: otherwise, whether all ranks of the group have all tokens, or only the first.
     """
 
-    def __init__(self, plan: BatchPlan, *, split: bool, copies: bool = True):
+    def __init__(self, plan: BatchPlan, groups: ProcessGroupCollection, *, split: bool, copies: bool = True):
         self.plan = plan
-        tensor = parallel_state.get_tensor_model_parallel_rank()
+        tensor = groups.tp.rank()
         coordinates = None
-        if parallel_state.is_pipeline_last_stage() and (split or copies or tensor == 0):
-            coordinates = plan.rank, parallel_state.get_context_parallel_rank(), tensor if split else 0
-        self._parts = parallel_state.get_tensor_model_parallel_world_size() if split else 1
+        if is_pp_last_stage(groups.pp) and (split or copies or tensor == 0):
+            coordinates = plan.rank, groups.cp.rank(), tensor if split else 0
+        self._parts = groups.tp.size() if split else 1
         self._ranks = all_gather_objects(coordinates)
 
     def __call__(self, sequences: Sequences) -> list[list[np.ndarray]]:

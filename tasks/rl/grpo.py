@@ -84,7 +84,7 @@ class Grpo:
         options = run.options
         assert isinstance(options, GrpoOptions)
         self.run, self.options, self.reference, self.groups = run, options, reference, model.groups
-        self.plan: BatchPlan = episode_plan(run)
+        self.plan: BatchPlan = episode_plan(run, model.groups)
         scorer = RewardScorer(run, options)
         self.replay = options.router_replay_mode
         with_experts = self.replay == "R3"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ...bridge.model.model import Model
 from ..distributed.collectives import all_gather_objects
@@ -91,29 +91,27 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
         total - free,
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.numel() for parameter in trained) * (4 if options.accumulate_allreduce_grads_in_fp32 else 2),
-        sum(parameter.numel() * _state_bytes(parameter, options) for parameter in trained),
-        _count_parameters(parameters) * run.dtype.itemsize / options.vllm_tensor_parallel_size,
+        sum(parameter.numel() * _state_bytes(parameter, options, model.groups) for parameter in trained),
+        _count_parameters(parameters, model.groups) * run.dtype.itemsize / options.vllm_tensor_parallel_size,
     )
     fullest = max(all_gather_objects(needs), key=lambda needs: needs.held + needs.optimizer)
     return memory_budget(fullest, options, sleeps=sleeps)
 
 
-def _state_bytes(parameter: torch.nn.Parameter, options: Any) -> float:
+def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:
     """Return the bytes of optimizer state per element of a parameter."""
     state = (8 if options.optimizer == "adam" else 4) + 4 * (parameter.dtype != torch.float32)
     if not options.use_distributed_optimizer:
         return state
     if _is_expert(parameter):
-        return state / parallel_state.get_expert_data_parallel_world_size()
-    return state / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return state / groups.expt_dp.size()
+    return state / groups.dp_cp.size()
 
 
-def _count_parameters(parameters: list[torch.nn.Parameter]) -> float:
+def _count_parameters(parameters: list[torch.nn.Parameter], groups: ProcessGroupCollection) -> float:
     """Estimate the number of parameters over all ranks, each counted once. Every rank calls this."""
     world = dist.get_world_size()
-    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    experts = parallel_state.get_expert_data_parallel_world_size()
+    pipeline, tensor, experts = groups.pp.size(), groups.tp.size(), groups.expt_dp.size()
     count = 0.0
     for parameter in parameters:
         split = tensor if getattr(parameter, "tensor_model_parallel", False) else 1

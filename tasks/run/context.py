@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.model.build import DTYPES
 from ...bridge.options import ModelOptions
-from ...bridge.parallel import initialize
+from ...bridge.parallel import current_groups, initialize
 from ...templates.batching.collator import Batch, BatchLayout
 from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.streaming import TokenStream
@@ -151,31 +151,32 @@ def eval_batches(run: Run) -> Any:
 
 
 def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any:
+    groups = current_groups()
     return batches_of(
         run.options,
         store,
         ProcessLayout.of(run.options, dist.get_world_size()),
-        data_rank=parallel_state.get_data_parallel_rank(),
-        context_rank=parallel_state.get_context_parallel_rank(),
+        data_rank=groups.dp.rank(),
+        context_rank=groups.cp.rank(),
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
     )
 
 
-def episode_plan(run: Run) -> BatchPlan:
-    """Return the plan of this rank's micro batches of generated episodes, by the current process groups."""
+def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
+    """Return the plan of this rank's micro batches of generated episodes."""
     options, layout = run.options, ProcessLayout.of(run.options, dist.get_world_size())
     return BatchPlan(
         BatchLayout(
             pack_length=(options.packing_length or options.max_length) if options.packing else None,
             length_multiple=length_multiple(options),
-            context_parallel_rank=parallel_state.get_context_parallel_rank(),
+            context_parallel_rank=groups.cp.rank(),
             context_parallel_size=layout.context,
             pad_token_id=run.tokenizer.pad_token_id or 0,
             stage="prompts",
         ),
         options.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
+        rank=groups.dp.rank(),
         ranks=layout.data,
         equal_lengths=layout.pipeline > 1,
         equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
@@ -183,14 +184,13 @@ def episode_plan(run: Run) -> BatchPlan:
     )
 
 
-def streamed(steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+def streamed(steps: Iterator[list[Batch]], groups: ProcessGroupCollection) -> Iterator[list[Batch]]:
     """Yield a stream's steps with the counts summed over all data-parallel ranks.
 
     A row that cannot be read stops all ranks. They communicate over gloo, without synchronising devices.
     """
     group = gloo_group()
-    data_parallel: Any = parallel_state.get_data_parallel_group()
-    peers = dist.get_process_group_ranks(data_parallel)
+    peers = dist.get_process_group_ranks(groups.dp)
     while True:
         batches = run_on_all_ranks(lambda: next(steps), group)
         local = batches[0].loss_tokens, batches[0].grouping.loss_samples if batches[0].grouping else 0.0

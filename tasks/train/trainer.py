@@ -88,7 +88,7 @@ class Trainer:
         assert isinstance(self._train, Batches)
         batches = self._train.steps()
         if self._train.loss_tokens_are_local:
-            batches = streamed(batches)
+            batches = streamed(batches, self.state.model.groups)
         for _ in self.steps():
             with self.phase("data"):
                 step_batches = next(batches)
