@@ -24,15 +24,15 @@ if importlib.util.find_spec("pip") is None:
 
 
 def cuda_of_torch() -> str:
-    """Major version of CUDA for which PyTorch is built, found without importing it; 13 where there is none."""
-    found = importlib.util.find_spec("torch")
-    version = Path(found.origin).with_name("version.py") if found and found.origin else Path("none")
+    """Return the major CUDA version of the installed PyTorch, without importing it; 13 without one."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else Path("none")
     match = re.search(r"^cuda.*= '(\d+)", version.read_text(), re.MULTILINE) if version.is_file() else None
     return match[1] if match else "13"
 
 
 def build_environment() -> str:
-    """Variables with which Transformer Engine finds the headers of cuDNN and NCCL that pip has installed."""
+    """Return environment variables with which Transformer Engine finds pip's headers of cuDNN and NCCL."""
     nvidia = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     nvcc = shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or (Path(nvcc).resolve().parent.parent if nvcc else "/usr/local/cuda")
@@ -47,7 +47,7 @@ REQUIRED = ["torch", "megatron-core", "transformers", "datasets", "safetensors",
             "pyarrow", "tqdm", "tensorboard", "matplotlib"]  # fmt: skip
 OPTIONAL = {  # package: (purpose, how to install)
     "transformer-engine": (
-        "the fastest layers on NVIDIA GPUs (without it: ours in plain PyTorch)",
+        "the fastest layers on NVIDIA GPUs (without it: PyTorch and Triton)",
         f"{INSTALL} pybind11 ninja && {build_environment()} {INSTALL} --no-build-isolation "
         f"'transformer-engine[core_cu{cuda_of_torch()},pytorch]'",
     ),
@@ -56,7 +56,7 @@ OPTIONAL = {  # package: (purpose, how to install)
         f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",
     ),
     "apex": (
-        "nothing that Transformer Engine and PyTorch do not have",
+        "nothing beyond Transformer Engine and PyTorch",
         "git clone https://github.com/NVIDIA/apex && cd apex && pip install --no-build-isolation -v . "
         "--config-settings '--build-option=--cpp_ext' --config-settings '--build-option=--cuda_ext'",
     ),
@@ -76,16 +76,16 @@ def main() -> int:
         missing += _package(name, bounds.get(name, ""), f"{INSTALL} -e {ROOT}")
     missing += _package("megaswift", "", f"{INSTALL} -e {ROOT}")
     print("\nOptional")
-    for name, (use, cure) in OPTIONAL.items():
-        _package(name, bounds.get(name, ""), cure, use)
+    for name, (use, install) in OPTIONAL.items():
+        _package(name, bounds.get(name, ""), install, use)
     print("\nGPUs")
     _gpus()
-    print(f"\n{f'{missing} required parts are missing.' if missing else 'All that is required is there.'}")
+    print(f"\n{f'{missing} required parts are missing.' if missing else 'All required parts are installed.'}")
     return 1 if missing else 0
 
 
 def requirements() -> dict[str, str]:
-    """Bounds of the versions by package, as pyproject.toml says: {"torch": ">=2.11"}."""
+    """Return version bounds by package from pyproject.toml: {"torch": ">=2.11"}."""
     text = _project()
     return dict(re.findall(r'"([\w-]+)(?:\[\w+\])?([<>=~!][^"]*)"', text))
 
@@ -118,27 +118,27 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _python() -> int:
     version = platform.python_version()
     bounds = re.search(r'requires-python = "(.*)"', _project())
-    wanted = bounds[1] if bounds else ""
-    return _line("python", version, fits(version, wanted), wanted, "uv venv --python 3.12 .venv")
+    required = bounds[1] if bounds else ""
+    return _line("python", version, fits(version, required), required, "uv venv --python 3.12 .venv")
 
 
-def _package(name: str, bounds: str, cure: str, use: str = "") -> int:
+def _package(name: str, bounds: str, install: str, use: str = "") -> int:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return _line(name, "not installed", False, bounds, cure, use)
+        return _line(name, "not installed", False, bounds, install, use)
     if name == "transformer-engine" and importlib.util.find_spec("transformer_engine_torch") is None:
-        return _line(name, f"{version}, without its part for PyTorch", False, "", cure, use)
-    return _line(name, version, fits(version, bounds), bounds, cure, use)
+        return _line(name, f"{version}, without its PyTorch extension", False, "", install, use)
+    return _line(name, version, fits(version, bounds), bounds, install, use)
 
 
-def _line(name: str, found: str, good: bool, bounds: str, cure: str, use: str = "") -> int:
-    print(f"  {'ok' if good else '--':<3}{name:<20}{found}" + ("" if good or not bounds else f" (wanted {bounds})"))
-    if not good:
+def _line(name: str, version: str, is_ok: bool, bounds: str, install: str, use: str = "") -> int:
+    print(f"  {'ok' if is_ok else '--':<3}{name:<20}{version}" + ("" if is_ok or not bounds else f" (needs {bounds})"))
+    if not is_ok:
         if use:
-            print(f"     for:  {use}")
-        print(f"     cure: {cure}")
-    return 0 if good else 1
+            print(f"     for: {use}")
+        print(f"     fix: {install}")
+    return 0 if is_ok else 1
 
 
 def _gpus() -> None:
@@ -153,10 +153,10 @@ def _gpus() -> None:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = "this PyTorch is built for CPUs alone" if built is None else f"PyTorch (CUDA {built}) finds none"
-        print(f"  -- no GPU: {why}. Training runs on the CPU, by gloo.")
+        reason = "this PyTorch is built for CPUs" if built is None else f"PyTorch (CUDA {built}) finds none"
+        print(f"  -- no GPU: {reason}. Training runs on the CPU, with gloo.")
         if built is None and shutil.which("nvidia-smi"):
-            print(f"     cure: {INSTALL} --force-reinstall torch   # not a +cpu build")
+            print(f"     fix: {INSTALL} --force-reinstall torch   # not a +cpu build")
         return
     print(f"  ok CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()

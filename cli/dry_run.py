@@ -1,4 +1,4 @@
-"""What `--dry_run true` prints: the options, the layout, the steps and the command that would start the processes."""
+"""Report of `--dry_run true`: options, layout, steps, and the command that starts the processes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +21,11 @@ def report(
     processes: Processes,
     settings: Mapping[str, str],
 ) -> str:
-    """Reads the dataset (its tokens are cached for the run itself), and of weights the headers. `argv`: program,
-    command, flags. Raises what the run itself would raise of these, and of a folder that cannot be made."""
+    """Return the report. Tokenizes the dataset, into the run's cache, and reads the headers of the weights.
+
+    argv: program, command, flags
+    Raises the run's errors about these, and about its folder.
+    """
     check_writable(options)
     _check_weights(options)
     data = plan_data(options, layout)
@@ -41,11 +44,11 @@ def report(
         f"  data parallel     {layout.data}",
         f"  global batch      {options.global_batch_size} = {options.micro_batch_size} x DP {layout.data} x "
         f"{plural(options.global_batch_size // share, 'micro batch')}",
-        f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'not known: streaming'}",
+        f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
         "",
-        "Nothing was trained: this was a dry run.",
+        "Dry run: nothing was trained.",
     ]
     return "\n".join(lines)
 
@@ -60,13 +63,16 @@ def _check_weights(options: SftOptions) -> None:
 
 
 def _hub_adapters(options: SftOptions) -> list[str]:
-    """Return a note for each adapter that is no local folder, which a dry run does not fetch."""
+    """Return a note for each adapter that is no local folder: a dry run downloads none."""
     names = [name for name in options.adapters if not Path(name).expanduser().is_dir()]
-    return [f"--adapters {name}: no such folder here. The run takes it as a hub id, not checked now." for name in names]
+    return [
+        f"--adapters {name}: no such folder. The run downloads it from the hub; a dry run does not check it."
+        for name in names
+    ]
 
 
 def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:
-    """Whether the data has what rewards want; notes."""
+    """Return notes on columns that reward functions need and rows lack. Raises ValueError if no row has them."""
     if not isinstance(options, GrpoOptions):
         return []
     from ..tasks.rewards.load import signatures
@@ -84,9 +90,9 @@ def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
 
 
 def _folders(options: SftOptions, *names: str) -> list[Path]:
-    """The folders that these options name, as far as they have one."""
-    given = [Path(value).expanduser() for name in names if (value := getattr(options, name, None))]
-    return [folder for folder in given if folder.is_dir()]
+    """Return the existing folders of these options."""
+    folders = [Path(value).expanduser() for name in names if (value := getattr(options, name, None))]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
@@ -99,15 +105,15 @@ def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
         value = "..." if flag.name in SECRET and content else show(content) or "-"
         lines.append(f"  {flag.name:<44}{value}   ({sources[flag.name]})")
     rest = plural(len(flags) - len(changed), "option")
-    return [*lines, f"  {rest} at the default: see docs/flags.md, or args.json in the run folder."]
+    return [*lines, f"  {rest} at the default: see docs/flags.md, or args.json in the run's folder."]
 
 
 def _without_dry_run(argv: list[str]) -> list[str]:
     kept: list[str] = []
     for word in argv:
-        after = kept and kept[-1].replace("-", "_") == "__dry_run"
-        if after:
+        is_value = kept and kept[-1].replace("-", "_") == "__dry_run"
+        if is_value:
             kept.pop()
-        if not (after and word.lower() in ("true", "1", "yes")):
+        if not (is_value and word.lower() in ("true", "1", "yes")):
             kept.append(word)
     return [word for word in kept if word.replace("-", "_").partition("=")[0] != "__dry_run"]

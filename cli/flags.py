@@ -1,4 +1,4 @@
-"""One field of an option class is one flag: what the command line, config files, help and docs/flags.md know of it."""
+"""Flags from the fields of option classes, for the command line, config files, help and docs/flags.md."""
 
 import dataclasses
 import difflib
@@ -7,23 +7,41 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# The largest sizes of numbers: torch and megatron-core hold integers in 32 bits in places, and numbers in fp32.
+from ..templates.json_types import JsonObject
+
+# Largest magnitudes: torch and megatron-core hold some integers in 32 bits, and numbers in fp32.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
+type Scalar = bool | int | float | str
+type OptionValue = Scalar | list[Scalar] | JsonObject | None  # value of a flag, raw or converted
+
+
 class UsageError(Exception):
-    """What the user gave cannot be: names the flag, the value and the cure. Ends the command with exit code 2."""
+    """Invalid options: a message with the flag, its value and the fix. The command exits with code 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Convert errors of checks in other packages to UsageError."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise UsageError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Flag:
+    """One field of an option class."""
+
     name: str
-    type: Any  # without Annotated and without `| None`
-    default: Any
+    type: Any  # annotation, without Annotated and without `| None`
+    default: OptionValue
     help: str
     group: str
     bounds: str = ""  # interval of a number: "[0, 1)"
@@ -38,7 +56,7 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """How help shows the type: `int`, `true|false`, `a|b`, `text ...`, `JSON`."""
+        """Type as shown in help: `int`, `true|false`, `a|b`, `text ...`, `JSON`."""
         return _metavar(self.type)
 
     @property
@@ -47,25 +65,25 @@ class Flag:
 
 
 def flags_of(options: type) -> dict[str, Flag]:
-    """The flags of an option class by name, group after group in the order of its bases."""
+    """Return the flags of an option class by name, group by group in the order of its bases."""
     return {flag.name: flag for flag in _flags(options)}
 
 
 @functools.cache
 def _flags(options: type) -> tuple[Flag, ...]:
     kinds = get_type_hints(options)
-    defaults = {
+    defaults: dict[str, Any] = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in dataclasses.fields(options)
     }
-    home: dict[str, type] = {}  # the class that names a field first: others only change its default
+    owner: dict[str, type] = {}  # class that defines a field; subclasses may change its default
     for group in reversed(options.__mro__):
-        home |= {name: group for name in _own_fields(group) if name not in home}
+        owner |= {name: group for name in _fields_of(group) if name not in owner}
     return tuple(
         Flag(name, _plain(kinds[name]), defaults[name], annotated.__metadata__[0], _title(group), _bounds(annotated))
         for group in options.__mro__
-        for name, annotated in _own_fields(group).items()
-        if home[name] is group
+        for name, annotated in _fields_of(group).items()
+        if owner[name] is group
     )
 
 
@@ -77,14 +95,14 @@ def _bounds(annotated: Any) -> str:
     return annotated.__metadata__[1] if len(annotated.__metadata__) > 1 else ""
 
 
-def _own_fields(group: type) -> dict[str, Any]:
-    """The fields that a class of its own names, with their annotations: class variables are none."""
+def _fields_of(group: type) -> dict[str, Any]:
+    """Return the fields that a class itself defines, with their annotations."""
     names = {field.name for field in dataclasses.fields(group)} if dataclasses.is_dataclass(group) else ()
     return {name: annotated for name, annotated in inspect.get_annotations(group).items() if name in names}
 
 
 def _plain(hint: Any) -> Any:
-    """int | None -> int"""
+    """Return an annotation without None: int | None -> int."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
     return hint
@@ -100,8 +118,8 @@ def _metavar(kind: Any) -> str:
     return {bool: "true|false", str: "text", int: "int", float: "number"}[kind]
 
 
-def show(value: Any) -> str:
-    """A value as one would write it on the command line; nothing where there is none."""
+def show(value: object) -> str:
+    """Return a value as written on the command line; "" for None."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -111,16 +129,16 @@ def show(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def convert(flag: Flag, value: Any, source: str) -> Any:
-    """The value of a flag from the command line's text, or from a config file's text, number, list or table.
+def convert(flag: Flag, value: OptionValue, source: str) -> OptionValue:
+    """Convert a raw value from the command line (text) or a config file (text, number, list, table).
 
-    Raises UsageError naming the flag, the value, what it should be, and the source where it is a file.
+    Raises UsageError with the expected type, and the source if it is a file.
     """
     where = "" if source == "command line" else f" (from {source})"
     if value is None:
         if flag.default is None:
             return None
-        raise UsageError(f"--{flag.name} needs a value{where}: {flag.metavar}.")
+        raise UsageError(f"--{flag.name}: no value{where}. Set {flag.metavar}.")
     if flag.is_list:
         items = value if isinstance(value, list) else [value]
         return [_convert(flag, get_args(flag.type)[0], item, where) for item in items]
@@ -128,8 +146,8 @@ def convert(flag: Flag, value: Any, source: str) -> Any:
 
 
 def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
-    def wrong(what: str) -> UsageError:
-        return UsageError(f"--{flag.name} {show(value)}: {what}{where}.")
+    def wrong(problem: str) -> UsageError:
+        return UsageError(f"--{flag.name} {show(value)}: {problem}{where}.")
 
     if get_origin(kind) is Literal:
         text = show(value)
@@ -157,7 +175,7 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
         return text in ("true", "1", "yes")
     if kind is str:
         if isinstance(value, bool):  # YAML's words yes, no, on and off too
-            raise wrong("text is needed, in quotes where it is such a word")
+            raise wrong("text is needed: put it in quotes")
         return show(value)
     try:
         if isinstance(value, bool):
@@ -188,9 +206,7 @@ def outside(number: float, bounds: str, largest: float) -> str | None:
         return f"must be at most {_plain_number(largest)} in size"
     if (number > low or (number == low and not above)) and (number < high or (number == high and not below)):
         return None
-    if math.isinf(high) and low == 0 and not above:
-        return "must not be below 0"
-    wide = high - low > 1e5  # then the end that was passed is enough to say
+    wide = high - low > 1e5  # then only the violated end is named
     lower = "" if wide and number > low else f"{'above' if above else 'at least'} {_plain_number(low)}"
     upper = "" if wide and number <= low else f"{'below' if below else 'at most'} {_plain_number(high)}"
     return f"must be {' and '.join(filter(None, (lower, upper)))}"
@@ -201,6 +217,6 @@ def _plain_number(value: float) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like an unknown one."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return found[0] if found else None
+    """Return the closest of some names."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return matches[0] if matches else None

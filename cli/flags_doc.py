@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the option classes and the tables of names. `python -m megaswift.cli.flags_doc`"""
+"""Generate docs/flags.md from the option classes and the tables of names: `python -m megaswift.cli.flags_doc`."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -32,30 +32,30 @@ from .legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
-# flag -> (default in ms-swift's Megatron guide and 4.6 release, why ours is another)
+# flag -> (default in ms-swift's Megatron guide and 4.6 release, reason for another one)
 DEPARTURES = {
     "accumulate_allreduce_grads_in_fp32": (
         "false",
-        "sums of many bf16 gradients lose digits; false halves their memory",
+        "sums of many bf16 gradients lose precision; false halves their memory",
     ),
-    "apply_rope_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
-    "attention_backend": ("flash", "the fastest that is there; flash needs a package that takes long to build"),
-    "ddp_backend": ("nccl", "left out: nccl on GPUs, gloo on a CPU"),
-    "load_from_cache_file": ("false", "tokens are found again by content, so that a stale cache cannot be met"),
-    "lora_dropout": ("0.05", "0.05 where PEFT can take it: not for experts, nor routers, nor with DoRA"),
-    "moe_permute_fusion": ("false", "the same numbers, sooner; falls back where there is no kernel"),
+    "apply_rope_fusion": ("false", "the same numbers, faster; falls back without a kernel"),
+    "attention_backend": ("flash", "the fastest available; flash needs a package that takes long to build"),
+    "ddp_backend": ("nccl", "unset: nccl on GPUs, gloo on a CPU"),
+    "load_from_cache_file": ("false", "the cache is keyed by content, so it cannot be stale"),
+    "lora_dropout": ("0.05", "0.05 where PEFT supports it: not for experts, routers, or DoRA"),
+    "moe_permute_fusion": ("false", "the same numbers, faster; falls back without a kernel"),
     "num_train_epochs": (
-        "left out",
-        "grpo: 1 where --train_iters is left out too, as in the guide's example of a server",
+        "unset",
+        "grpo: 1 if --train_iters is unset too, as in the guide's server example",
     ),
-    "overlap_grad_reduce": ("false", "the same numbers, sooner; on where processes share gradients"),
-    "overlap_param_gather": ("false", "the same numbers, sooner; on with it and --use_distributed_optimizer"),
-    "offload_model": ("false", "left out: where vLLM in the training processes has not enough room else"),
-    "offload_optimizer": ("false", "left out: where vLLM in the training processes has not enough room else"),
+    "overlap_grad_reduce": ("false", "the same numbers, faster; on if processes share gradients"),
+    "overlap_param_gather": ("false", "the same numbers, faster; on with it and --use_distributed_optimizer"),
+    "offload_model": ("false", "unset: if vLLM in the training processes would lack memory"),
+    "offload_optimizer": ("false", "unset: if vLLM in the training processes would lack memory"),
     "sleep_level": ("0", "default: 2 for vLLM in the training processes, 1 with --vllm_enable_lora true"),
-    "swanlab_project": ("megatron-swift", "our own name"),
-    "vllm_gpu_memory_utilization": ("0.9", "left out: what the trainer leaves vLLM in its processes; a server's: 0.9"),
-    "wandb_project": ("megatron-swift", "our own name"),
+    "swanlab_project": ("megatron-swift", "the project's name"),
+    "vllm_gpu_memory_utilization": ("0.9", "unset: the memory that the trainer leaves; a server's: 0.9"),
+    "wandb_project": ("megatron-swift", "the project's name"),
 }
 
 HEADINGS = ("flag", "type", "default", "")
@@ -68,20 +68,20 @@ Made by `python -m megaswift.cli.flags_doc` from `bridge/options.py`, `templates
 - `--flag value`, or `--flag=value`. Lists take spaces: `--dataset a.jsonl b.jsonl`. Booleans take `true`, `false`, or
   nothing for true. Tables take JSON: `--columns '{"question": "query"}'`.
 - Flags from a file: `megatron sft config.yaml --lr 2e-5`, or `--config FILE` (YAML or JSON; the command line wins). An
-  `ENV:` table in it sets variables of the environment that are not set.
-- A run saves all its flags, each with where its value came from, as `args.json`, which is a config file too.
-- Processes: `NPROC_PER_NODE` (left out: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`,
+  `ENV:` table in it sets unset environment variables.
+- A run saves all flags with the source of each value in `args.json`, which is a config file too.
+- Processes: `NPROC_PER_NODE` (default: the visible GPUs, or 1 on a CPU), `NNODES`, `NODE_RANK`, `MASTER_ADDR`,
   `MASTER_PORT`.
-- `--task_type` and `--rlhf_type` are read before the rest, and choose which flags there are: another type's is refused.
+- `--task_type` and `--rlhf_type` are read first, and select the flags: those of other types are errors.
   `megatron rlhf --rlhf_type kto --help` shows those of one.
 - `--dry_run true` checks and prints everything, and trains nothing.
-- `MEGASWIFT_TRACEBACK=1` shows where an error was raised.
+- `MEGASWIFT_TRACEBACK=1` prints the traceback of an error.
 - `NO_COLOR=1` prints no colours on a terminal.
 """
 
 
 def page() -> str:
-    """The whole page, Markdown."""
+    """Return the page in Markdown."""
     return (
         "\n".join(
             [
@@ -111,7 +111,7 @@ def _training() -> Iterator[str]:
 
 
 def _tasks() -> Iterator[str]:
-    yield "## megatron sft --task_type\n\nEach takes the flags above, and its own.\n"
+    yield "## megatron sft --task_type\n\nEach has the flags above, and its own.\n"
     yield from _beyond("seq_cls", SeqClsOptions, CausalLmOptions)
     yield from _beyond("embedding", EmbeddingOptions, CausalLmOptions)
     yield from _beyond("reranker, generative_reranker", RerankerOptions, CausalLmOptions)
@@ -120,7 +120,7 @@ def _tasks() -> Iterator[str]:
 
 def _preferences() -> Iterator[str]:
     kinds = flags_of(DpoOptions)["rlhf_type"].metavar
-    yield f"## megatron rlhf --rlhf_type {kinds}\n\nLeft out: dpo. Each takes the flags of sft, and its own.\n"
+    yield f"## megatron rlhf --rlhf_type {kinds}\n\nDefault: dpo. Each has the flags of sft, and its own.\n"
     yield from _beyond("dpo, kto, grpo: the reference model", ReferenceOptions)
     yield from _beyond("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
     yield from _beyond("dpo", DpoOptions, SftOptions, PrecomputeOptions)
@@ -133,18 +133,18 @@ def _preferences() -> Iterator[str]:
 
 
 def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:
-    """The flags that the `bases` do not have, save the one by which it is chosen; and where defaults are others."""
-    known = {name: flag for base in bases for name, flag in flags_of(base).items()}
+    """Yield a table of the flags that `bases` lack, and a line of those with another default."""
+    inherited = {name: flag for base in bases for name, flag in flags_of(base).items()}
     flags = {name: flag for name, flag in flags_of(options).items() if name not in ("task_type", "rlhf_type")}
     others = [
         f"`--{name} {show(flag.default)}`"
         for name, flag in flags.items()
-        if name in known and flag.default != known[name].default
+        if name in inherited and flag.default != inherited[name].default
     ]
     yield f"### {title}\n"
     if others:
-        yield f"Another default: {', '.join(others)}.\n"
-    yield from _table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in known))
+        yield f"Other defaults: {', '.join(others)}.\n"
+    yield from _table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in inherited))
 
 
 def _infer() -> Iterator[str]:
@@ -178,9 +178,10 @@ def _departures() -> Iterator[str]:
     yield "## Defaults that differ from ms-swift's\n"
     defaults = {name: flag.shown_default for name, flag in (flags_of(EngineOptions) | flags_of(SftOptions)).items()}
     rows = (
-        (f"`--{n}`", f"`{old}`", f"`{defaults[n]}`" if defaults[n] else "", why) for n, (old, why) in DEPARTURES.items()
+        (f"`--{n}`", f"`{old}`", f"`{defaults[n]}`" if defaults[n] else "", reason)
+        for n, (old, reason) in DEPARTURES.items()
     )
-    yield from _table(("flag", "ms-swift", "here", "why"), rows)
+    yield from _table(("flag", "ms-swift", "here", "reason"), rows)
 
 
 def _older() -> Iterator[str]:
@@ -193,20 +194,20 @@ def _older() -> Iterator[str]:
     rows += [
         (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
     ]
-    yield from _table(("older", "today's"), rows)
+    yield from _table(("older", "canonical"), rows)
 
 
 def _elsewhere() -> Iterator[str]:
     yield "## Flags of LLaMA-Factory, TRL and transformers\n\nNot accepted; the error names the flag here.\n"
     rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in FOREIGN_FLAGS.items()]
-    yield from _table(("there", "here", ""), [row for row in rows if row[0] != "`--dataset`"])
+    yield from _table(("their flag", "flag here", ""), [row for row in rows if row[0] != "`--dataset`"])
 
 
 def _refused() -> Iterator[str]:
-    yield "## Not in this version\n\nRefused, unless the value asks for nothing.\n"
-    for (feature, cure), names in itertools.groupby(LATER, key=lambda name: LATER[name][:2]):
+    yield "## Not supported\n\nAn error, unless the value has no effect.\n"
+    for (feature, fix), names in itertools.groupby(LATER, key=lambda name: LATER[name][:2]):
         written = [f"`--{name}`" + _accepted(LATER[name].neutral) for name in names]
-        yield f"- {feature[0].upper() + feature[1:]}: {', '.join(written)}. {cure}"
+        yield f"- {feature[0].upper() + feature[1:]}: {', '.join(written)}. {fix}"
     yield ""
 
 
@@ -215,8 +216,8 @@ def _accepted(values: tuple[str, ...]) -> str:
 
 
 def _needless() -> Iterator[str]:
-    yield "## Accepted, and not needed\n"
-    yield from (f"- `--{name}`: {why}." for name, why in {**ALWAYS, **NEEDLESS}.items())
+    yield "## Accepted without effect\n"
+    yield from (f"- `--{name}`: {reason}." for name, reason in {**ALWAYS, **NEEDLESS}.items())
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -1,12 +1,14 @@
-"""Flags of LLaMA-Factory, TRL and transformers' trainer: the flag here that does the same, or what to do instead.
+"""Flags of LLaMA-Factory, TRL and transformers' trainer, with the nearest flag here.
 
-Only for hints and the table in docs/flags.md: they are not accepted, since not all of them mean quite the same.
+Only for hints and docs/flags.md: they are not accepted, because some differ in meaning.
 """
 
 from typing import NamedTuple
 
 
 class ForeignFlag(NamedTuple):
+    """Nearest flag, and a remark."""
+
     flag: str  # the nearest flag here, empty if there is none
     note: str = ""  # one or two sentences
 

@@ -1,7 +1,7 @@
-"""From one command to the processes of a run: how many, and how they are started. Knows no torch.
+"""Number and start of the processes of a run. Imports no torch.
 
-Several processes, or one that is to be restarted: this one is replaced by torchrun (exec), so that signals and the exit
-code are torchrun's own. One process: the task runs right here. Under somebody else's torchrun nothing is started.
+For several processes, or one with restarts, torchrun replaces this process (exec), so that signals and the exit code
+are torchrun's own. A single process runs the task itself. Under the user's own torchrun, nothing is started.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from ..tasks.system import console
 from ..templates.plural import plural
 from .flags import UsageError, show
 
-HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # words of the command line with tokens and keys, as JSON
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells its processes
+HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # words of the command line that are tokens or keys, as JSON
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
 MOST_PER_NODE = 1024
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and MAX_RESTARTS say."""
+    """Processes of a run, from NPROC_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and MAX_RESTARTS."""
 
     per_node: int
     nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
-    master_port: int | None = None  # None: one that is free
-    max_restarts: int = 0  # times that torchrun starts them again where one has failed
+    master_port: int | None = None  # None: a free one
+    max_restarts: int = 0  # restarts by torchrun after a failure
 
     @property
     def world(self) -> int:
@@ -49,19 +49,19 @@ class Processes:
 
     @classmethod
     def of_environment(cls, gpus: int) -> "Processes":
-        """Left out, NPROC_PER_NODE is the number of visible GPUs, and 1 on a CPU. Raises UsageError."""
+        """Read the environment. NPROC_PER_NODE defaults to the visible GPUs, and to 1 on a CPU. Raises UsageError."""
         if under_torchrun():
             local = _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
             return cls(local, max(1, _number("WORLD_SIZE", 1) // local))
         nodes = _number("NNODES", 1, least=1)
         node_rank = _number("NODE_RANK", 0)
         if node_rank >= nodes:
-            raise UsageError(f"NODE_RANK={node_rank}: NNODES={nodes}, and the first node is 0.")
+            raise UsageError(f"NODE_RANK={node_rank}: not below NNODES={nodes}. Set 0 to {nodes - 1}.")
         if nodes > 1 and "MASTER_ADDR" not in os.environ:
-            raise UsageError(f"NNODES={nodes} needs MASTER_ADDR: the address of the node with NODE_RANK=0.")
+            raise UsageError(f"NNODES={nodes} needs MASTER_ADDR. Set it to the address of the node with NODE_RANK=0.")
         port = _number("MASTER_PORT", 29500 if nodes > 1 else 0)
         if port > 65535:
-            raise UsageError(f"MASTER_PORT={port}: a port is from 1 to 65535.")
+            raise UsageError(f"MASTER_PORT={port}: not a port. Set 1 to 65535.")
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         per_node = _number("NPROC_PER_NODE", max(1, gpus), least=1, most=MOST_PER_NODE)
         restarts = _number("MAX_RESTARTS", 0)
@@ -71,9 +71,9 @@ class Processes:
 def _number(name: str, default: int, least: int = 0, most: int = 999_999_999) -> int:
     text = os.environ.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise UsageError(f"{name}={text}: a whole number of at least {least} is needed.")
+        raise UsageError(f"{name}={text}: invalid. Set a whole number of at least {least}.")
     if int(text) > most:
-        raise UsageError(f"{name}={text}: must be at most {most}.")
+        raise UsageError(f"{name}={text}: too large. Set at most {most}.")
     return int(text)
 
 
@@ -82,18 +82,18 @@ def under_torchrun() -> bool:
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that a process started now would see; counted without torch."""
+    """Return the number of NVIDIA GPUs visible to a new process, without torch."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None and (not shown.strip() or shown.strip().startswith("-")):
         return 0
     installed = len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)])
-    if not installed and shutil.which("nvidia-smi"):  # under WSL there are no such devices
+    if not installed and shutil.which("nvidia-smi"):  # WSL has no such devices
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
         installed = listed.stdout.count("GPU ") if listed.returncode == 0 else 0
     if not installed or shown is None:
         return installed
     names = [name.strip() for name in shown.split(",")]
-    return len([name for name in names if not name.isdigit() or int(name) < installed])  # else MIG slices and UUIDs
+    return len([name for name in names if not name.isdigit() or int(name) < installed])  # others: MIG slices, UUIDs
 
 
 def unseen_gpus(gpus: int) -> list[str]:
@@ -105,7 +105,7 @@ def unseen_gpus(gpus: int) -> list[str]:
 
 
 def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
-    """`argv`: program, command and flags."""
+    """Return the torchrun command for `argv`: program, command and flags."""
     port = processes.master_port or _free_port()
     return [
         sys.executable,
@@ -121,9 +121,9 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
 
 
 def _try_port(port: int) -> None:
-    """Raise UsageError where nothing can listen at a port of this machine."""
+    """Raise UsageError if this machine cannot listen on a port."""
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that has just ended leaves its port so
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite TIME_WAIT of an earlier run
         try:
             listener.bind(("", port))
         except OSError as error:
@@ -140,60 +140,59 @@ def _free_port() -> int:
 
 
 def environment(options: ParallelOptions, processes: Processes, gpus: int) -> dict[str, str]:
-    """Variables that a run wants set; what the user has set stays."""
-    wanted: dict[str, str] = {}
+    """Return environment variables to set for a run, without those that the user has set."""
+    variables: dict[str, str] = {}
     if not gpus and processes.per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
     if gpus and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Lengths differ from step to step: memory that has grown for one serves the next ones, too.
-        wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        # Lengths differ from step to step: expandable segments reuse the memory of one for the next.
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if gpus and max(options.tensor_model_parallel_size, options.context_parallel_size) > 1:
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # communication then overlaps in the order in which it is launched
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels start in launch order, to overlap
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *, output: Path | None = None) -> None:
-    """Return in a process of the run: this one where it is the only one, else those that torchrun starts instead.
+    """Start the processes of a run. Returns in this process if it is the only one, else replaces it by torchrun.
 
-    output: the folder of the run's folders, in which torchrun finds console.log.
-    Raises UsageError where MASTER_PORT cannot be had.
+    output: parent folder of the run's folder, where torchrun finds console.log
+    Raises UsageError if MASTER_PORT cannot be used.
     """
     os.environ.update(settings)
     if under_torchrun():
         return
-    if processes.master_port and processes.node_rank == 0:  # where the run listens
+    if processes.master_port and processes.node_rank == 0:  # the node that listens
         _try_port(processes.master_port)
     if processes.world == 1 and not processes.max_restarts:
-        port = processes.master_port or 0  # one that is free when it is opened: others start at the same time
+        port = processes.master_port or 0  # 0: chosen when it is opened, because others may start at the same time
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
     command = torchrun_command(processes, [word for word, is_secret in _marked(argv) if not is_secret])
     console.record(shown_command(command, settings))
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
-    os.environ["PYTHONSAFEPATH"] = "1"  # else a file of the working folder, such as types.py, would replace a module
+    os.environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder, such as types.py, must not shadow a module
     os.environ[HIDDEN] = json.dumps([word for word, is_secret in _marked(argv) if is_secret])
     os.environ |= {STARTED: secrets.token_hex(8), **console.handover_env()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
 
 def wake_gpu(gpus: int) -> None:
-    """Begin to open this process's GPU, which takes seconds, while Python is importing what will use it."""
+    """Open this process's GPU in a thread, which takes seconds, during the imports."""
     if gpus:
         threading.Thread(target=_open_gpu, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
 
 
 def _open_gpu(number: int) -> None:
-    with contextlib.suppress(OSError):  # no driver here: who uses the GPU will say so
+    with contextlib.suppress(OSError):  # no driver: the first use of the GPU reports it
         cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), number) == 0:
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def end_with_torchrun() -> None:
-    """Have this process end at once when torchrun passes Ctrl-C on, also while it waits for other processes; and (on
-    Linux) when torchrun is killed, which then cannot end it."""
+    """End this process on torchrun's Ctrl-C, also while it waits for others, and (on Linux) when torchrun is killed."""
     if not os.environ.get(STARTED):
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)

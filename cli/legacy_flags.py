@@ -1,10 +1,11 @@
-"""Names of flags that are not, or no longer, flags of this version: what each of them means here."""
+"""Earlier and unsupported flags, with their meaning in this version."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from .flags import show
 
-# older name -> today's
+# older name -> canonical name
 RENAMED = {
     "train_type": "tuner_type",
     "load": "mcore_model",
@@ -25,7 +26,7 @@ RENAMED = {
     "wait_for_server": "server_reconnect_timeout",
 }
 
-# older name that said the opposite -> today's
+# older name of the opposite meaning -> canonical name
 INVERTED = {
     "no_rope_fusion": "apply_rope_fusion",
     "no_bias_swiglu_fusion": "bias_activation_fusion",
@@ -33,21 +34,21 @@ INVERTED = {
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
 }
 
-# older name whose value is written otherwise today -> (today's, value -> today's value; None: as if it were not given)
+# older name with another form of value -> (canonical name, conversion of the value; None: as if unset)
 REWRITTEN = {
     "distributed_timeout_minutes": ("ddp_timeout", lambda value: show(int(float(value) * 60))),
     "bf16": ("torch_dtype", lambda value: "bfloat16" if value == "true" else None),
     "fp16": ("torch_dtype", lambda value: "float16" if value == "true" else None),
 }
 
-# today's name -> older value -> today's
+# canonical name -> older value -> canonical value
 OLD_VALUES = {
     "infer_backend": {"pt": "transformers"},
     "cp_comm_type": {"allgather": "all_gather"},
     "report_to": {"all": "tensorboard"},
 }
 
-# Flags whose `true` is always so: accepted; with another value, a note says why it is not followed.
+# Flags whose `true` always holds: accepted; another value is ignored with a note.
 ALWAYS = {
     "cross_entropy_loss_fusion": "the loss is computed in pieces, vocab-parallel, without full logits",
     "masked_softmax_fusion": "attention's softmax is inside its kernel",
@@ -55,23 +56,23 @@ ALWAYS = {
     "calculate_per_token_loss": "the loss is per token over the global batch",
     "load_safetensors": "weights are read from safetensors",
     "check_model": "weights are checked as they are read",
-    "remove_unused_columns": "columns that nothing reads are left out",
-    "save_missing_weights": "every tensor of the checkpoint is known, and saved",
+    "remove_unused_columns": "columns that nothing reads are dropped",
+    "save_missing_weights": "every tensor of the checkpoint is saved",
     "log_throughput": "every log line has it",
     "create_checkpoint_symlink": "last and best are links to checkpoints",
     "dist_ckpt_optim_fully_reshardable": "the optimizer's state is read in any layout",
     "align_grad_reduce": "the pipeline's stages reduce at the same time",
     "align_param_gather": "the pipeline's stages gather at the same time",
     "dataloader_pin_memory": "batches are pinned where there is a GPU",
-    "dataloader_persistent_workers": "the processes that make batches stay",
+    "dataloader_persistent_workers": "the workers that make batches persist",
 }
 
-# Flags that nothing here needs: accepted, with a note.
+# Flags without effect: accepted with a note.
 NEEDLESS = {
     "no_masked_softmax_fusion": "attention's softmax is inside its kernel",
     "cross_entropy_fusion_impl": "the loss has one implementation",
     "log_timers_to_tensorboard": "timers are not logged",
-    "log_params_norm": "it is not logged",
+    "log_params_norm": "parameter norms are not logged",
     "ckpt_format": "--save_safetensors chooses: Hugging Face folders, or torch_dist",
     "wandb_save_dir": "it is in the run's folder",
     "tensorboard_queue_size": "every log line is written",
@@ -93,73 +94,73 @@ NEEDLESS = {
 
 
 class Later(NamedTuple):
-    """A flag of a feature that this version does not have."""
+    """Flag of an unsupported feature."""
 
     feature: str
-    cure: str
-    neutral: tuple[str, ...] = ()  # values with which it asks for nothing: accepted
+    fix: str
+    neutral: tuple[str, ...] = ()  # accepted values, which have no effect
 
 
-def _later(feature: str, cure: str, **neutral: tuple[str, ...] | str) -> dict[str, Later]:
-    return {name: Later(feature, cure, (v,) if isinstance(v, str) else v) for name, v in neutral.items()}
+def _later(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> dict[str, Later]:
+    return {name: Later(feature, fix, (v,) if isinstance(v, str) else v) for name, v in neutral.items()}
 
 
 NEVER: tuple[str, ...] = ()
 LATER: dict[str, Later] = {
-    **_later("other implementations of LoRA", "Leave it out.", tuner_backend="peft", use_swift_lora="false"),
-    **_later("FP4", "Leave it out.", fp4_format=NEVER, fp4_recipe=NEVER, fp4_param_gather="false"),
-    **_later("offload of the optimizer", "Leave it out, and use more processes where memory is short.",
+    **_later("other LoRA implementations", "Remove it.", tuner_backend="peft", use_swift_lora="false"),
+    **_later("FP4", "Remove it.", fp4_format=NEVER, fp4_recipe=NEVER, fp4_param_gather="false"),
+    **_later("offload of the optimizer", "Remove it, and use more processes if memory is short.",
              optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
              optimizer_cuda_graph="false"),
-    **_later("options out of a checkpoint", "Give its args.json: --config CHECKPOINT/args.json.", load_args="false"),
-    **_later("exports other than to_mcore and to_hf", "Leave it out.", quant_bits=NEVER, quant_method=NEVER,
+    **_later("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.", load_args="false"),
+    **_later("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NEVER, quant_method=NEVER,
              quant_n_samples=NEVER, quant_batch_size=NEVER, group_size=NEVER, to_peft_format="false",
              to_ollama="false", to_cached_dataset="false", test_convert_dtype=NEVER),
     **_later("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
              hub_model_id=NEVER, hub_private_repo="false"),
-    **_later("multimodal models", "Leave it out, and give a text model.", freeze_llm="false",
+    **_later("multimodal models", "Remove it, and use a text model.", freeze_llm="false",
              freeze_vit=("true", "false"),
              freeze_aligner=("true", "false"), vit_lr=NEVER, aligner_lr=NEVER, vit_gradient_checkpointing=NEVER,
              vit_gradient_checkpointing_kwargs=NEVER, vit_attn_impl=NEVER, max_pixels=NEVER,
              language_model_only="false"),
-    **_later("optimizer states in other types than fp32", "Leave it out.", use_precision_aware_optimizer="false",
+    **_later("optimizer states in other dtypes than fp32", "Remove it.", use_precision_aware_optimizer="false",
              main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
-    **_later("FSDP", "Leave it out: --use_distributed_optimizer shares the optimizer's state.",
+    **_later("FSDP", "Remove it: --use_distributed_optimizer shards the optimizer's state.",
              use_megatron_fsdp="false"),
-    **_later("overlap of tensor parallelism's communication", "Leave it out.", tp_comm_overlap="false"),
-    **_later("DeepEP", "Give --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
-    **_later("pipeline layouts given by text", "Give --decoder_first_pipeline_num_layers and its sibling.",
+    **_later("overlapped tensor-parallel communication", "Remove it.", tp_comm_overlap="false"),
+    **_later("DeepEP", "Set --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
+    **_later("textual pipeline layouts", "Set --decoder_first_pipeline_num_layers and its sibling.",
              pipeline_model_parallel_layout=NEVER, account_for_embedding_in_pipeline_split="false",
              account_for_loss_in_pipeline_split="false"),
-    **_later("layers per virtual stage as a flag", "Give the number of chunks: --virtual_pipeline_model_parallel_size.",
+    **_later("layers per virtual stage", "Set the number of chunks: --virtual_pipeline_model_parallel_size.",
              num_layers_per_virtual_pipeline_stage=NEVER),
-    **_later("references with an adapter in megatron-core's format",
-             "Put it into PEFT's by `swift export --to_hf true --merge_lora false`, and give that as --ref_adapters.",
+    **_later("reference adapters in megatron-core's format",
+             "Convert it with `swift export --to_hf true --merge_lora false`, and set it as --ref_adapters.",
              mcore_ref_adapter=NEVER),
-    **_later("plugins", "Leave it out.", callbacks=NEVER, custom_register_path=NEVER,
+    **_later("plugins", "Remove it.", callbacks=NEVER, custom_register_path=NEVER,
              custom_dataset_info=NEVER),
-    **_later("other templates than the tokenizer's own", "Put the template into the model's chat_template.jinja.",
+    **_later("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
              template=NEVER, agent_template=NEVER, response_prefix=NEVER),
-    **_later("datasets tokenised by another command", "Give them as --dataset: tokens are cached.",
+    **_later("pre-tokenized datasets", "Set them as --dataset: tokens are cached.",
              cached_dataset=NEVER, cached_val_dataset=NEVER),
-    **_later("mixing of datasets by probability", "Give NAME#rows for each of --dataset.", interleave_prob=NEVER,
+    **_later("dataset mixing by probability", "Set NAME#rows for each of --dataset.", interleave_prob=NEVER,
              stopping_strategy=NEVER),
-    **_later("offload of the bridge, which holds nothing", "Leave it out: --offload_model, --offload_optimizer.",
+    **_later("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
              offload_bridge="false"),
-    **_later("environments of their own", "Write one as a scheduler (docs/grpo.md) and give --multi_turn_scheduler.",
+    **_later("gym environments", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler.",
              use_gym_env="false", gym_env=NEVER),
-    **_later("a length for each answer of an episode", "--max_completion_length bounds the episode.",
+    **_later("a length per answer of an episode", "--max_completion_length bounds the episode.",
              completion_length_limit_scope="total"),
-    **_later("checkpoints of every so many steps that are kept beside the last ones",
-             "Give --save_total_limit N: the last N are kept.", save_retain_interval=NEVER),
+    **_later("checkpoints kept at an interval",
+             "Set --save_total_limit N to keep the last N.", save_retain_interval=NEVER),
 }  # fmt: skip
 
-# Values of flags that ask for what this version does not have.
+# Unsupported values of flags.
 LATER_VALUES: dict[tuple[str, str], Later] = {
-    ("tuner_type", "lora_llm"): Later("multimodal models", "Give --tuner_type lora, and a text model."),
+    ("tuner_type", "lora_llm"): Later("multimodal models", "Set --tuner_type lora, and a text model."),
 }
 
-# Variables of the environment that tell ms-swift what are flags here; and how all such begin, by the stage of the data.
+# Environment variables of ms-swift that are flags here, and their prefixes by the stage of the data.
 VARIABLES_BEGIN = {"embedding": ("INFONCE_",), "reranker": ("LISTWISE_RERANKER_", "GENERATIVE_RERANKER_")}
 VARIABLES = {
     "INFONCE_TEMPERATURE": "infonce_temperature",
@@ -170,10 +171,10 @@ VARIABLES = {
 }
 
 
-def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:
-    """Today's name and values of a flag given by an older name or with an older value, and the warning to print.
+def canonical(name: str, values: list) -> tuple[str, list, str | None]:
+    """Return the canonical name and values of a flag, and a warning if it had an older name or value.
 
-    The values are text as on the command line; an empty list of a rewritten flag means that it asked for nothing.
+    values: text as on the command line; returned empty for a flag without effect
     """
     old = written(name, values)
     if name in INVERTED or name in REWRITTEN:
@@ -191,6 +192,6 @@ def today(name: str, values: list[Any]) -> tuple[str, list[Any], str | None]:
     return name, values, None if new == old else f"{old} is an older spelling of {new}"
 
 
-def written(name: str, values: list[Any]) -> str:
-    """A flag as one would type it."""
+def written(name: str, values: Sequence[object]) -> str:
+    """Return a flag as typed."""
     return f"--{name} {show(values)}".rstrip()

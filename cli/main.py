@@ -1,6 +1,6 @@
 """The commands `megatron` and `swift`. Run by their names, or as `torchrun ... -m megaswift.cli.main megatron sft ...`.
 
-Knows neither torch nor transformers: `megatron --help` answers at once. Imports what a command needs where it is run.
+Imports neither torch nor transformers, so that `megatron --help` is fast: a command's task is imported when it runs.
 """
 
 import contextlib
@@ -15,73 +15,83 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
 from typer.core import TyperCommand
 
 from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
-from .flags import Flag, UsageError, flags_of, nearest, show
+from .flags import Flag, OptionValue, UsageError, flags_of, nearest, show
+
+type Sources = dict[str, str]  # where the value of each option came from
+type Options = Any  # an instance of the command's option class, which is chosen at run time
 
 
 @dataclass(frozen=True)
 class Command:
+    """A command, or one of its types."""
+
     summary: str
-    options: str = ""  # the class in tasks/options; none, and no types: this version does not have the command
-    task: str = ""  # the module in tasks/ whose `run(options, sources)` does it
-    by: str = ""  # the flag that is read before the rest, and chooses one of `types`
-    types: Mapping[str, "Command"] = field(default_factory=dict)  # the first: where it is left out
+    options: str = ""  # class in tasks/options
+    task: str = ""  # module in tasks/ whose `run(options, sources)` is the command
+    by: str = ""  # flag that selects one of `types`; read before the others
+    types: Mapping[str, "Command"] = field(default_factory=dict)  # the first is the default
 
     @property
     def kinds(self) -> "Mapping[str, Command]":
-        """Its types, or itself; nothing where this version does not have it."""
+        """Types of the command, or the command itself."""
         return {"": self} if self.options else self.types
 
 
 TASKS = {
-    "causal_lm": Command("Supervised fine-tuning, on conversations.", "CausalLmOptions", "supervised.sft"),
-    "seq_cls": Command("Classification and regression, by a head.", "SeqClsOptions", "supervised.heads"),
-    "embedding": Command("Vectors of texts, by which they are found.", "EmbeddingOptions", "supervised.heads"),
-    "reranker": Command("Scores of documents for a query, by a head.", "RerankerOptions", "supervised.heads"),
+    "causal_lm": Command("Supervised fine-tuning on conversations.", "CausalLmOptions", "supervised.sft"),
+    "seq_cls": Command("Train a classifier or regressor with a score head.", "SeqClsOptions", "supervised.heads"),
+    "embedding": Command("Train a text-embedding model.", "EmbeddingOptions", "supervised.heads"),
+    "reranker": Command("Train a reranker with a score head.", "RerankerOptions", "supervised.heads"),
     "generative_reranker": Command(
-        "Scores of documents for a query, by the odds of a yes and a no token.",
+        "Train a reranker that scores by the odds of a yes and a no token.",
         "GenerativeRerankerOptions",
         "supervised.heads",
     ),
 }
 PREFERENCES = {
-    "dpo": Command("DPO and its kin: a policy learns from pairs of answers.", "DpoOptions", "preference.preference"),
-    "kto": Command(
-        "KTO: a policy learns from single answers, each desirable or not.", "KtoOptions", "preference.preference"
+    "dpo": Command(
+        "Direct preference optimization and variants, on chosen/rejected pairs.",
+        "DpoOptions",
+        "preference.preference",
     ),
-    "rm": Command("A reward model learns from pairs of answers.", "RmOptions", "preference.preference"),
-    "grpo": Command("GRPO: a policy learns from the rewards of what it generates.", "GrpoOptions", "rl.grpo"),
+    "kto": Command("KTO, on unpaired desirable or undesirable responses.", "KtoOptions", "preference.preference"),
+    "rm": Command("Train a reward model on chosen/rejected pairs.", "RmOptions", "preference.preference"),
+    "grpo": Command("GRPO: reinforcement learning with rewards of generated completions.", "GrpoOptions", "rl.grpo"),
     "gkd": Command(
-        "GKD: a student learns a teacher's distributions, also on what it generates.", "GkdOptions", "distillation.gkd"
+        "GKD: distillation of a teacher, also on the student's own completions.", "GkdOptions", "distillation.gkd"
     ),
 }
 COMMANDS = {
     "megatron": {
-        "pt": Command("Continued pre-training, on plain text.", "PtOptions", "supervised.sft"),
+        "pt": Command("Continued pre-training on plain text.", "PtOptions", "supervised.sft"),
         "sft": Command("Supervised fine-tuning; classifiers, embeddings, rerankers.", by="task_type", types=TASKS),
-        "rlhf": Command("Learn from preferences and rewards.", by="rlhf_type", types=PREFERENCES),
-        "export": Command(
-            "Convert checkpoints, in any layout of processes.", "MegatronExportOptions", "convert.export"
+        "rlhf": Command(
+            "Preferences, reward models, reinforcement learning, distillation.",
+            by="rlhf_type",
+            types=PREFERENCES,
         ),
+        "export": Command("Convert checkpoints in any parallel layout.", "MegatronExportOptions", "convert.export"),
     },
     "swift": {
-        "infer": Command("Talk to a model, or let it answer a dataset.", "InferOptions", "infer"),
+        "infer": Command("Chat with a model, or run it on a dataset.", "InferOptions", "infer"),
         "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "convert.export"),
-        "rollout": Command("Serve a model to a training that generates.", "RolloutOptions", "rollout.serve"),
+        "rollout": Command("Serve a model for the rollouts of a training run.", "RolloutOptions", "rollout.serve"),
     },
 }
-ALSO = "--version prints the version, `doctor` reports what this machine has and lacks."
+ALSO = "--version prints the version, `doctor` checks this machine."
 ABOUT = {
-    "megatron": f"Train Hugging Face checkpoints with megatron-core, from a laptop's CPU to many GPUs. {ALSO}",
-    "swift": f"Use and convert what was trained. {ALSO}",
+    "megatron": f"Train Hugging Face checkpoints with megatron-core, on a laptop's CPU or many GPUs. {ALSO}",
+    "swift": f"Run and convert trained models. {ALSO}",
 }
 USAGE = "[CONFIG.yaml] [--flag value ...]"
-# What most runs set: help shows these before the rest.
+# Options that help shows first.
 FIRST = (
     "rlhf_type", "task_type", "model", "adapters", "dataset", "val_dataset", "output_dir", "max_length", "packing",
     "tuner_type", "lora_rank", "lr", "num_train_epochs", "train_iters", "global_batch_size", "micro_batch_size",
@@ -99,8 +109,8 @@ def swift() -> NoReturn:
 
 
 def main(program: str, argv: list[str]) -> int:
-    """Do what a command line asks for. The exit code: 2 where the line is wrong, 1 where the task fails."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # at once: another process may fail while this one is importing
+    """Run a command line. Return its exit code: 2 for invalid options, 1 if the task fails."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # first, because another process may fail during the imports
         from .launch import end_with_torchrun, hidden_words
 
         end_with_torchrun()
@@ -113,28 +123,28 @@ def main(program: str, argv: list[str]) -> int:
 
 
 def _guarded(program: str, argv: list[str]) -> int:
-    """Do what a command line asks for, and print what goes wrong."""
+    """Run a command line, and print its error."""
     try:
         return _main(program, argv)
     except UsageError as error:
-        _say_once(f"error: {error}")
+        _print_error(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
-            _say_once("error: another process of the run has ended. Its error, or torchrun's, says why.")
+            _print_error("error: another rank exited. See its error, or torchrun's, above.")
             return 1
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
-            _say_once(
-                f"error: a process that reads the data has ended ({str(error).rstrip('. ')}). Is the host short of "
-                "memory? Set a lower --dataloader_num_workers, then resume the run."
+            _print_error(
+                f"error: a data loader worker exited ({str(error).rstrip('. ')}). If the host is out of memory, set a "
+                "lower --dataloader_num_workers, then resume the run."
             )
             return 1
-        if not _for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
-            sys.excepthook(type(error), error, error.__traceback__)  # here, so that console.log has it
+        if not _is_for_users(error) or os.environ.get("MEGASWIFT_TRACEBACK"):
+            sys.excepthook(type(error), error, error.__traceback__)  # so that console.log contains it
             return 1
-        _say_once(f"error: {error}")
+        _print_error(f"error: {error}")
         return 1
     finally:
         finish()
@@ -151,27 +161,23 @@ def _main(program: str, argv: list[str]) -> int:
 
         return report()
     commands = COMMANDS[program]
-    helped = not argv or "--help" in argv or "-h" in argv
+    wants_help = not argv or "--help" in argv or "-h" in argv
     name = argv[0] if argv and not argv[0].startswith("-") else ""
-    if name not in commands and not (helped and not name):
+    if name not in commands and not (wants_help and not name):
         close = nearest(name, commands)
         hint = f" The nearest is {close}." if close else ""
-        raise UsageError(f"{program} {argv[0]}: no such command.{hint} There are {', '.join(commands)}.")
-    if helped:
+        raise UsageError(f"{program} {argv[0]}: no such command.{hint} Use one of {', '.join(commands)}.")
+    if wants_help:
         words = [word for word in argv[1:] if word not in ("--help", "-h")]
-        chosen = _chosen(commands[name], words) if name else None
+        selected = _select(commands[name], words) if name else None
         words = [name, "--help"] if name else ["--help"]
-        return _typer(program, name, chosen)(words, prog_name=program, standalone_mode=False)
-    if not commands[name].kinds:
-        there = [f"{each} {other}" for each in COMMANDS for other in COMMANDS[each] if COMMANDS[each][other].kinds]
-        raise UsageError(f"{program} {name}: this version does not have it. It has {', '.join(there)}.")
-
-    start = _start_export if name == "export" else _start_training if program == "megatron" else _start_here
-    return start(_chosen(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
+        return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
+    start = _run_export if name == "export" else _run_training if program == "megatron" else _run_in_process
+    return start(_select(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
 
 
-def _chosen(command: Command, words: list[str]) -> Command:
-    """The type of a command that its flags ask for. Raises UsageError for one that is not there."""
+def _select(command: Command, words: list[str]) -> Command:
+    """Return the type of a command that its flags select. Raises UsageError for an unknown one."""
     from .parse import value_of
 
     if not command.types:
@@ -183,26 +189,26 @@ def _chosen(command: Command, words: list[str]) -> Command:
     return command.types[value or first]
 
 
-def read_options(program: str, argv: list[str]) -> tuple[Any, dict[str, str], list[str]]:
-    """The options of a command line (command and flags), where each value came from, and notes for the user.
+def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[str]]:
+    """Return the options of a command line (command and flags), the source of each value, and notes for the user.
 
     Raises UsageError.
     """
     from .parse import from_argv, from_config, resolve
 
     name = argv[0]
-    chosen = _chosen(COMMANDS[program][name], argv[1:])
-    options = _options(chosen)
-    flags, others = flags_of(options), _flags_of_others(program, name, chosen)
+    selected = _select(COMMANDS[program][name], argv[1:])
+    options = _options(selected)
+    flags, others = flags_of(options), _flags_of_others(program, name, selected)
     typed, config = from_argv(argv[1:], flags, others)
-    filed = from_config(config, flags, others) if config else None
-    given = _typer(program, name, chosen)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
-    notes = typed.notes + (filed.notes if filed else [])
-    return *resolve(options, given, filed), notes
+    from_file = from_config(config, flags, others) if config else None
+    values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
+    notes = typed.notes + (from_file.notes if from_file else [])
+    return *resolve(options, values, from_file), notes
 
 
 @guarded_exit()
-def _start_training(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+def _run_training(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout
     from .checks.common import check_lock, check_training, check_writable, folder_of
     from .launch import (
@@ -225,7 +231,7 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
     before = dict(vars(options))
     notes += check_training(options, layout, gpus, processes.per_node, sources)
     sources |= _derived(before, options)
-    _tell(notes)
+    _print_notes(notes)
     settings = environment(options, processes, gpus)
     if options.dry_run:
         from .dry_run import report
@@ -240,104 +246,107 @@ def _start_training(command: Command, options: Any, sources: dict[str, str], not
     return _run(command, options, sources)
 
 
-def _start_export(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+def _run_export(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout, build_options
     from .checks.export import check_export, check_export_layout, gpus_needed
     from .launch import Processes, environment, start, visible_gpus
 
     gpus = visible_gpus()
     before = dict(vars(options))
-    config, said = check_export(options)
-    notes += said
+    config, export_notes = check_export(options)
+    notes += export_notes
     sources |= _derived(before, options)
     if argv[0] == "megatron":
         processes = Processes.of_environment(gpus)
         layout = build_options(options)
         check_export_layout(options, ProcessLayout.of(layout, processes.world), config, gpus, processes.per_node)
-        _tell(notes)
+        _print_notes(notes)
         start(processes, argv, environment(layout, processes, gpus))
-    else:  # one process, or where a GPU is too small `megatron export` with as many as the model needs
-        stages, flags, why = gpus_needed(options, config, gpus)
-        _tell([*notes, *([why] if why else [])])
+    else:  # one process, or `megatron export` on as many GPUs as hold the model
+        stages, flags, reason = gpus_needed(options, config, gpus)
+        _print_notes([*notes, *([reason] if reason else [])])
         start(Processes(stages), ["megatron", *argv[1:], *flags] if flags else argv, {})
     return _run(command, options, sources)
 
 
-def _start_here(command: Command, options: Any, sources: dict[str, str], notes: list[str], argv: list[str]) -> int:
+def _run_in_process(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from .checks.common import check_infer, check_rollout
 
-    _tell([*notes, *(check_infer if argv[1] == "infer" else check_rollout)(options)])
+    _print_notes([*notes, *(check_infer if argv[1] == "infer" else check_rollout)(options)])
     return _run(command, options, sources)
 
 
-def _derived(before: dict[str, Any], options: Any) -> dict[str, str]:
-    """The source of each option that the checks have changed."""
+def _derived(before: dict[str, Any], options: Options) -> dict[str, str]:
+    """Return the source of each option that the checks have changed."""
     return {name: "derived" for name, value in before.items() if getattr(options, name) != value}
 
 
-def _run(command: Command, options: Any, sources: dict[str, str]) -> int:
+def _run(command: Command, options: Options, sources: Sources) -> int:
     return importlib.import_module(f"..tasks.{command.task}", __package__).run(options, sources) or 0
 
 
-def _options(command: Command) -> Any:
+def _options(command: Command) -> type:
     return getattr(importlib.import_module("..tasks.options", __package__), command.options)
 
 
-def _flags_of_others(program: str, name: str, chosen: Command) -> dict[str, str]:
-    """The flags of other types and commands, each with what is said of it: of its own command first, then of that of
-    the same name, then of others."""
-    here, found = COMMANDS[program][name], {}
-    for flag, kinds in _kinds_of_flags(here).items():
-        this = next((kind for kind, each in here.types.items() if each is chosen), "")
-        found[flag] = f"for --{here.by} {'|'.join(kinds)}, not for {this}. Leave it out."
-    commands = [(each, other) for each in COMMANDS for other in COMMANDS[each]]
-    for each, other in sorted(commands, key=lambda one: (one[1] != name, one[1] == "pt")):  # pt is the rarer one
-        command, cure = COMMANDS[each][other], "Leave it out." if other != name else "Run that, or leave it out."
+def _flags_of_others(program: str, name: str, selected: Command) -> dict[str, str]:
+    """Return the flags of other types and commands, each with the end of an error message.
+
+    Types of the same command take precedence, then commands of the same name.
+    """
+    command, hints = COMMANDS[program][name], {}
+    for flag, kinds in _kinds_of_flags(command).items():
+        current = next((kind for kind, other in command.types.items() if other is selected), "")
+        hints[flag] = f"only for --{command.by} {'|'.join(kinds)}, not {current}. Remove it."
+    commands = [(other_program, other) for other_program in COMMANDS for other in COMMANDS[other_program]]
+    # pt last: of the trainings it is the rarer one.
+    for other_program, other in sorted(commands, key=lambda pair: (pair[1] != name, pair[1] == "pt")):
+        command, fix = COMMANDS[other_program][other], "Remove it." if other != name else "Use that, or remove it."
         for flag, kinds in _kinds_of_flags(command).items():
             only = f" --{command.by} {'|'.join(kinds)}" if len(kinds) < len(command.kinds) else ""
-            found.setdefault(flag, f"a flag of `{each} {other}{only}`, not of this command. {cure}")
-    return found
+            hints.setdefault(flag, f"a flag of `{other_program} {other}{only}`, not of this command. {fix}")
+    return hints
 
 
 def _kinds_of_flags(command: Command) -> dict[str, list[str]]:
-    """The flags of a command, each with the types that have it."""
-    found: dict[str, list[str]] = {}
-    for kind, each in command.kinds.items():
-        for flag in flags_of(_options(each)):
-            found.setdefault(flag, []).append(kind)
-    return found
+    """Return the flags of a command, each with the types that have it."""
+    kinds_of: dict[str, list[str]] = {}
+    for kind, member in command.kinds.items():
+        for flag in flags_of(_options(member)):
+            kinds_of.setdefault(flag, []).append(kind)
+    return kinds_of
 
 
-def _words(values: dict[str, Any]) -> list[str]:
-    """--flag=value for each value: the spelling that typer reads."""
+def _words(values: dict[str, OptionValue]) -> list[str]:
+    """Return --flag=value for each value, the spelling that typer reads."""
     return [
-        f"--{name}={show(value)}"
-        for name, given in values.items()
-        for value in (given if isinstance(given, list) else [given])
+        f"--{name}={show(item)}"
+        for name, value in values.items()
+        for item in (value if isinstance(value, list) else [value])
     ]
 
 
-def _typer(program: str, name: str, chosen: Command | None) -> typer.Typer:
-    """The program for typer; only the chosen command gets its flags. It returns what was given, as text."""
+def _typer(program: str, name: str, selected: Command | None) -> typer.Typer:
+    """Return the typer program, which returns raw values. Only the selected command has its flags."""
     app = typer.Typer(help=ABOUT[program], add_completion=False, rich_markup_mode=None)
     app.callback()(lambda: None)
     for other, command in COMMANDS[program].items():
 
-        def given(**values: Any) -> dict[str, Any]:
+        def collect(**values: OptionValue) -> dict[str, OptionValue]:
             return {name: value for name, value in values.items() if value is not None}
 
-        this = chosen if chosen and other == name else command
-        flags = flags_of(_options(this)).values() if this is chosen and this.options else ()
+        this = selected if selected and other == name else command
+        flags = flags_of(_options(this)).values() if this is selected and this.options else ()
         parameters = [_parameter(flag) for flag in flags]
-        given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        given.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        collect.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         grouped = type("GroupedHelp", (_GroupedHelp,), {"flags": tuple(flags)})
-        app.command(other, help=this.summary, cls=grouped, options_metavar=USAGE)(given)
+        app.command(other, help=this.summary, cls=grouped, options_metavar=USAGE)(collect)
     return app
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
-    kind = list[str] if flag.is_list else str  # the values become what they are in `resolve`, as a config file's do
+    kind = list[str] if flag.is_list else str  # `resolve` converts values, those of a config file too
     option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar, rich_help_panel=flag.group)
     return inspect.Parameter(
         flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
@@ -345,11 +354,11 @@ def _parameter(flag: Flag) -> inspect.Parameter:
 
 
 class _GroupedHelp(TyperCommand):
-    """Help with a section for each option class."""
+    """Command whose help has a section per option class."""
 
     flags: tuple[Flag, ...]
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.width = max(formatter.width, 100)
         by_name = {flag.name: flag for flag in self.flags}
         first = [by_name[name] for name in FIRST if name in by_name]
@@ -368,7 +377,7 @@ def _described(flag: Flag) -> str:
     return f"{flag.help} [{flag.shown_default}]" if flag.shown_default else flag.help
 
 
-def _tell(notes: list[str]) -> None:
+def _print_notes(notes: list[str]) -> None:
     from .launch import STARTED
 
     if not os.environ.get(STARTED) and os.environ.get("RANK", "0") == "0":
@@ -377,8 +386,7 @@ def _tell(notes: list[str]) -> None:
 
 
 def _end(code: int, *, at_once: bool = False) -> NoReturn:
-    """Exit. Processes that have process groups do so `at_once`: all that counts is on the disk, and tidying up could
-    wait for long, for other processes where this one has failed, else for its own threads and data loaders."""
+    """Exit. With process groups, `at_once`: everything is on disk, and cleanup could wait for other processes."""
     if at_once:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of the pipe has exited
@@ -387,17 +395,18 @@ def _end(code: int, *, at_once: bool = False) -> NoReturn:
     sys.exit(code)
 
 
-def _say_once(message: str) -> None:
-    """Print an error. Where all processes of a node meet it at once, the first prints it and ends, upon which torchrun
-    ends the others before they print it too."""
+def _print_error(message: str) -> None:
+    """Print an error. If all ranks of a node fail, local rank 0 exits first, and torchrun ends the others silently."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
     print(console.labelled(message, sys.stderr), file=sys.stderr, flush=True)
 
 
-def _for_users(error: Exception) -> bool:
-    """Whether the message says all: what a line of ours raised, of a kind that the rooms use for what a user can put
-    right; or what the operating system says of a file. Set MEGASWIFT_TRACEBACK=1 to see where it came from."""
+def _is_for_users(error: Exception) -> bool:
+    """Return whether the message is enough: raised by our code for the user, or by the OS about a file.
+
+    MEGASWIFT_TRACEBACK=1 prints the traceback anyway.
+    """
     if isinstance(error, OSError) and error.filename:
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

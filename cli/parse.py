@@ -1,6 +1,6 @@
-"""What the user typed, or wrote into a config file, in one spelling: today's names, each with a list of raw values.
+"""Parsing of command lines and config files to canonical names with raw values.
 
-The dialect: lists take spaces (`--dataset a b`), booleans take true, false or nothing, tables take JSON, `--a-b` is
+Syntax: lists take spaces (`--dataset a b`), booleans take true, false or nothing, tables take JSON, `--a-b` is
 `--a_b`, a first word that ends in .yaml, .yml or .json is a config file, as is `--config FILE`.
 """
 
@@ -9,83 +9,86 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..tasks.run.args_json import load_args
-from .flags import Flag, UsageError, convert, flags_of, nearest, show
+from ..templates.json_types import Json, JsonObject
+from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import ALWAYS, LATER, LATER_VALUES, NEEDLESS, today, written
+from .legacy_flags import ALWAYS, LATER, LATER_VALUES, NEEDLESS, canonical, written
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
 
 
 @dataclass
-class Given:
-    """Flags given at one place, by today's names: raw values, where they come from, and what to tell the user."""
+class ParsedFlags:
+    """Flags of one source by canonical name: raw values, their sources, and notes for the user."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, OptionValue] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[Given, str | None]:
-    """The flags of a command line (without program and command), and the path of its config file.
+def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[ParsedFlags, str | None]:
+    """Return the flags of a command line (without program and command), and the path of its config file.
 
-    `others` names flags that are not among `flags`, each with what to say of it. Raises UsageError for what no flag
-    takes, and for a list that is given twice: of a single value the last one counts.
+    others: flags of other commands, each with the end of an error message
+    A repeated flag of a single value overrides the earlier one.
+    Raises UsageError for unknown flags and repeated lists.
     """
     pairs, config = _split(argv)
-    given = Given()
+    parsed = ParsedFlags()
     for name, values in pairs:
-        now = today(name, values)[0]
-        if now in given.values and flags[now].is_list:
-            both = show([*given.values[now], *values])
-            raise UsageError(f"--{now} is given twice. Lists take spaces: --{now} {both}")
-        _take(given, name, values, flags, others, "command line")
-    return given, config
+        new = canonical(name, values)[0]
+        if new in parsed.values and flags[new].is_list:
+            both = f"{show(parsed.values[new])} {show(values)}".strip()
+            raise UsageError(f"--{new}: is set twice. Lists take spaces: --{new} {both}")
+        _add(parsed, name, values, flags, others, "command line")
+    return parsed, config
 
 
-def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Given:
-    """The flags of a YAML or JSON file, or of an args.json. Variables of its `ENV:` block that are unset are set."""
+def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> ParsedFlags:
+    """Return the flags of a YAML or JSON file or an args.json. Sets the unset variables of its `ENV:` block."""
     table = _table(path)
     variables = table.pop("ENV", None) or {}
     if not isinstance(variables, dict):
-        raise UsageError(f"ENV: {show(variables)}: a table of variable: value is needed (from {path}).")
+        raise UsageError(f"ENV: {show(variables)}: not a table of variable: value (from {path}). Fix it.")
     for name, value in variables.items():
         try:
             os.environ.setdefault(str(name), show(value))
         except (OSError, ValueError):  # an empty name, one with "=", a NUL
-            raise UsageError(f"ENV: {show({name: value})}: not a variable and its value (from {path}).") from None
-    given = Given()
+            raise UsageError(
+                f"ENV: {show({name: value})}: not a variable and its value (from {path}). Fix it."
+            ) from None
+    parsed = ParsedFlags()
     for name, (value, source) in _entries(table, path).items():
-        _take(given, name, value if isinstance(value, list) else [value], flags, others, source)
-    return given
+        _add(parsed, name, value if isinstance(value, list) else [value], flags, others, source)
+    return parsed
 
 
 def value_of(name: str, argv: list[str]) -> str | None:
-    """What one flag is, on a command line (without program and command) or else in its config file; None: left out.
+    """Return the value of one flag on a command line (without program and command) or in its config file, or None.
 
-    Raises UsageError where this version does not have that value.
+    Raises UsageError for a value that is not supported.
     """
     pairs, config = _split(argv)
-    given = [(show(values), "") for other, values in pairs if other == name]
-    if not given and config:
-        given = [
+    values_of = [(show(values), "") for other, values in pairs if other == name]
+    if not values_of and config:
+        values_of = [
             (show(value), f" (from {source})")
             for other, (value, source) in _entries(_table(config), config).items()
             if other == name and value is not None
         ]
-    if not given:
+    if not values_of:
         return None
-    value, where = given[-1]
+    value, where = values_of[-1]
     if later := LATER_VALUES.get((name, value)):
-        raise UsageError(f"--{name} {value}{where}: this version does not have {later.feature}. {later.cure}")
+        raise UsageError(f"--{name} {value}{where}: no support for {later.feature}. {later.fix}")
     return value
 
 
 def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
-    """Each flag of a command line with its words, and the path of the config file."""
+    """Return each flag of a command line with its words, and the path of the config file."""
     argv, config = list(argv), None
     if argv and argv[0].endswith(CONFIG_FILE) and not argv[0].startswith("-"):
         config = argv.pop(0)
@@ -98,20 +101,20 @@ def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
             pairs[-1][1].append(word)
         else:
             raise UsageError(
-                f"{word}: not a flag. Flags begin with --, a config file ends in {', '.join(CONFIG_FILE)}."
+                f"{word}: not a flag. Begin flags with --, and end a config file in {', '.join(CONFIG_FILE)}."
             )
     for name, values in pairs:
         if name == "config":
             if len(values) != 1:
-                raise UsageError("--config takes one file.")
+                raise UsageError("--config: takes one file. Set one.")
             config = values[0]
     return [(name, values) for name, values in pairs if name != "config"], config
 
 
-def _table(path: str) -> dict[str, Any]:
+def _table(path: str) -> JsonObject:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UsageError(f"--config {path}: no such file.")
+        raise UsageError(f"--config {path}: no such file. Fix the path.")
     try:
         table = _read(file)
     except ValueError as error:  # json's and yaml's errors say the line
@@ -119,21 +122,21 @@ def _table(path: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"--config {path}: cannot be read: it is nested too deeply.") from None
     if not isinstance(table, dict):
-        raise UsageError(f"--config {path}: a table of flag: value is needed.")
+        raise UsageError(f"--config {path}: not a table of flag: value. Fix it.")
     for name in table:
         if not isinstance(name, str):
             raise UsageError(f"--config {path}: {show(name)} is not the name of a flag. Fix it, or put it in quotes.")
     return table
 
 
-def _entries(table: dict[str, Any], path: str) -> dict[str, tuple[Any, str]]:
-    """Value and source of each flag in a config file's table."""
+def _entries(table: JsonObject, path: str) -> dict[str, tuple[Json, str]]:
+    """Return value and source of each flag in a config file's table."""
     saved = isinstance(table.get("options"), dict)
     entries = load_args(table, path) if saved else {name: (value, path) for name, value in table.items()}
     return {name.replace("-", "_"): entry for name, entry in entries.items()}
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> Json:
     if file.suffix == ".json":
         return json.loads(file.read_text())
     import yaml
@@ -153,67 +156,69 @@ def _read(file: Path) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _take(
-    given: Given, name: str, values: list[Any], flags: dict[str, Flag], others: dict[str, str], source: str
+def _add(
+    parsed: ParsedFlags, name: str, values: list, flags: dict[str, Flag], others: dict[str, str], source: str
 ) -> None:
-    """Put one flag, as it was written at `source`, into `given`."""
-    asked, where = written(name, values), "" if source == "command line" else f" (from {source})"
-    name, values, warning = today(name, values)
+    """Add one flag, as written in `source`, to `parsed`."""
+    original, where = written(name, values), "" if source == "command line" else f" (from {source})"
+    name, values, warning = canonical(name, values)
     if warning:
-        given.notes.append(f"{warning}; the older one still works.")
+        parsed.notes.append(f"{warning}; the older one still works.")
     if later := LATER_VALUES.get((name, show(values))):
-        raise UsageError(f"{asked}{where}: this version does not have {later.feature}. {later.cure}")
+        raise UsageError(f"{original}{where}: no support for {later.feature}. {later.fix}")
     elif name in flags:
         if values or flags[name].is_bool or (flags[name].is_list and where):
-            given.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, where)
-            given.sources[name] = source
-        elif not warning:  # an older spelling can ask for nothing
-            raise UsageError(f"{asked} needs a value{where}: {flags[name].metavar}.")
+            parsed.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, where)
+            parsed.sources[name] = source
+        elif not warning:  # an older spelling may have no effect
+            raise UsageError(f"{original}: no value{where}. Set {flags[name].metavar}.")
     elif name in ALWAYS:
         if show(values).lower() not in ("", "true"):
-            given.notes.append(f"{asked} is not followed: {ALWAYS[name]}.")
+            parsed.notes.append(f"{original} is ignored: {ALWAYS[name]}.")
     elif name in NEEDLESS:
-        given.notes.append(f"{asked} is not needed: {NEEDLESS[name]}.")
+        parsed.notes.append(f"{original} is not needed: {NEEDLESS[name]}.")
     elif name in LATER:
         later, text = LATER[name], show(values).lower()
-        asks_for_nothing = text in later.neutral or (text == "" and ("true" in later.neutral or values == [None]))
-        if not asks_for_nothing:
-            raise UsageError(f"{asked}{where}: this version does not have {later.feature}. {later.cure}")
+        has_no_effect = text in later.neutral or (text == "" and ("true" in later.neutral or values == [None]))
+        if not has_no_effect:
+            raise UsageError(f"{original}{where}: no support for {later.feature}. {later.fix}")
     else:
         raise UsageError(_unknown(name, flags, others) + where)
 
 
-def _one_or_all(flag: Flag, values: list[Any], where: str) -> Any:
+def _one_or_all(flag: Flag, values: list, where: str) -> OptionValue:
     if flag.is_list:
         return [value for value in values if value is not None]
     if len(values) > 1:
-        raise UsageError(f"{written(flag.name, values)}: takes one value{where}.")
+        raise UsageError(f"{written(flag.name, values)}: takes one value{where}. Set one.")
     return values[0]
 
 
 def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
-    elsewhere = FOREIGN_FLAGS.get(name)
-    if elsewhere and (elsewhere.flag in flags or not elsewhere.flag):
-        hint = f"The nearest is --{elsewhere.flag}." if elsewhere.flag else ""
-        return " ".join(filter(None, (f"--{name}: no such flag.", hint, elsewhere.note)))
+    foreign = FOREIGN_FLAGS.get(name)
+    if foreign and (foreign.flag in flags or not foreign.flag):
+        hint = f"The nearest is --{foreign.flag}." if foreign.flag else ""
+        return " ".join(filter(None, (f"--{name}: no such flag.", hint, foreign.note)))
     if name in others:
-        return f"--{name} is {others[name]}"
+        return f"--{name}: {others[name]}"
     close = nearest(name, flags)
     return f"--{name}: no such flag. " + (f"The nearest is --{close}." if close else "--help lists all flags.")
 
 
-def resolve(options: type, typed: dict[str, Any], filed: Given | None) -> tuple[Any, dict[str, str]]:
-    """An instance of an option class, and where each value came from. The command line wins over the config file."""
+def resolve[T](
+    options: type[T], typed: dict[str, OptionValue], from_file: ParsedFlags | None
+) -> tuple[T, dict[str, str]]:
+    """Return an instance of an option class, and the source of each value. The command line overrides the file."""
     flags = flags_of(options)
-    values: dict[str, Any] = {}
+    values: dict[str, OptionValue] = {}
     sources = dict.fromkeys(flags, "default")
-    for given in ([filed] if filed else []) + [Given(typed, dict.fromkeys(typed, "command line"))]:
-        for name, value in given.values.items():
-            values[name] = convert(flags[name], value, given.sources[name])
-            if given.sources[name] != "default" or values[name] != flags[name].default:
-                sources[name] = given.sources[name]
+    for parsed in ([from_file] if from_file else []) + [ParsedFlags(typed, dict.fromkeys(typed, "command line"))]:
+        for name, value in parsed.values.items():
+            values[name] = convert(flags[name], value, parsed.sources[name])
+            if parsed.sources[name] != "default" or values[name] != flags[name].default:
+                sources[name] = parsed.sources[name]
     resolved = options(**values)
     for name, flag in flags.items():
-        if getattr(resolved, name) != values.get(name, flag.default):  # the class filled it in
+        if getattr(resolved, name) != values.get(name, flag.default):  # set by the class
             sources[name] = "derived"
     return resolved, sources

@@ -1,26 +1,25 @@
-"""torchrun, with what a run needs of it beyond torch's own:
+"""torchrun with changes for training runs:
 
-- SIGTERM, SIGUSR1 and SIGHUP are passed on, and the processes get as long to save as whoever sent it leaves them; a
-  SIGTERM that comes again ends them at once. (torch's own gives them 30 s, and does not know SIGUSR1.)
-- Where one process fails, the others are ended by SIGUSR2, upon which they free their servers: SIGTERM would tell them
-  to save, and they cannot without it, SIGINT that a user has pressed Ctrl-C. Where one has found that the run hangs,
-  those that hang are ended by SIGKILL, which alone they obey.
-- The store of a run on one node is a file that its user alone can open: torch's own listens on every address of the
-  machine, and asks nobody for a password.
-- No account of a failed process, which has told why itself; the exit code is that process's. A run that has saved and
-  stopped, or whose command line is wrong, is not restarted.
+- SIGTERM, SIGUSR1 and SIGHUP are forwarded, and the processes have as long to save as the sender allows; a second
+  SIGTERM ends them at once. (torch's own gives them 30 s, and does not handle SIGUSR1.)
+- If one process fails, SIGUSR2 ends the others, so that they release their servers: on SIGTERM they would try to save
+  without it, and SIGINT means Ctrl-C. If one has detected a hang, SIGKILL ends those that hang.
+- The store of a run on one node is a file that only its user can open: torch's own listens on every address of the
+  machine, without a password.
+- No report on a failed process, which has printed its error; the exit code is that process's. A run that has saved and
+  stopped, or has invalid options, is not restarted.
 """
 
 import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, run  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -39,33 +38,33 @@ from ..tasks.run.resume import launched_run_dir
 from ..tasks.system import console
 
 EXIT_USAGE = 2
-HANGING = 2.0  # seconds for the others to end, once one process has said that the run hangs
+HANGING = 2.0  # seconds for the others to end, once one process has reported a hang
 
 
 class Agent(LocalElasticAgent):
-    """Starts the processes of this node and looks after them."""
+    """Agent that starts and monitors the processes of this node."""
 
-    signalled: signal.Signals | None = None  # the last one that was passed on
-    terminated: float | None = None  # when SIGTERM first came
+    signalled: signal.Signals | None = None  # last forwarded signal
+    terminated: float | None = None  # time of the first SIGTERM
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if not is_ignored(number):
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward)
         ids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        if Agent.signalled:  # while they were started
+        if Agent.signalled:  # arrived during the start
             self._send(Agent.signalled)
         return ids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        _say(f"note: all processes are started again (restarts left: {self._remaining_restarts})")
+        _say(f"note: restarting all processes (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {process.poll() for process in self._processes()}
         if Agent.signalled or codes & {EXIT_STOPPED, EXIT_USAGE}:
             self._remaining_restarts = 0
-        if codes == {EXIT_STOPPED, None}:  # all have saved: the others are about to end, too
+        if codes == {EXIT_STOPPED, None}:  # all have saved, and the others are about to end
             return RunResult(state=WorkerState.HEALTHY)
         if EXIT_HANGS in codes:
             self._end_hanging()
@@ -79,27 +78,27 @@ class Agent(LocalElasticAgent):
             if process.poll() is None:
                 process.kill()
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         now, Agent.signalled = time.monotonic(), signal.Signals(number)
         if number == signal.SIGTERM:
             if Agent.terminated is not None and now - Agent.terminated > AGAIN:
                 self._shutdown(signal.SIGKILL)
-                raise processes.SignalException("SIGTERM came again", signal.SIGTERM)
+                raise processes.SignalException("second SIGTERM", signal.SIGTERM)
             Agent.terminated = Agent.terminated or now
         self._send(Agent.signalled)
 
     def _send(self, number: signal.Signals) -> None:
-        for process in self._processes():  # not its children, which read data that are still needed
+        for process in self._processes():  # not their children, the data loaders, which are still needed
             process.send_signal(number)
 
-    def _processes(self) -> list[Any]:
-        context: Any = self._pcontext
-        return [handler.proc for handler in context.subprocess_handlers.values()] if context else []
+    def _processes(self) -> list[subprocess.Popen]:
+        context = self._pcontext
+        return [h.proc for h in context.subprocess_handlers.values()] if context else []  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _exit_code(error: ChildFailedError) -> int:
-    """That of the process which failed first. Told here where a signal has ended it."""
-    for code in (EXIT_STOPPED, EXIT_HANGS):  # of all; some may already have missed the others
+    """Return the exit code of the process that failed first, and print the signal that ended it, if any."""
+    for code in (EXIT_STOPPED, EXIT_HANGS):  # codes of the run as a whole
         if any(failure.exitcode == code for failure in error.failures.values()):
             return code
     rank, failure = error.get_first_failure()
@@ -107,13 +106,13 @@ def _exit_code(error: ChildFailedError) -> int:
         return failure.exitcode
     ended = signal.Signals(-failure.exitcode)
     if ended != Agent.signalled:
-        memory = ": is the machine short of memory?" if ended == signal.SIGKILL else ""
+        memory = ". The machine may be out of memory." if ended == signal.SIGKILL else ""
         _say(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}")
     return 128 + ended
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """Rendezvous of a run on one node, which opens no port: torchrun keeps its own store in memory."""
+    """Rendezvous of a run on one node, with an in-memory store instead of a port."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -125,10 +124,10 @@ class LocalRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
-def rendezvous(address: str, port: int, rank: int, nodes: int, *settings: Any) -> StaticTCPRendezvous:
-    """Return torchrun's static rendezvous, without a port where there is one node."""
+def rendezvous(address: str, port: int, rank: int, nodes: int, run_id: str, timeout: int) -> StaticTCPRendezvous:
+    """Return torchrun's static rendezvous, without a port for one node."""
     kind = LocalRendezvous if nodes == 1 else StaticTCPRendezvous
-    return kind(address, port, rank, nodes, *settings)
+    return kind(address, port, rank, nodes, run_id, timeout)
 
 
 def _say(text: str) -> None:
@@ -144,7 +143,7 @@ if __name__ == "__main__":
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     static_tcp_rendezvous.StaticTCPRendezvous = rendezvous
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
-    processes._get_default_signal = lambda: OTHER_FAILED  # for the others where one has failed
+    processes._get_default_signal = lambda: OTHER_FAILED  # sent to the others after a failure
     folder = tempfile.TemporaryDirectory(prefix="megaswift-")  # its mode is 0700
     if "--nnodes=1" in sys.argv:
         os.environ[STORE] = str(Path(folder.name) / "store")

@@ -188,7 +188,7 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
     dynamic_sample: Annotated[
         bool, "Generate anew in place of prompts whose completions all have the same reward (DAPO)."
     ] = False
-    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step.", "[0, inf)"] = 3
+    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step.", "[1, inf)"] = 3
     overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
     top_entropy_quantile: Annotated[
         float, "Train only on this share of a step's tokens, those at which the policy was the least certain.", "(0, 1]"

@@ -260,7 +260,7 @@ class CompletionOptions:
 class SamplingOptions(CompletionOptions):
     """Completions"""
 
-    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other.", "[1, inf)"] = 8
+    num_generations: Annotated[int, "Completions of each prompt, which are compared with each other.", "[2, inf)"] = 8
     num_generations_eval: Annotated[int, "Completions of each prompt in an evaluation.", "[1, inf)"] = 1
     generation_batch_size: Annotated[
         int | None,
@@ -309,5 +309,5 @@ class TeacherOptions:
     gkd_logits_topk: Annotated[
         int | None,
         "Compare the two over so many tokens alone, the teacher's likeliest; left out: over all.",
-        "[1, inf)",
+        "[2, inf)",
     ] = None

@@ -26,7 +26,7 @@ class VllmOptions:
     vllm_max_lora_rank: Annotated[
         int | None,
         "Highest rank of an adapter that vLLM makes room for; left out: the run's rank, and 16 in a server.",
-        "[1, inf)",
+        "[1, 512]",
     ] = None
 
 

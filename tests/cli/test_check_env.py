@@ -42,10 +42,10 @@ def test_what_is_missing_is_said_with_its_cure(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert "  -- torch               1.0 (wanted >=2.11)" in lines
-    assert "  -- megatron-core       not installed (wanted >=0.19,<0.20)" in lines
-    assert "     for:  --report_to wandb" in lines
-    engine = lines[lines.index("  -- transformer-engine  not installed (wanted >=2.20)") + 2]
+    assert "  -- torch               1.0 (needs >=2.11)" in lines
+    assert "  -- megatron-core       not installed (needs >=0.19,<0.20)" in lines
+    assert "     for: --report_to wandb" in lines
+    engine = lines[lines.index("  -- transformer-engine  not installed (needs >=2.20)") + 2]
     for part in ("CUDNN_PATH=", "/nvidia/nccl/include", "--no-build-isolation 'transformer-engine[core_cu13,pytorch]'"):
         assert part in engine
     assert lines[-1] == "14 required parts are missing."

@@ -70,7 +70,7 @@ def test_weights_of_another_config(model, tmp_path, capsys, changes, problem):
 def test_an_adapter_of_a_hub_is_not_checked(model, tmp_path, capsys):
     data = written(tmp_path / "a.jsonl", "1")
     code, printed = dry(capsys, grpo(model, data, "--tuner_type lora --adapters owner/name"))
-    assert (code, "note: --adapters owner/name: no such folder here." in printed) == (0, True), printed
+    assert (code, "note: --adapters owner/name: no such folder." in printed) == (0, True), printed
 
 
 def test_only_what_is_set_is_listed(model, tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_only_what_is_set_is_listed(model, tmp_path, capsys):
     assert (first, {"model", "dataset", "train_iters", "reward_funcs", "hub_token"} <= {*names}) == ("Options", True)
     assert all(line.endswith(("(command line)", "(derived)")) for line in lines)
     assert "SECRET" not in said
-    assert last.endswith(" options at the default: see docs/flags.md, or args.json in the run folder.")
+    assert last.endswith(" options at the default: see docs/flags.md, or args.json in the run's folder.")
     assert int(last.split()[0]) + len(names) + 1 == len(flags_of(GrpoOptions))  # the last is --dry_run itself
     assert "global batch      8 = 1 x DP 1 x 8 micro batches" in rest
     assert len(said.splitlines()) < 45

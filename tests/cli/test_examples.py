@@ -82,4 +82,4 @@ def test_multimodal_models_are_refused_until_they_are_there(tmp_path: Path, caps
     )
     words[words.index("--model") + 1] = str(model)
     assert main("megatron", [*words, "--dry_run", "true"]) == 2
-    assert f"--model {model}: this version does not have multimodal models" in capsys.readouterr().err
+    assert f"--model {model}: multimodal models are not supported" in capsys.readouterr().err

@@ -65,12 +65,12 @@ def test_pt_has_its_own_defaults() -> None:
         (["--columns", '{"query": 3}'], '--columns {"query": 3}: each value must be text'),
         (["--columns", "[1]"], "--columns [1]: a JSON object is needed"),
         (["--lr", "1", "2"], "--lr 1 2: takes one value."),
-        (["--lr"], "--lr needs a value: number."),
-        (["--val_dataset"], "--val_dataset needs a value: text ...."),
+        (["--lr"], "--lr: no value. Set number."),
+        (["--val_dataset"], "--val_dataset: no value. Set text ...."),
         (["--micro_batchsize", "2"], "--micro_batchsize: no such flag. The nearest is --micro_batch_size."),
         (["--learning_rate", "2"], "--learning_rate: no such flag. The nearest is --lr."),
-        (["--beta", "0.1"], "--beta is a flag of `megatron rlhf --rlhf_type dpo|kto|grpo|gkd`, not of this command."),
-        (["--temperature", "0"], "--temperature is a flag of `megatron rlhf --rlhf_type grpo|gkd`, not of this"),
+        (["--beta", "0.1"], "--beta: a flag of `megatron rlhf --rlhf_type dpo|kto|grpo|gkd`, not of this command."),
+        (["--temperature", "0"], "--temperature: a flag of `megatron rlhf --rlhf_type grpo|gkd`, not of this"),
         (["--config", "none.yaml"], "--config none.yaml: no such file."),
     ],
 )
@@ -103,7 +103,7 @@ def test_what_follows_from_the_tuner(words: list[str], lr: float, merge: bool | 
 
 
 def test_a_flag_of_training_is_not_one_of_infer() -> None:
-    assert "--lr is a flag of `megatron sft`" in refusal("infer", "--model", "m", "--lr", "1", program="swift")
+    assert "--lr: a flag of `megatron sft`" in refusal("infer", "--model", "m", "--lr", "1", program="swift")
     said = refusal("infer", "--model", "m", "--dataset", "d", program="swift")
     assert said == "--dataset: no such flag. The nearest is --val_dataset."
 
@@ -130,7 +130,7 @@ def test_names_of_other_trainers(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id"])
 def test_uploads(name: str) -> None:
-    said = f"--{name} x: this version does not have uploads to a hub. Upload with `hf upload NAME checkpoint-500`."
+    said = f"--{name} x: no support for uploads to a hub. Upload with `hf upload NAME checkpoint-500`."
     assert refusal(f"--{name}", "x") == said
 
 
@@ -162,20 +162,20 @@ def every_flag() -> list[tuple[str, str, str]]:
 def test_a_flag_of_the_other_programs_export() -> None:
     said = refusal("export", "--model", "m", "--tensor_model_parallel_size", "2", program="swift")
     assert said == (
-        "--tensor_model_parallel_size is a flag of `megatron export`, not of this command. Run that, or leave it out."
+        "--tensor_model_parallel_size: a flag of `megatron export`, not of this command. Use that, or remove it."
     )
 
 
 def test_a_list_that_is_given_twice(tmp_path: Path) -> None:
     said = refusal("--dataset", "a", "b", "--lr", "1", "--dataset=c")
-    assert said == "--dataset is given twice. Lists take spaces: --dataset a b c"
+    assert said == "--dataset: is set twice. Lists take spaces: --dataset a b c"
     (tmp_path / "run.yaml").write_text("val_dataset: [a, b]\n")
     options, *_ = read("--config", str(tmp_path / "run.yaml"), "--val_dataset", "c", "--lr", "1", "--lr", "2")
     assert (options.val_dataset, options.lr) == (["c"], 2.0)
 
 
 def test_a_word_that_is_no_flag() -> None:
-    with pytest.raises(UsageError, match=r"config: not a flag\. Flags begin with --"):
+    with pytest.raises(UsageError, match=r"config: not a flag\. Begin flags with --"):
         read_options("megatron", ["sft", "config", "--model", "m"])
 
 
@@ -215,7 +215,7 @@ def test_older_names_that_ask_for_nothing() -> None:
 def test_flags_that_nothing_here_needs() -> None:
     assert read("--load_safetensors", "true", "--cross_entropy_loss_fusion")[2] == []
     (always, needless) = read("--cross_entropy_loss_fusion", "false", "--ckpt_format", "torch_dist")[2]
-    assert always.startswith("--cross_entropy_loss_fusion false is not followed: the loss is computed in pieces")
+    assert always.startswith("--cross_entropy_loss_fusion false is ignored: the loss is computed in pieces")
     assert (
         needless
         == "--ckpt_format torch_dist is not needed: --save_safetensors chooses: Hugging Face folders, or torch_dist."
@@ -251,7 +251,7 @@ def test_later_features_switched_off_are_accepted() -> None:
 )
 def test_later_features_are_refused_by_name(words: str, feature: str) -> None:
     message = refusal(*words.split())
-    assert message.startswith(f"{words}: this version does not have ")
+    assert message.startswith(f"{words}: no support for ")
     assert feature in message
 
 
@@ -283,19 +283,19 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ("c.yaml", "lrr: 1", "--lrr: no such flag. The nearest is --lr. (from {file})"),
         ("c.yaml", "lr: high", "--lr high: a number is needed (from {file})."),
         ("c.yaml", "lr: [1, 2]", "--lr 1 2: takes one value (from {file})."),
-        ("c.yaml", "ENV: 3", "ENV: 3: a table of variable: value is needed (from {file})."),
+        ("c.yaml", "ENV: 3", "ENV: 3: not a table of variable: value (from {file})."),
         ("c.yaml", "ENV: {'': 1}", 'ENV: {{"": 1}}: not a variable and its value (from {file}).'),
         ("c.yaml", "ENV: {A=B: 1}", 'ENV: {{"A=B": 1}}: not a variable and its value (from {file}).'),
         ("c.yaml", "3: 4", "--config {file}: 3 is not the name of a flag."),
         ("c.yaml", "lr: 1\nseed: 3\nlr: 2", "cannot be read: lr is in line 1 and again in line 3. Remove one"),
-        ("c.yaml", "system: no", "--system false: text is needed, in quotes where it is such a word (from {file})."),
-        ("c.yaml", "- lr", "--config {file}: a table of flag: value is needed."),
+        ("c.yaml", "system: no", "--system false: text is needed: put it in quotes (from {file})."),
+        ("c.yaml", "- lr", "--config {file}: not a table of flag: value."),
         ("c.yaml", "lr: [", "--config {file}: cannot be read:"),
         ("c.json", '{"lr": 1,}', "--config {file}: cannot be read:"),
         (
             "c.json",
             '{"tuner_type": "lora_llm"}',
-            "--tuner_type lora_llm (from {file}): this version does not have multimodal models. Give --tuner_type lora",
+            "--tuner_type lora_llm (from {file}): no support for multimodal models. Set --tuner_type lora",
         ),
         ("c.json", '{"micro_batch_size": true}', "--micro_batch_size true: a whole number is needed (from {file})."),
     ],

@@ -358,12 +358,12 @@ def test_processes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: a whole number of at least 1 is needed."),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: a whole number of at least 1"),
-        ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=²: a whole number of at least 1 is needed."),
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: invalid. Set a whole number of at least 1."),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: invalid. Set a whole number of at least 1"),
+        ({"NPROC_PER_NODE": "²"}, "NPROC_PER_NODE=²: invalid. Set a whole number of at least 1."),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: a port is from 1 to 65535."),
-        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: NNODES=2, and the first node is 0."),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: not a port. Set 1 to 65535."),
+        ({"NNODES": "2", "MASTER_ADDR": "h", "NODE_RANK": "2"}, "NODE_RANK=2: not below NNODES=2. Set 0 to 1."),
     ],
 )
 def test_an_environment_that_is_wrong(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,11 @@ def test_what_is_accepted_is_checked_without_a_traceback(kind: str, dense: Path)
         ("--adam_beta1 1.5", "--adam_beta1 1.5: must be at least 0 and below 1."),
         ("--adam_beta2 1", "--adam_beta2 1.0: must be at least 0 and below 1."),
         ("--seed 99999999999999999999", "--seed 99999999999999999999: must be at most 2147483647 in size."),
-        ("--seed -1", "--seed -1: must not be below 0."),
+        ("--seed -1", "--seed -1: must be at least 0."),
         ("--lr 1e300", "--lr 1e+300: must be at most 3.4e+38 in size."),
         ("--num_train_epochs 1e7", "--num_train_epochs 10000000.0: must be at most 1000000."),
-        ("--profile_ranks 0 -1", "--profile_ranks -1: must not be below 0."),
-        ("--lr_warmup_init 1 --lr 0.5", "--lr_warmup_init 1.0: above --lr 0.5. Make it smaller."),
+        ("--profile_ranks 0 -1", "--profile_ranks -1: must be at least 0."),
+        ("--lr_warmup_init 1 --lr 0.5", "--lr_warmup_init 1.0: above --lr 0.5. Set a lower one."),
     ],
 )
 def test_messages(words: str, message: str, dense: Path) -> None:

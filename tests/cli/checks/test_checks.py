@@ -44,27 +44,27 @@ SP = "--sequence_parallel true"
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [
-        (f"{TP} 3", 3, f"{TP} 3: does not divide the model's 8 attention heads. Give a divisor of 8."),
+        (f"{TP} 3", 3, f"{TP} 3: does not divide the model's 8 attention heads. Set a divisor of 8."),
         (f"{TP} 0", 1, f"{TP} 0: must be above 0."),
         (f"{TP} 2", 3, "= 2: does not divide the number of processes, 3. Set NPROC_PER_NODE"),
         (f"{TP} 4 {PP} 2", 4, f"{TP} x {PP} x {CP} = 8: does not divide the number of processes, 4."),
-        (f"{PP} 3", 3, f"{PP} 3: 4 of the model's 4 layers cannot be shared evenly by 3 stages"),
-        (f"{PP} 8 --global_batch_size 8", 8, "cannot be shared evenly by 8 stages"),
+        (f"{PP} 3", 3, f"{PP} 3: 4 of the model's 4 layers cannot be split evenly over 3 stages"),
+        (f"{PP} 8 --global_batch_size 8", 8, "--pipeline_model_parallel_size 8: 4 of"),
         (f"{PP} 2 {VPP} 3", 2, f"{PP} 2, {VPP} 3: 4 of the model's 4 layers"),
-        (f"{PP} 3 {FIRST} 1", 3, f"{PP} 3, {FIRST} 1: 3 of the model's 4 layers cannot be shared evenly by 2 stages"),
+        (f"{PP} 3 {FIRST} 1", 3, f"{PP} 3, {FIRST} 1: 3 of the model's 4 layers cannot be split evenly over 2 stages"),
         (f"{PP} 2 {FIRST} 2 {LAST} 1", 2, f"{FIRST} 2, {LAST} 1: 1 of the model's 4 layers cannot"),
         (f"{PP} 2 {FIRST} 3 {VPP} 2", 2, f"{FIRST} 3: not a multiple of {VPP} 2."),
-        (f"{VPP} 2", 1, f"{VPP} 2: there is one pipeline stage. Give {PP} 2 or more"),
+        (f"{VPP} 2", 1, f"{VPP} 2: there is one pipeline stage. Set {PP} 2 or more"),
         (f"{FIRST} 2", 1, f"{FIRST} 2: there is one pipeline stage."),
-        (f"{PP} 2 {VPP} 2 --global_batch_size 1", 2, f"{VPP} 2: a step has 1 micro batch on each"),
+        (f"{PP} 2 {VPP} 2 --global_batch_size 1", 2, f"{VPP} 2: 1 micro batch per data-parallel process and step"),
         (
             f"{PP} 2 {VPP} 2 --microbatch_group_size_per_vp_stage 3 --global_batch_size 4",
             2,
-            "--microbatch_group_size_per_vp_stage 3: a step has 4 micro batches",
+            "--microbatch_group_size_per_vp_stage 3: 4 micro batches per",
         ),
-        (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
-        ("--lr_warmup_iters 9 --train_iters 8", 1, "--lr_warmup_iters 9: not less than the 8 steps of the schedule."),
-        ("--lr_warmup_iters 8 --train_iters 8", 1, "--lr_warmup_iters 8: not less than the 8 steps of the schedule."),
+        (f"{EP} 2", 2, f"{EP} 2: the model has no experts. Remove it."),
+        ("--lr_warmup_iters 9 --train_iters 8", 1, "--lr_warmup_iters 9: not below the 8 steps of the schedule. Set a"),
+        ("--lr_warmup_iters 8 --train_iters 8", 1, "--lr_warmup_iters 8: not below the 8 steps of the schedule. Set a"),
         (
             "--lr_wsd_decay_iters 6 --lr_warmup_iters 3 --train_iters 8",
             1,
@@ -74,18 +74,18 @@ SP = "--sequence_parallel true"
         ("--train_iters 0", 1, "--train_iters 0: must be above 0."),
         ("--max_shard_size 1.2.3GB", 1, "--max_shard_size 1.2.3GB: not a size. Set one such as 5GB or 500MB"),
         ("--global_batch_size 3", 2, "--global_batch_size 3: not a multiple of --micro_batch_size 1 x 2 data-parallel"),
-        ("--global_batch_size 5 --micro_batch_size 2", 1, "= 2. Give 4."),
-        (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: does not divide by 2 x {CP} 2 = 4. Give 1024."),
-        (f"{TP} 2 {SP} --packing true --max_length 101", 2, "--max_length 101: a pack must divide by"),
-        ("--packing true", 1, "--packing true needs the length of a pack: give --max_length."),
-        ("--packing true --padding_free false --max_length 8", 1, "--packing true needs --padding_free true"),
+        ("--global_batch_size 5 --micro_batch_size 2", 1, "--global_batch_size 5: not a"),
+        (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: not a multiple of 2 x {CP} 2 = 4. Set 1024."),
+        (f"{TP} 2 {SP} --packing true --max_length 101", 2, "--max_length 101: not a multiple of"),
+        ("--packing true", 1, "--packing true needs the length of a pack. Set --max_length."),
+        ("--packing true --padding_free false --max_length 8", 1, "--packing true cannot be used with"),
         ("--recompute_granularity full", 1, "--recompute_granularity full needs --recompute_method"),
         (
             "--recompute_granularity full --recompute_method block",
             1,
-            "needs --recompute_num_layers, as in --recompute_num_layers 1.",
+            "--recompute_granularity full needs --recompute_num_layers. Set it,",
         ),
-        ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters and --lr_warmup_fraction: give one"),
+        ("--lr_warmup_iters 2 --lr_warmup_fraction 0.1", 1, "--lr_warmup_iters cannot be used with"),
         ("--lr_warmup_fraction 1.5", 1, "--lr_warmup_fraction 1.5: must be at least 0 and below 1."),
         ("--system nope.txt", 1, "--system nope.txt: no such file (in"),
         ("--val_dataset /dev/null", 1, "--val_dataset /dev/null: is a pipe or a device"),
@@ -94,13 +94,13 @@ SP = "--sequence_parallel true"
         (
             "--overlap_param_gather true --overlap_grad_reduce false",
             1,
-            "--overlap_param_gather true needs --overlap_grad_reduce true.",
+            "--overlap_param_gather true cannot be used with",
         ),
         ("--profile true --train_iters 5", 1, "--profile_step_start 10: the run has 5 steps. Set an earlier one."),
-        ("--profile true --profile_step_end 9", 1, "--profile_step_start 10, --profile_step_end 9: give 1 or more"),
-        ("--profile true --train_iters 20 --profile_ranks 1", 1, "--profile_ranks 1: the run has 1 process, and"),
+        ("--profile true --profile_step_end 9", 1, "--profile_step_start 10, --profile_step_end 9: no such range. Set"),
+        ("--profile true --train_iters 20 --profile_ranks 1", 1, "--profile_ranks 1: the run has 1 process. Set 0 to"),
         ("--max_shard_size big", 1, "--max_shard_size big: not a size. Set one such as 5GB or 500MB"),
-        ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be with --streaming true."),
+        ("--save_strategy epoch --streaming true", 1, "--save_strategy epoch cannot be used with --streaming true."),
     ],
 )
 def test_options_that_cannot_be_together(dense: Path, words: str, world: int, message: str) -> None:
@@ -112,8 +112,8 @@ def test_options_that_cannot_be_together(dense: Path, words: str, world: int, me
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [
-        (f"{TP} 2", 2, f"{TP} 2: training a mixture of experts with it needs --sequence_parallel true."),
-        (f"{EP} 3", 3, f"{EP} 3: does not divide the model's 8 experts. Give a divisor of 8."),
+        (f"{TP} 2", 2, f"{TP} 2: an MoE model with it needs sequence parallelism. Set --sequence_parallel true."),
+        (f"{EP} 3", 3, f"{EP} 3: does not divide the model's 8 experts. Set a divisor of 8."),
         (f"{EP} 2 {ETP} 2", 2, f"{EP} x {ETP} x {PP} = 4: does not divide the number of processes, 2."),
         (f"{ETP} 9 --global_batch_size 18", 9, f"{ETP} 9: does not divide the model's 24 columns of an expert."),
     ],
@@ -130,10 +130,10 @@ def test_experts_that_cannot_be_shared(mixture: Path, words: str, world: int, me
         (
             f"{TP} 4 {CP} 2 {SP} --max_length 1024",
             8,
-            f"{TP} 4 x {CP} 2: does not divide the 4 key heads of the model's gated delta nets. Give a product that "
+            f"{TP} 4 x {CP} 2: does not divide the 4 key heads of the model's gated delta nets. Set a product that "
             "divides 4.",
         ),
-        (f"{EP} 2 --global_batch_size 2", 2, f"{EP} 2: the model has no experts. Leave it out."),
+        (f"{EP} 2 --global_batch_size 2", 2, f"{EP} 2: the model has no experts. Remove it."),
     ],
 )
 def test_sizes_of_a_text_model_within_another(tmp_path: Path, words: str, world: int, message: str) -> None:
@@ -163,14 +163,14 @@ def test_layouts_that_can_run(dense: Path, words: str, world: int) -> None:
 def test_epochs_beside_steps_are_left_out(dense: Path) -> None:
     options, notes = check(dense, "--num_train_epochs 0.5 --lr_warmup_fraction 0.05")
     assert options.num_train_epochs is None
-    assert notes == ["--num_train_epochs 0.5 is left out: --train_iters 1 is given."]
+    assert notes == ["--num_train_epochs 0.5 is ignored: --train_iters 1 is set."]
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_switched_off(mixture: Path) -> None:
     options, notes = check(mixture, f"{SP} {EP} 2", world=2)
     assert options.sequence_parallel is False
     (note,) = notes
-    assert note.startswith("--sequence_parallel true is switched off")
+    assert note.startswith("--sequence_parallel true is disabled")
 
 
 def test_more_processes_than_gpus(dense: Path) -> None:
@@ -181,7 +181,7 @@ def test_more_processes_than_gpus(dense: Path) -> None:
 
 def test_how_long_to_train_must_be_said(dense: Path, capsys) -> None:
     assert main("megatron", ["sft", "--model", str(dense), "--dataset", "d"]) == 2
-    assert "--train_iters or --num_train_epochs is needed" in capsys.readouterr().err
+    assert "error: --train_iters, --num_train_epochs: missing." in capsys.readouterr().err
 
 
 def test_files_of_data_that_are_not_there(dense: Path, tmp_path: Path, capsys) -> None:
@@ -197,19 +197,19 @@ def test_files_of_data_that_are_not_there(dense: Path, tmp_path: Path, capsys) -
 
 def test_a_dataset_is_needed(dense: Path, capsys) -> None:
     assert main("megatron", ["pt", "--model", str(dense), "--train_iters", "1"]) == 2
-    assert "--dataset is needed" in capsys.readouterr().err
+    assert "error: --dataset: missing. Set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-such", "none", "a/b/c"])
 @pytest.mark.parametrize("command", [("megatron", "sft"), ("swift", "infer")])
 def test_no_such_model_folder(name: str, command: tuple[str, str], capsys) -> None:
     assert main(command[0], [command[1], "--model", name]) == 2
-    assert f"--model {name}: no such model folder. Give a folder, or a hub id as OWNER/NAME." in capsys.readouterr().err
+    assert f"--model {name}: no such model folder. Set a folder, or a hub id as OWNER/NAME." in capsys.readouterr().err
 
 
 def test_the_model_is_needed(capsys) -> None:
     assert main("swift", ["infer"]) == 2
-    assert "--model is needed" in capsys.readouterr().err
+    assert "error: --model: missing. Set" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_config(tmp_path: Path, capsys) -> None:
@@ -226,13 +226,13 @@ def test_a_config_that_is_broken(tmp_path: Path, capsys) -> None:
 
 def test_an_output_folder_below_a_file(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(UsageError, match=r"--output_dir .*taken/x: .*taken is a file\. Give a folder"):
+    with pytest.raises(UsageError, match=r"--output_dir .*taken/x: .*taken is a file\. Set a writable folder"):
         check(dense, f"--output_dir {tmp_path / 'taken' / 'x'}")
 
 
 def test_an_output_folder_that_cannot_be_written(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(UsageError, match=r"--output_dir .*: .* cannot be written\. Give a folder"):
+    with pytest.raises(UsageError, match=r"--output_dir .*: .* cannot be written\. Set a writable folder"):
         check(dense, f"--output_dir {tmp_path / 'out'}")
 
 
@@ -250,7 +250,7 @@ def test_texts_beyond_the_positions(config: dict, tmp_path: Path) -> None:
     own = {"max_position_embeddings": 32}
     model = write_model(tmp_path / "m", {"text_config": DENSE | own} if config else DENSE | own)
     (note,) = check_infer(InferOptions(model=str(model), max_new_tokens=64))
-    assert note.startswith("--max_new_tokens 64: up to 64 tokens, and the model is made for 32 (max_position_embeddi")
+    assert note.startswith("--max_new_tokens 64: up to 64 tokens, and the model has 32 positions (max_position_embed")
     assert check_infer(InferOptions(model=str(model), max_new_tokens=32)) == []
 
 
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_made(name: str, dense: Path, tmp_path: Path, mon
     (tmp_path / "file").touch()
     monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
     monkeypatch.setenv(name, str(tmp_path / "file" / "x"))
-    with pytest.raises(UsageError, match=rf"^{name}=.*file/x: the cache of tokens cannot be made there"):
+    with pytest.raises(UsageError, match=rf"^{name}=.*file/x: the token cache cannot be made there"):
         check(dense, "")
 
 
@@ -308,11 +308,11 @@ def test_more_layers_than_tensors(dense: Path, layers: int) -> None:
     ("words", "more", "note"),
     [
         ("--max_length 32", {}, None),
-        ("--max_length 33", {}, "--max_length 33: up to 33 tokens, and the model is made for 32"),
+        ("--max_length 33", {}, "--max_length 33: up to 33 tokens, and the model has 32 positions"),
         ("--packing true --packing_length 64", {}, "--packing_length 64: up to 64 tokens"),
         ("--packing true --packing_length 64 --max_length 32", {}, None),
         ("--max_length 64", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
-        ("--max_length 129", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "made for 128"),
+        ("--max_length 129", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "the model has 128 positions"),
     ],
 )
 def test_training_texts_beyond_the_positions(words: str, more: dict, note: str | None, tmp_path: Path) -> None:
@@ -323,8 +323,8 @@ def test_training_texts_beyond_the_positions(words: str, more: dict, note: str |
 def test_sgd_has_no_state_to_share(dense: Path) -> None:
     options, (note,) = check(dense, "--optimizer sgd")
     assert options.use_distributed_optimizer is False  # type: ignore[attr-defined]
-    assert note.startswith("--use_distributed_optimizer true is switched off")
-    with pytest.raises(UsageError, match="--overlap_param_gather true cannot be with --optimizer sgd"):
+    assert note.startswith("--use_distributed_optimizer true is disabled")
+    with pytest.raises(UsageError, match="--overlap_param_gather true cannot be used with --optimizer sgd"):
         check(dense, "--optimizer sgd --overlap_grad_reduce true --overlap_param_gather true")
 
 
@@ -337,7 +337,7 @@ def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--temperature -1", "--temperature -1.0: must not be below 0."),
+        ("--temperature -1", "--temperature -1.0: must be at least 0."),
         ("--max_batch_size 0", "--max_batch_size 0: must be at least 1."),
         ("--top_p 1.5", "--top_p 1.5: must be above 0 and at most 1."),
         ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
@@ -356,15 +356,21 @@ def test_layout_sizes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder. Give a checkpoint's"),
-        ("--finetune false --resume_from_checkpoint auto", "--resume_from_checkpoint auto and --finetune false"),
-        ("--finetune false --tuner_type lora", "--finetune false needs --mcore_adapter or --adapters"),
-        ("--async_save true --save_safetensors false", "--async_save true cannot be with --save_safetensors false"),
+        ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder. Set a checkpoint's"),
+        ("--finetune false --resume_from_checkpoint auto", "--resume_from_checkpoint auto: differs from"),
+        (
+            "--finetune false --tuner_type lora",
+            "--finetune false: no checkpoint to resume from. Set --mcore_adapter or --adapters",
+        ),
+        (
+            "--async_save true --save_safetensors false",
+            "--async_save true cannot be used with --save_safetensors false",
+        ),
         (
             "--metric_for_best_model acc --val_dataset d",
             "--metric_for_best_model acc: evaluations have loss, mtp_loss",
         ),
-        ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Give --val_dataset"),
+        ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Set --val_dataset"),
         ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
     ],
 )

@@ -70,14 +70,16 @@ def test_the_guides_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no
 
 
 def test_to_where(dense: Path, tmp_path: Path, capsys) -> None:
-    assert "--to_mcore true and --to_hf true are both left out: give one" in message(capsys, "swift", "--model", dense)
+    assert "error: --to_mcore, --to_hf: missing. Set one of them to true, for" in message(
+        capsys, "swift", "--model", dense
+    )
     both = ("--to_mcore", "true", "--to_hf", "true")
-    assert "--to_mcore true and --to_hf true cannot be together: give one" in message(capsys, "swift", *both)
+    assert "--to_mcore true cannot be used with --to_hf true. Remove one of them." in message(capsys, "swift", *both)
     assert "--to_hf true needs --mcore_model" in message(capsys, "swift", "--to_hf", "--model", dense)
-    assert "--model is needed" in message(capsys, "swift", "--to_mcore")
+    assert "error: --model: missing. Set" in message(capsys, "swift", "--to_mcore")
     there = mcore(tmp_path / "there")
     said = message(capsys, "swift", "--to_mcore", "--mcore_model", there)
-    assert f"--mcore_model {there}: it is in megatron-core's format already" in said
+    assert f"--mcore_model {there}: is in megatron-core's format already" in said
     said = message(capsys, "swift", "--to_hf", "--mcore_model", there, "--model", dense)
     assert f"--model {dense}: config.json and tokenizer come from the folder of --mcore_model" in said
 
@@ -89,7 +91,7 @@ def test_what_is_no_mcore_folder(dense: Path, tmp_path: Path, capsys) -> None:
     assert f"--mcore_model {tmp_path / 'none'}: no such folder" in said(tmp_path / "none")
     assert f"--mcore_model {dense}: no megatron-core distributed checkpoint there" in said(dense)
     (dense / "model.safetensors").touch()
-    assert "It is a Hugging Face checkpoint: give it as --model" in said(dense)
+    assert "no megatron-core distributed checkpoint there. It is a" in said(dense)
     run = tmp_path / "run"
     found = mcore(run / "checkpoint-7") / "iter_0000007"
     assert f"Is it {found.parent} that you mean?" in said(run)
@@ -145,7 +147,7 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     assert "manifest.json is not a manifest" in said(there, "--exist_ok")
     manifest.write_text('{"files": {"args.json": {"size": 0, "sha256": ""}}}')
     for options in ('{"save_steps": {}}', '{"to_mcore": {}}'):  # a run's checkpoint, then an export
-        assert "export's alone (by its args.json)" in said(there, "--exist_ok")
+        assert "this one is none (its args.json is no export's)" in said(there, "--exist_ok")
         (there / "args.json").write_text(f'{{"options": {options}}}')
     assert "export's alone (notes.txt came otherwise)" in said(there, "--exist_ok")
     (there / "notes.txt").unlink()
@@ -154,7 +156,7 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     link.symlink_to(there)
     assert f"--output_dir {there}: it exists" in said(link)
     assert f"--output_dir {tmp_path / ('x' * 300)}: File name too long. Give another." in said(tmp_path / ("x" * 300))
-    assert "--output_dir /proc: it is a mount point. Set a folder within it." in said("/proc")
+    assert "error: --output_dir /proc: another disk begins there. Give a folder within" in said("/proc")
     assert f"--output_dir {dense / 'config.json'}: is, is in" in said(dense / "config.json")
     (tmp_path / "file").touch()
     assert f"--output_dir {tmp_path / 'file'}: is a file" in said(tmp_path / "file")
@@ -175,12 +177,12 @@ def test_layouts(dense: Path, mixture: Path, capsys, monkeypatch: pytest.MonkeyP
     assert f"{expert} 2: the model has no experts" in said(dense, expert, "2")
     assert "= 2: does not divide the number of processes, 1" in said(dense, tensor, "2")
     assert f"{tensor} 0: must be above 0" in said(dense, tensor, "0")
-    assert "--pipeline_model_parallel_size 3: 4 of the model's 4 layers cannot be shared evenly" in said(
+    assert "error: --pipeline_model_parallel_size 3: 4 of the model's 4 layers cannot be split" in said(
         dense, "--pipeline_model_parallel_size", "3"
     )
-    said_of_training = "--context_parallel_size is a flag of `megatron sft`, not of this command"
+    said_of_training = "--context_parallel_size: a flag of `megatron sft`, not of this command"
     assert said_of_training in said(dense, "--context_parallel_size", "2")
-    assert f"{tensor} is a flag of `megatron" in message(capsys, "swift", "--to_mcore", "--model", dense, tensor, "2")
+    assert f"{tensor}: a flag of `megatron" in message(capsys, "swift", "--to_mcore", "--model", dense, tensor, "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -218,7 +220,7 @@ def test_training_from_mcore(dense: Path, tmp_path: Path, rows: Path, capsys) ->
         return capsys.readouterr().err
 
     there = mcore(tmp_path / "there")
-    assert "come from the folder of --mcore_model. Leave one out" in said("--mcore_model", there, "--model", dense)
+    assert "come from the folder of --mcore_model. Remove one of them" in said("--mcore_model", there, "--model", dense)
     assert f"--mcore_model {dense}: no megatron-core distributed checkpoint" in said("--mcore_model", dense)
     assert "must be above 0" in said("--mcore_model", there, "--save_safetensors", "false", "--micro_batch_size", "0")
 
@@ -232,9 +234,7 @@ def test_training_from_mcore(dense: Path, tmp_path: Path, rows: Path, capsys) ->
     ],
 )
 def test_later_features_are_refused_by_name(words: str, feature: str, dense: Path, capsys) -> None:
-    assert f"this version does not have {feature}" in message(
-        capsys, "swift", "--to_mcore", "--model", dense, *words.split()
-    )
+    assert f"no support for {feature}" in message(capsys, "swift", "--to_mcore", "--model", dense, *words.split())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_later_features_are_refused_by_name(words: str, feature: str, dense: Pat
         (PermissionError(13, "Permission denied", "model/config.json"), "Permission denied: 'model/config.json'"),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
-            "another process of the run has",
+            "error: another rank exited. See its",
         ),
     ],
 )

@@ -15,44 +15,52 @@ FP8 = "--fp8_format hybrid"
 @pytest.mark.parametrize(
     ("words", "gpus", "message"),
     [
-        ("--fp8_param_gather true", 1, "--fp8_param_gather true needs --fp8_format, as in --fp8_format hybrid."),
+        ("--fp8_param_gather true", 1, "--fp8_param_gather true needs --fp8_format. Set it, as in --fp8_format"),
         ("--first_last_layers_bf16 true", 1, "--first_last_layers_bf16 true needs --fp8_format"),
         ("--fp8_recipe blockwise", 1, "--fp8_recipe blockwise needs --fp8_format"),
         (
             f"{FP8} --transformer_impl local",
             1,
-            f"{FP8} is for Transformer Engine's layers, not --transformer_impl local.",
+            f"{FP8} cannot be used with --transformer_impl local:",
         ),
-        (FP8, 0, f"{FP8} needs a GPU, and none is visible. Leave it out."),
-        (f"{FP8} --torch_dtype float16", 1, f"{FP8} needs weights in bf16, not --torch_dtype float16."),
+        (FP8, 0, f"{FP8} needs a GPU, and none is visible. Remove it."),
+        (f"{FP8} --torch_dtype float16", 1, f"{FP8} cannot be used with --torch_dtype float16:"),
         (
             f"{FP8} --first_last_layers_bf16 true",
             1,
-            "--fp8_recipe delayed cannot be with --first_last_layers_bf16 true. Give --fp8_recipe tensorwise or",
+            "--fp8_recipe delayed cannot be used with --first_last_layers_bf16 true. Set --fp8_recipe tensorwise or",
         ),
         (
             f"{FP8} --recompute_modules core_attn layernorm",
             1,
-            "--fp8_recipe delayed cannot be with --recompute_modules layernorm.",
+            "--fp8_recipe delayed cannot be used with --recompute_modules layernorm.",
         ),
-        (f"{FP8} --fp8_param_gather true --fp8_recipe mxfp8", 1, "cannot be with --fp8_recipe mxfp8 in this version."),
+        (
+            f"{FP8} --fp8_param_gather true --fp8_recipe mxfp8",
+            1,
+            "cannot be used with --fp8_recipe mxfp8 in this version.",
+        ),
         (
             f"{FP8} --fp8_param_gather true --use_distributed_optimizer false",
             1,
-            "--fp8_param_gather true needs --use_distributed_optimizer true",
+            "--fp8_param_gather true needs the main parameters of",
         ),
         (
             f"{FP8} --fp8_param_gather true --optimizer sgd",
             1,
-            "needs --use_distributed_optimizer true (and --optimizer",
+            "--fp8_param_gather true needs the main parameters of",
         ),
         (f"{FP8} --fp8_amax_history_len 0", 1, "--fp8_amax_history_len 0: must be above 0."),
         (
             f"{FP8} --packing true --max_length 1000",
             1,
-            "--max_length 1000: a pack must divide by 16 with --fp8_format (--fp8_recipe delayed). Give 992.",
+            "--max_length 1000: not a multiple of 16 with --fp8_format (--fp8_recipe delayed). Set 992.",
         ),
-        (f"{FP8} --fp8_recipe blockwise --packing true --max_length 1000", 1, "(--fp8_recipe blockwise). Give 1024."),
+        (
+            f"{FP8} --fp8_recipe blockwise --packing true --max_length 1000",
+            1,
+            "--max_length 1000: not a multiple of 128",
+        ),
     ],
 )
 def test_what_cannot_be(dense: Path, words: str, gpus: int, message: str) -> None:
@@ -82,7 +90,7 @@ def test_packs_of_a_layout(dense: Path) -> None:
     assert check(dense, f"{layout} 1024", world=4, gpus=4)[1] == []
     with pytest.raises(UsageError) as error:
         check(dense, f"{layout} 1040", world=4, gpus=4)
-    assert f"16 with --fp8_format (--fp8_recipe delayed) x {TP} 2 under {SP} x {CP} 2. Give 1024." in str(error.value)
+    assert f"16 with --fp8_format (--fp8_recipe delayed) x {TP} 2 under {SP} x {CP} 2. Set 1024." in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from megaswift.cli.checks.common import check_rollout, check_training
-from megaswift.cli.checks.generation import _memory, check_generation
+from megaswift.cli.checks.generation import _offload, check_generation
 from megaswift.cli.checks.teacher import check_teacher
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
@@ -160,44 +160,49 @@ def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.M
         ("--steps_per_generation 0", "--steps_per_generation 0: must be at least 1."),
         ("--num_iterations 0", "--num_iterations 0: must be at least 1."),
         ("--max_resample_times 0 --dynamic_sample true", "--max_resample_times 0: must be at least 1."),
-        ("--num_generations 1", "--num_generations 1: must be at least 2, since completions of a prompt are compared."),
+        ("--num_generations 1", "--num_generations 1: must be at least 2."),
         (
             "--global_batch_size 8 --generation_batch_size 24 --steps_per_generation 2",
-            "--generation_batch_size 24: must be --global_batch_size 8 x --steps_per_generation 2 = 16. Leave one of",
+            "--generation_batch_size 24: not --global_batch_size 8 x --steps_per_generation 2 = 16. Remove one of "
+            "them.",
         ),
         (
             "--global_batch_size 8 --generation_batch_size 12",
-            "--generation_batch_size 12: must be a multiple of --global_batch_size 8.",
+            "--generation_batch_size 12: not a multiple of --global_batch_size 8. Set a",
         ),
         (
             "--global_batch_size 8 --num_generations 3",
-            "--num_generations 3: must divide the 8 completions that are generated at a time (--global_batch_size x "
+            "--num_generations 3: does not divide the 8 completions of a rollout (--global_batch_size x "
             "--steps_per_generation).",
         ),
         (
             "--global_batch_size 4",
-            "--num_generations 8: must divide the 4 completions that are generated at a time",
+            "--num_generations 8: does not divide the 4 completions of a rollout",
         ),
-        ("--streaming true", "--streaming true cannot be with --rlhf_type grpo: prompts are few and short. Leave it"),
+        (
+            "--streaming true",
+            "--streaming true cannot be used with --rlhf_type grpo: prompts are few and short. Remove it.",
+        ),
         (
             "--packing true --max_length 100",
-            "--packing true with --rlhf_type grpo needs --packing_length, of at least the longest prompt (--max_length"
-            ") and completion (--max_completion_length) together: 612 tokens or more.",
+            "--packing true with --rlhf_type grpo needs --packing_length, at least the longest prompt (--max_length"
+            ") and completion (--max_completion_length) together. Set 612 or more.",
         ),
         (
             "--packing true --max_length 100 --packing_length 300 --max_completion_length 201",
-            "together: 301 tokens or more.",
+            "--packing true with --rlhf_type",
         ),
         (
             "--max_length 30 --truncation_strategy right",
-            "--truncation_strategy right cannot be with --rlhf_type grpo: it cuts off the end of the question, and the",
+            "--truncation_strategy right cannot be used with --rlhf_type grpo: it cuts off the end of the question, "
+            "and the",
         ),
         ("--temperature 0", "--temperature 0.0: must be at least 0.001"),
         ("--top_p 0", "--top_p 0.0: must be above 0 and at most 1."),
         ("--top_p 1.1", "--top_p 1.1: must be above 0 and at most 1."),
-        ("--top_k 0", "--top_k 0: must be at least 1, or -1 for all."),
+        ("--top_k 0", "--top_k 0: keeps no token. Set at least 1, or -1"),
         ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
-        ("--padding_free false", "--padding_free false cannot be with --rlhf_type grpo"),
+        ("--padding_free false", "--padding_free false cannot be used with --rlhf_type grpo"),
     ],
 )
 def test_completions(words: str, message: str, dense: Path) -> None:
@@ -209,25 +214,32 @@ def test_completions(words: str, message: str, dense: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--beta -0.1", "--beta -0.1: must not be below 0."),
-        ("--beta 0 --ref_model r", "--ref_model r cannot be with --beta 0, which has no reference. Leave one out."),
-        ("--beta 0 --mcore_ref_model r", "--mcore_ref_model r cannot be with --beta 0, which has no reference."),
-        ("--beta 0 --ref_adapters r", "--ref_adapters r cannot be with --beta 0, which has no reference."),
-        ("--beta 0 --offload_ref_model true", "--offload_ref_model true cannot be with --beta 0, which has no"),
-        ("--beta 0 --kl_in_reward true", "--kl_in_reward true cannot be with --beta 0, which has no reference."),
-        ("--beta 0 --sync_ref_model true", "--sync_ref_model true cannot be with --beta 0, which has no reference."),
+        ("--beta -0.1", "--beta -0.1: must be at least 0."),
+        (
+            "--beta 0 --ref_model r",
+            "--ref_model r cannot be used with --beta 0, which has no reference. Remove one of them.",
+        ),
+        ("--beta 0 --mcore_ref_model r", "--mcore_ref_model r cannot be used with --beta 0, which has no reference."),
+        ("--beta 0 --ref_adapters r", "--ref_adapters r cannot be used with --beta 0, which has no reference."),
+        ("--beta 0 --offload_ref_model true", "--offload_ref_model true cannot be used with --beta 0, which has no"),
+        ("--beta 0 --kl_in_reward true", "--kl_in_reward true cannot be used with --beta 0, which has no reference."),
+        (
+            "--beta 0 --sync_ref_model true",
+            "--sync_ref_model true cannot be used with --beta 0, which has no reference.",
+        ),
         (
             "--sync_ref_model true --tuner_type lora",
-            "--sync_ref_model true with --tuner_type lora: the reference is the model without its adapters, which does",
+            "--sync_ref_model true cannot be used with --tuner_type lora without --ref_model: the reference is the "
+            "frozen",
         ),
         ("--sync_ref_model true --ref_model_mixup_alpha 0", "--ref_model_mixup_alpha 0.0: must be above 0 and at most"),
         ("--sync_ref_model true --ref_model_mixup_alpha 1.1", "--ref_model_mixup_alpha 1.1: must be above 0 and at"),
         ("--sync_ref_model true --ref_model_sync_steps 0", "--ref_model_sync_steps 0: must be at least 1."),
-        ("--ref_model_sync_steps 8", "--ref_model_sync_steps 8 is for --sync_ref_model true, not false. Leave it out."),
-        ("--ref_model r --mcore_ref_model s", "--ref_model r and --mcore_ref_model s: give one of them."),
-        ("--delta 1.2", "--delta 1.2: must be above 1 + --epsilon 0.2, to bound anything."),
-        ("--epsilon -0.1", "--epsilon -0.1: must not be below 0."),
-        ("--epsilon_high -0.1", "--epsilon_high -0.1: must not be below 0."),
+        ("--ref_model_sync_steps 8", "--ref_model_sync_steps 8: only for --sync_ref_model true, not false. Remove it."),
+        ("--ref_model r --mcore_ref_model s", "--ref_model r cannot be used with --mcore_ref_model s."),
+        ("--delta 1.2", "--delta 1.2: bounds nothing. Set a value above 1 + --epsilon 0.2."),
+        ("--epsilon -0.1", "--epsilon -0.1: must be at least 0."),
+        ("--epsilon_high -0.1", "--epsilon_high -0.1: must be at least 0."),
         ("--loss_type sapo --tau_pos 0", "--tau_pos 0.0: must be above 0."),
         ("--loss_type sapo --tau_neg -1", "--tau_neg -1.0: must be above 0."),
         ("--top_entropy_quantile 0", "--top_entropy_quantile 0.0: must be above 0 and at most 1."),
@@ -239,27 +251,37 @@ def test_completions(words: str, message: str, dense: Path) -> None:
         ("--off_policy_sequence_mask_delta 0", "--off_policy_sequence_mask_delta 0.0: must be above 0."),
         (
             "--rollout_importance_sampling_threshold 3",
-            "--rollout_importance_sampling_threshold 3.0 is for --rollout_importance_sampling_mode token_truncate or "
-            "token_mask or sequence_truncate or sequence_mask, not",
+            "--rollout_importance_sampling_threshold 3.0: only for --rollout_importance_sampling_mode token_truncate "
+            "or token_mask or sequence_truncate or sequence_mask, not",
         ),
-        ("--tau_pos 0.8", "--tau_pos 0.8 is for --loss_type sapo, not grpo. Leave it out."),
-        ("--tau_neg 0.8", "--tau_neg 0.8 is for --loss_type sapo, not grpo. Leave it out."),
-        ("--loss_type cispo --delta 2", "--delta 2.0 is for --loss_type grpo or bnpo or dr_grpo or dapo, not cispo."),
-        ("--loss_type cispo --epsilon 0.1", "--epsilon 0.1 is for --loss_type grpo or bnpo or dr_grpo or dapo, not ci"),
+        ("--tau_pos 0.8", "--tau_pos 0.8: only for --loss_type sapo, not grpo. Remove it."),
+        ("--tau_neg 0.8", "--tau_neg 0.8: only for --loss_type sapo, not grpo. Remove it."),
+        (
+            "--loss_type cispo --delta 2",
+            "--delta 2.0: only for --loss_type grpo or bnpo or dr_grpo or dapo, not cispo.",
+        ),
+        (
+            "--loss_type cispo --epsilon 0.1",
+            "--epsilon 0.1: only for --loss_type grpo or bnpo or dr_grpo or dapo, not ci",
+        ),
         (
             "--loss_type sapo --epsilon_high 0.3",
-            "--epsilon_high 0.3 is for --loss_type grpo or bnpo or dr_grpo or dapo",
+            "--epsilon_high 0.3: only for --loss_type grpo or bnpo or dr_grpo or dapo",
         ),
-        ("--max_resample_times 2", "--max_resample_times 2 is for --dynamic_sample true, not false. Leave it out."),
+        ("--max_resample_times 2", "--max_resample_times 2: only for --dynamic_sample true, not false. Remove it."),
         ("--loss_type dpo", "--loss_type dpo: choose one of grpo, bnpo, dr_grpo, dapo, cispo, sapo."),
         ("--scale_rewards std", "--scale_rewards std: choose one of group, batch, none."),
         ("--importance_sampling_level word", "--importance_sampling_level word: choose one of token, sequence, seq"),
         ("--advantage_estimator ppo", "--advantage_estimator ppo: choose one of grpo, rloo, reinforce_plus_plus."),
         (
             "--async_generate true --use_vllm false",
-            "--async_generate true is for --vllm_mode server: engines in the training processes generate while nothing",
+            "--async_generate true: only for --vllm_mode server, since engines in the training processes generate "
+            "while nothing",
         ),
-        ("--async_generate true --vllm_mode server --sleep_level 1", "--sleep_level 1 cannot be with --async_generate"),
+        (
+            "--async_generate true --vllm_mode server --sleep_level 1",
+            "--sleep_level 1 cannot be used with --async_generate",
+        ),
         ("--metric_for_best_model loss", "--metric_for_best_model loss: evaluations have reward"),
     ],
 )
@@ -272,35 +294,39 @@ def test_policies(words: str, message: str, dense: Path) -> None:
     [
         (
             "--vllm_mode colocate --use_vllm false",
-            "--vllm_mode colocate cannot be with --use_vllm false. Leave one out.",
+            "--vllm_mode colocate cannot be used with --use_vllm false. Remove one of them.",
         ),
-        ("--vllm_mode server --use_vllm false", "--vllm_mode server cannot be with --use_vllm false. Leave one out."),
+        (
+            "--vllm_mode server --use_vllm false",
+            "--vllm_mode server cannot be used with --use_vllm false. Remove one of them.",
+        ),
         (
             "--vllm_mode colocate --vllm_server_host a b",
-            "--vllm_server_host a b is for --vllm_mode server. Leave it out.",
+            "--vllm_server_host a b: only for --vllm_mode server. Remove it.",
         ),
         (
             "--vllm_mode colocate --vllm_server_base_url http://a:1",
-            "--vllm_server_base_url http://a:1 is for --vllm_mode server. Leave it out.",
+            "--vllm_server_base_url http://a:1: only for --vllm_mode server. Remove it.",
         ),
         (
             "--use_vllm false --vllm_server_host a",
-            "--vllm_server_host a is for --vllm_mode server. Leave it out.",
+            "--vllm_server_host a: only for --vllm_mode server. Remove it.",
         ),
-        ("--vllm_server_port 9000", "--vllm_server_port 9000 is for --vllm_mode server. Leave it out."),
-        ("--server_reconnect_timeout 10", "--server_reconnect_timeout 10.0 is for --vllm_mode server. Leave it out."),
+        ("--vllm_server_port 9000", "--vllm_server_port 9000: only for --vllm_mode server. Remove it."),
+        ("--server_reconnect_timeout 10", "--server_reconnect_timeout 10.0: only for --vllm_mode server. Remove it."),
         (
             "--vllm_server_host a --server_reconnect_timeout 1800",
-            "--server_reconnect_timeout 1800.0: must be below --ddp_timeout 1800, after which a run that waits",
+            "--server_reconnect_timeout 1800.0: not below --ddp_timeout 1800, which ends a run that waits. Set a "
+            "higher",
         ),
         (
             "--vllm_server_host a --vllm_server_timeout 500 --ddp_timeout 400",
-            "--vllm_server_timeout 500.0: must be below --ddp_timeout 400, after",
+            "--vllm_server_timeout 500.0: not below --ddp_timeout 400, which ends a",
         ),
         ("--sleep_level 3", "--sleep_level 3: must be at least 0 and at most 2."),
         (
             "--offload_optimizer true --async_generate true --vllm_server_host a",
-            "--offload_optimizer true cannot be with --async_generate true: the model trains while completions are",
+            "--offload_optimizer true cannot be used with --async_generate true: the model trains during generation",
         ),
         (
             "--vllm_server_host a b --vllm_server_port 1 2 3",
@@ -328,37 +354,37 @@ def test_flags_of_another_engine(given: str, dense: Path, monkeypatch: pytest.Mo
     install(monkeypatch, vllm=True)
     check(dense, f"{words} --vllm_mode colocate")
     assert refusal(dense, f"{words} --use_vllm false") == (
-        f"{given} is for vLLM, and --use_vllm false is given. Leave it out."
+        f"{given}: only for vLLM, and --use_vllm false is set. Remove it."
     )
     server = f"{words} --vllm_server_base_url http://a:1"
     if given == "--sleep_level 2":
         check(dense, server)
     else:
         assert refusal(dense, server) == (
-            f"{given} is for vLLM in the training processes, and a server generates. Give it to `swift rollout`, and "
-            "leave it out here."
+            f"{given}: only for vLLM in the training processes, and a server generates. Set it for `swift rollout`, "
+            "and remove it here."
         )
     line = ["rlhf", "--rlhf_type", "gkd", "--model", str(dense), "--dataset", "d", "--teacher_model", "t", "--lmbda"]
     options, sources, _ = read_options("megatron", [*line, "0", *given.split()])
-    with pytest.raises(UsageError, match=f"{given} cannot be with --lmbda 0, with which the student generates"):
+    with pytest.raises(UsageError, match=f"{given} cannot be used with --lmbda 0: the student generates"):
         check_generation(options, sources)
     install(monkeypatch, vllm=False)
-    assert f"{given} is for vLLM, and it is not installed here" in refusal(dense, words)
+    assert f"{given}: only for vLLM, and it is not installed here" in refusal(dense, words)
 
 
 def test_a_length_that_is_too_short(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm=True)
     words = "--global_batch_size 8 --max_length 100 --max_completion_length 60 --vllm_max_model_len"
     assert refusal(dense, f"{words} 159") == (
-        "--vllm_max_model_len 159: must be at least the longest prompt (--max_length) and completion "
-        "(--max_completion_length) together: 160 tokens or more."
+        "--vllm_max_model_len 159: less than the longest prompt (--max_length) and completion "
+        "(--max_completion_length) together. Set 160 or more."
     )
     check(dense, f"{words} 160 --reward_funcs accuracy")
 
 
 def test_keys_that_are_empty(dense: Path) -> None:
     """A variable that is not set."""
-    message = r'--{} "": is empty\. Is the variable set that it comes from'
+    message = r'--{} "": is empty\. Set the variable that it comes from'
     line = ["rollout", "--model", str(dense), "--api_key", ""]
     with pytest.raises(UsageError, match=message.format("api_key")):
         check_rollout(read_options("swift", line)[0])
@@ -373,47 +399,47 @@ def test_keys_that_are_empty(dense: Path) -> None:
     with pytest.raises(UsageError, match=message.format("teacher_model_server_api_key")):
         check_teacher(options, 1)
     options, _, _ = read_options("megatron", [*line, "gkd", "--teacher_model_server", "http://a:port"])
-    with pytest.raises(UsageError, match=r"^--teacher_model_server http://a:port: .*An address is http://host:port\.$"):
+    with pytest.raises(UsageError, match=r"^--teacher_model_server http://a:port: .*Use http://host:port\.$"):
         check_teacher(options, 1)
 
 
 def test_router_replay(dense: Path, mixture: Path) -> None:
     words = "--global_batch_size 8 --router_replay_mode"
     for mode in ("R2", "R3"):
-        assert (
-            refusal(dense, f"{words} {mode}") == f"--router_replay_mode {mode}: the model has no experts. Leave it out."
-        )
+        assert refusal(dense, f"{words} {mode}") == f"--router_replay_mode {mode}: the model has no experts. Remove it."
         assert check(mixture, f"--reward_funcs accuracy {words} {mode}")[0].router_replay_mode == mode
         assert (
-            f"--router_replay_mode {mode} cannot be with --moe_router_load_balancing_type sinkhorn, by which"
+            f"--router_replay_mode {mode} cannot be used with --moe_router_load_balancing_type sinkhorn, which routes"
         ) in refusal(mixture, f"{words} {mode} --moe_router_load_balancing_type sinkhorn")
     check(dense, f"--reward_funcs accuracy {words} disabled")
     assert "--router_replay_mode R4: choose one of disabled, R2, R3." in refusal(mixture, f"{words} R4")
     line = ["rollout", "--vllm_enable_return_routed_experts", "true", "--model"]
     check_rollout(read_options("swift", [*line, str(mixture)])[0])
     with pytest.raises(
-        UsageError, match=r"--vllm_enable_return_routed_experts true: the model has no experts\. Leave it"
+        UsageError, match=r"--vllm_enable_return_routed_experts true: the model has no experts\. Remove it"
     ):
         check_rollout(read_options("swift", [*line, str(dense)])[0])
 
 
 def test_weights_in_fp8_stay() -> None:
     options = GrpoOptions(offload_model=True, fp8_param_gather=True)
-    with pytest.raises(UsageError, match=r"--offload_model true cannot be with --fp8_param_gather true, whose weights"):
-        _memory(options)
+    with pytest.raises(
+        UsageError, match=r"--offload_model true cannot be used with --fp8_param_gather true, whose weights"
+    ):
+        _offload(options)
 
 
 def test_nothing_leaves_where_the_student_generates_nothing() -> None:
     options = GkdOptions(offload_optimizer=True, lmbda=0.0)
-    with pytest.raises(UsageError, match=r"--offload_optimizer true cannot be with --lmbda 0, with which the student"):
-        _memory(options)
+    with pytest.raises(UsageError, match=r"--offload_optimizer true cannot be used with --lmbda 0: the student"):
+        _offload(options)
 
 
 @pytest.mark.parametrize("asked", ["--vllm_mode colocate", "--use_vllm true"])
 def test_vllm_that_is_not_installed(asked: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm=False)
     assert (
-        f"{asked}: vLLM is not installed here. `pip install 'megaswift[vllm]'`, or give --use_vllm false, or "
+        f"{asked}: vLLM is not installed here. Run `pip install 'megaswift[vllm]'`, or set --use_vllm false, or "
         "--vllm_mode server with the address of a `swift rollout`."
     ) in refusal(dense, f"{asked} --global_batch_size 8")
 
@@ -442,7 +468,7 @@ def test_a_server_needs_no_vllm_here(words: str, dense: Path, monkeypatch: pytes
         ("--reward_funcs format format", "--reward_funcs format format: format occurs twice. Set its weight"),
         (
             "--reward_funcs accuracy format --reward_weights 1",
-            "--reward_weights 1.0: give 2, one for each of accuracy, f",
+            "--reward_weights 1.0: set 2, one for each of accuracy, format",
         ),
         ("--reward_funcs accuracy --reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
         ("--reward_funcs accuracy --external_plugins no.py", "--external_plugins no.py: no such Python file"),
@@ -477,7 +503,7 @@ def test_what_follows_from_other_options(dense: Path) -> None:
 def test_prompts_keep_their_ends(dense: Path) -> None:
     """Where a GKD's steps are on the data's answers alone, nothing is generated behind them."""
     words = f"--teacher_model {dense} --global_batch_size 8 --max_length 30 --truncation_strategy"
-    message = "--truncation_strategy right cannot be with --rlhf_type gkd: it cuts off the end of the question"
+    message = "--truncation_strategy right cannot be used with --rlhf_type gkd: it cuts off the end of the question"
     for more in ("right", "right --lmbda 0 --seq_kd true"):
         with pytest.raises(UsageError, match=message):
             check(dense, f"{words} {more}", kind="gkd")

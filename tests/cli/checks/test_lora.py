@@ -79,7 +79,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list:
     ],
 )
 def test_flags_of_lora_without_it(words: str, dense: Path) -> None:
-    expected = f"{words} is for --tuner_type lora, and all weights are to be trained (--tuner_type full)."
+    expected = f"{words}: only for --tuner_type lora, and --tuner_type full trains all weights."
     assert refusal(words.replace("16.0", "16"), dense).startswith(expected.replace("alpha 16", "alpha 16.0"))
 
 
@@ -91,7 +91,7 @@ def test_flags_of_lora_that_ask_for_nothing(dense: Path) -> None:
 def test_flags_of_lora_in_a_config_file(dense: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lora_rank: 8\nmodules_to_save: []\ntarget_regex: null\n")
-    assert refusal(f"--config {file}", dense).startswith("--lora_rank 8 is for --tuner_type lora")
+    assert refusal(f"--config {file}", dense).startswith("--lora_rank 8: only for --tuner_type lora")
     assert check(f"--config {file} {LORA}", dense)[0].lora_rank == 8
 
 
@@ -99,37 +99,41 @@ def test_flags_of_lora_in_a_config_file(dense: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--lora_rank 0", "--lora_rank 0: must be above 0."),
-        ("--lora_rank 65", "--lora_rank 65 is larger than the model's hidden_size 64"),
+        ("--lora_rank 65", "--lora_rank 65: larger than the model's hidden_size 64. Set a"),
         ("--lora_alpha 0", "--lora_alpha 0.0: must be above 0."),
         ("--lora_dropout 1", "--lora_dropout 1.0: must be at least 0 and below 1."),
         ("--lora_dropout -0.1", "--lora_dropout -0.1: must be at least 0 and below 1."),
         ("--lorap_lr_ratio 0", "--lorap_lr_ratio 0.0: must be above 0."),
         (
             "--target_modules q_proj --target_regex .*q_proj",
-            "--target_regex .*q_proj is in place of --target_modules. Leave one out.",
+            "--target_regex .*q_proj cannot be used with --target_modules. Remove one of them.",
         ),
-        ("--target_regex [", "--target_regex [: not a regular expression: "),
+        ("--target_regex [", "--target_regex [: not a regular expression"),
         ("--target_regex model.layers.9.*", "--target_regex model.layers.9.* matches no module of this model."),
         ("--target_modules q_proj query", "--target_modules query matches no module of this model. Its modules: "),
-        ("--target_modules lm_head", "--target_modules lm_head: the output layer takes no adapter. Give --modules_to"),
-        ("--target_modules output_layer", "--target_modules output_layer: the output layer takes no adapter."),
+        ("--target_modules lm_head", "--target_modules lm_head: the output layer supports no adapter. Set"),
+        ("--target_modules output_layer", "--target_modules output_layer: the output layer supports no adapter."),
         (
             "--modules_to_save norm",
             "--modules_to_save norm: what is trained whole of this model is embed_tokens and lm_head.",
         ),
         ("--lora_bias all", "--lora_bias all: this model has no biases there"),
         ("--use_dora true --target_modules all-embedding", "--use_dora is not for embeddings"),
-        ("--adapters a b", "--adapters a b: one adapter at a time."),
-        ("--adapters a --mcore_adapter b", "--adapters a --mcore_adapter b: one adapter at a time."),
+        ("--adapters a b", "--adapters a b: only one adapter is"),
+        ("--adapters a --mcore_adapter b", "--adapters a --mcore_adapter b: only one adapter is"),
         (
             "--merge_lora true --save_safetensors false",
-            "--merge_lora true cannot be with --save_safetensors false, which saves the adapter alone. Leave one out.",
+            "--merge_lora true cannot be used with --save_safetensors false, which saves the adapter only. Remove one "
+            "of them.",
         ),
-        ("--fp8_param_gather true", "--fp8_param_gather true cannot be with --tuner_type lora in this version"),
-        ("--mtp_num_layers 1", "--mtp_num_layers 1 cannot be with --tuner_type lora in this version"),
-        ("--freeze_parameters model.", "--freeze_parameters model. cannot be with --tuner_type lora"),
-        ("--freeze_parameters_ratio 0.5", "--freeze_parameters_ratio 0.5 cannot be with --tuner_type lora"),
-        ("--trainable_parameters_regex norm", "--trainable_parameters_regex norm cannot be with --tuner_type lora"),
+        ("--fp8_param_gather true", "--fp8_param_gather true cannot be used with --tuner_type lora in this version"),
+        ("--mtp_num_layers 1", "--mtp_num_layers 1 cannot be used with --tuner_type lora in this version"),
+        ("--freeze_parameters model.", "--freeze_parameters model. cannot be used with --tuner_type lora"),
+        ("--freeze_parameters_ratio 0.5", "--freeze_parameters_ratio 0.5 cannot be used with --tuner_type lora"),
+        (
+            "--trainable_parameters_regex norm",
+            "--trainable_parameters_regex norm cannot be used with --tuner_type lora",
+        ),
     ],
 )
 def test_what_lora_cannot_be(words: str, message: str, dense: Path) -> None:
@@ -164,7 +168,7 @@ def test_experts_as_the_checkpoint_has_them(tmp_path: Path) -> None:
 def test_an_empty_list_of_targets(dense: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("tuner_type: lora\ntarget_modules: []\n")
-    assert "--target_modules is empty: name what has adapters" in refusal(f"--config {file}", dense)
+    assert "--target_modules: is empty. Set modules, as in" in refusal(f"--config {file}", dense)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +176,11 @@ def test_an_empty_list_of_targets(dense: Path, tmp_path: Path) -> None:
     [
         ("--freeze_parameters_ratio 1.5", "--freeze_parameters_ratio 1.5: must be at least 0 and at most 1."),
         ("--freeze_parameters_ratio -1", "--freeze_parameters_ratio -1.0: must be at least 0 and at most 1."),
-        ("--freeze_parameters_ratio 1", "--freeze_parameters_ratio 1.0: nothing would be trained."),
+        ("--freeze_parameters_ratio 1", "--freeze_parameters_ratio 1.0: freezes all weights. Set"),
         ("--trainable_parameters lm_head", "--trainable_parameters lm_head: nothing is frozen"),
         (
             "--freeze_parameters lm_head --fp8_param_gather true",
-            "--freeze_parameters lm_head cannot be with --fp8_param_gather true",
+            "--freeze_parameters lm_head cannot be used with --fp8_param_gather true",
         ),
         ("--freeze_parameters_regex (", "--freeze_parameters_regex (: not a regular expression"),
         ("--freeze_parameters m --trainable_parameters_regex *", "--trainable_parameters_regex *: not a regular expr"),
@@ -229,16 +233,16 @@ def test_args_json_tells_what_the_adapter_says(adapter: Path, rows: Path, ran: l
 def test_an_adapter_that_says_otherwise(words: str, has: str, adapter: Path, dense: Path) -> None:
     said = refusal(f"{LORA} --adapters {adapter} {words}", dense)
     written = words.replace("32", "32.0")
-    expected = f"{written}: the adapter that the run starts from, --adapters {adapter}, has {has}. Leave it out"
+    expected = f"{written}: the adapter to continue, --adapters {adapter}, has {has}. Remove it"
     assert said.startswith(expected)
 
 
 def test_an_adapter_of_other_targets(adapter: Path, dense: Path) -> None:
     for words in ("--target_modules all-linear", "--target_regex .*q_proj", "--modules_to_save lm_head"):
         said = refusal(f"{LORA} --adapters {adapter} {words}", dense)
-        assert said.startswith(f"{words}: the adapter that the run starts from, --adapters {adapter}, has others.")
+        assert said.startswith(f"{words}: the adapter to continue, --adapters {adapter}, has others.")
     _, _, notes = check(f"{LORA} --adapters {adapter} --target_modules all-linear --model owner/name", None)
-    assert any("--target_modules all-linear: the adapter that the run starts from" in note for note in notes)
+    assert any("--target_modules all-linear: the adapter to continue" in note for note in notes)
     check(f"{LORA} --adapters {adapter} --target_regex .*\\.[qv]_proj", dense)
     write_adapter(adapter, dense, modules_to_save=["lm_head"])
     options, _, _ = check(f"{LORA} --adapters {adapter} --modules_to_save output_layer", dense)
@@ -250,8 +254,9 @@ def test_folders_that_are_no_adapter(adapter: Path, dense: Path, tmp_path: Path)
         return refusal(f"{LORA} --adapters {folder}", dense)
 
     for name in (tmp_path / "none", "./none", "none", adapter / "adapter_config.json"):
-        assert f"--adapters {name}: no such folder. Give that of an adapter (a run's checkpoint-N), or a hub" in said(
-            name
+        assert (
+            f"--adapters {name}: no such folder. Set the folder of an adapter (a run's checkpoint-N), or a hub"
+            in said(name)
         )
     assert f"--adapters {dense}: there is no adapter_config.json in it. It is a whole model" in said(dense)
     run = tmp_path / "run"
@@ -265,12 +270,12 @@ def test_folders_that_are_no_adapter(adapter: Path, dense: Path, tmp_path: Path)
     write_adapter(adapter, dense, target_modules=["experts"])
     assert "one of the two fused matrices has an adapter, which is not read" in said(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(b"cut")
-    assert "adapter_model.safetensors is no safetensors file" in said(adapter)
+    assert "adapter_model.safetensors: not a safetensors file" in said(adapter)
     check(f"{LORA} --adapters owner/name", dense)  # a hub's: the task looks
 
 
 def test_an_adapter_given_as_a_model(adapter: Path, tmp_path: Path) -> None:
-    assert refusal("", adapter) == f"--model {adapter}: is an adapter. Give it as --adapters."
+    assert refusal("", adapter) == f"--model {adapter}: is an adapter. Set it as --adapters."
     delta = mcore(tmp_path / "delta", None)
     shutil.copy(adapter / "adapter_config.json", delta)
     said = f"--mcore_model {delta}: is an adapter. Give it as --mcore_adapter."
@@ -290,9 +295,9 @@ def test_a_base_that_is_gone(dense: Path, tmp_path: Path, ran: list, capsys) -> 
             printed = capsys.readouterr().err
             assert str(folder) in printed
             assert why in printed
-            assert "give --model" in printed
+            assert "the model that it is of" in printed
     assert main("swift", ["infer", "--adapters", str(gone), "--model", str(dense)]) == 0
-    assert f"--adapters {gone} is of another model, {tmp_path / 'gone'}. It is put on --model {dense}." in (
+    assert f"--adapters {gone}: made for another model, {tmp_path / 'gone'}. It is applied to --model {dense}." in (
         capsys.readouterr().err
     )
 
@@ -300,15 +305,15 @@ def test_a_base_that_is_gone(dense: Path, tmp_path: Path, ran: list, capsys) -> 
 def test_an_adapter_of_another_model(adapter: Path, dense: Path, tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", DENSE | {"intermediate_size": 128})
     assert refusal(f"{LORA} --adapters {adapter}", wide) == (
-        f"--adapters {adapter} is of another model, {dense}: that has intermediate_size 96, and --model {wide} has "
-        f"128. Give --model {dense}, or another adapter."
+        f"--adapters {adapter}: made for another model, {dense}, with intermediate_size 96, and --model {wide} has "
+        f"128. Set --model {dense}, or another adapter."
     )
     alike = write_model(tmp_path / "alike", DENSE)
     _, _, (note,) = check(f"{LORA} --adapters {adapter}", alike)
-    assert note == f"--adapters {adapter} is of another model, {dense}. It is put on --model {alike}."
+    assert note == f"--adapters {adapter}: made for another model, {dense}. It is applied to --model {alike}."
     again = write_model(tmp_path / "again", {name: size for name, size in DENSE.items() if name != "head_dim"})
     _, _, (note,) = check(f"{LORA} --adapters {adapter}", again)  # a config.json that leaves it to be worked out
-    assert note.endswith(f"It is put on --model {again}.")
+    assert note.endswith(f"It is applied to --model {again}.")
     (tmp_path / "elsewhere").mkdir()
     moved = write_model(tmp_path / "elsewhere" / "dense", DENSE)  # a copy under the same name
     assert check(f"{LORA} --adapters {adapter}", moved)[2] == []
@@ -329,12 +334,10 @@ def test_adapters_in_megatron_cores_format(dense: Path, adapter: Path, tmp_path:
     write_adapter(adapter, dense, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     shutil.copy(adapter / "adapter_config.json", there)  # not all of its modules are named
     _, _, (note,) = check(f"{words} --target_modules all-linear", dense)
-    expected = (
-        f"--target_modules all-linear: the adapter that the run starts from, --mcore_adapter {there}, has its own"
-    )
+    expected = f"--target_modules all-linear: the adapter to continue, --mcore_adapter {there}, has its own"
     assert note == f"{expected}, which stay."
     assert f"--mcore_adapter {dense}: no megatron-core" in refusal(f"{LORA} --mcore_adapter {dense}", dense)
-    assert f"--mcore_adapter {adapter}: it is in PEFT's" in refusal(f"{LORA} --mcore_adapter {adapter}", dense)
+    assert f"--mcore_adapter {adapter}: is in PEFT's" in refusal(f"{LORA} --mcore_adapter {adapter}", dense)
     assert "no such folder" in refusal(f"{LORA} --mcore_adapter owner/name", dense)
 
 
@@ -347,18 +350,20 @@ def test_export_of_adapters(adapter: Path, dense: Path, tmp_path: Path, ran: lis
     delta = mcore(tmp_path / "delta", None)
     shutil.copy(adapter / "adapter_config.json", delta)
     given = ("--adapters", adapter)
-    assert "or --adapters and --merge_lora true" in said("--model", dense)
-    assert "--merge_lora true needs --adapters" in said("--model", dense, "--merge_lora")
+    assert "error: --to_mcore, --to_hf: missing. Set" in said("--model", dense)
+    assert "error: --merge_lora true needs an" in said("--model", dense, "--merge_lora")
     for words in (given, (*given, "--to_mcore")):
         assert "--merge_lora true" in said(*words)
-    assert "one adapter at a time" in said(*given, dense, "--merge_lora")
-    assert "give --mcore_model with the weights" in said("--model", dense, "--mcore_adapter", delta, "--merge_lora")
+    assert "only one adapter is supported" in said(*given, dense, "--merge_lora")
+    assert "needs its base model. Set --mcore_model and --to_hf true" in said(
+        "--model", dense, "--mcore_adapter", delta, "--merge_lora"
+    )
     wide = write_model(tmp_path / "wide", DENSE | {"hidden_size": 128})
-    assert "has hidden_size 64, and --model" in said(*given, "--merge_lora", "--model", wide)
+    assert "with hidden_size 64, and --model" in said(*given, "--merge_lora", "--model", wide)
     assert "it is, contains or lies within" in said(*given, "--merge_lora", "--output_dir", adapter / "merged")
 
     both = ("--mcore_model", base, "--mcore_adapter", delta, "--to_hf")
-    assert "--test_convert_precision true compares models" in said(
+    assert "--test_convert_precision true needs --merge_lora true" in said(
         *both, "--merge_lora", "false", "--test_convert_precision"
     )
 
@@ -383,9 +388,9 @@ def test_infer_with_adapters(adapter: Path, dense: Path, ran: list, capsys) -> N
     assert main("swift", ["infer", "--adapters", "owner/name"]) == 0  # the task finds its model
     assert ran[-1].model == ""
     assert main("swift", ["infer", "--model", str(dense), "--merge_lora", "true"]) == 2
-    assert "--merge_lora true needs --adapters" in capsys.readouterr().err
+    assert "error: --merge_lora true needs an" in capsys.readouterr().err
     assert main("swift", ["infer", "--adapters", str(adapter), "b"]) == 2
-    assert "one adapter at a time" in capsys.readouterr().err
+    assert "only one adapter is supported" in capsys.readouterr().err
 
 
 def test_adapters_are_checked_without_torch(tmp_path: Path) -> None:
@@ -398,4 +403,4 @@ def test_adapters_are_checked_without_torch(tmp_path: Path) -> None:
     words = f"sft {LORA} --dataset d --train_iters 1 --adapters {folder} --target_modules linear_proj".split()
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "--target_modules linear_proj: the adapter that the run starts from" in done.stderr
+    assert "error: --target_modules linear_proj: the adapter to continue, --adapters" in done.stderr

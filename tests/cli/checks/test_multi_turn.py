@@ -56,8 +56,11 @@ def words(tmp_path: Path) -> str:
             "plugin.py --multi_turn_scheduler agian",
             "--multi_turn_scheduler agian: no such scheduler. The near",
         ),
-        ("plugin.py --max_turns 3", "--max_turns 3 is for episodes of several turns: give a --multi_turn_scheduler."),
-        ("plugin.py --turn_timeout 3", "--turn_timeout 3.0 is for episodes of several turns: give a --multi_turn_sche"),
+        (
+            "plugin.py --max_turns 3",
+            "--max_turns 3: only for episodes of several turns. Set --multi_turn_scheduler, or",
+        ),
+        ("plugin.py --turn_timeout 3", "--turn_timeout 3.0: only for episodes of several turns. Set"),
         ("plugin.py --multi_turn_scheduler again --max_turns 0", "--max_turns 0: must be above 0."),
         ("plugin.py --multi_turn_scheduler again --turn_timeout 0", "--turn_timeout 0.0: must be above 0."),
         (
@@ -71,9 +74,9 @@ def words(tmp_path: Path) -> str:
         ),
         (
             "swift.py",
-            "or `from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns`, which are the same here",
+            "or `from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns`, which are the same",
         ),
-        ("plugin.py --use_gym_env true", "Write one as a scheduler (docs/grpo.md) and give --multi_turn_scheduler."),
+        ("plugin.py --use_gym_env true", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler."),
         ("plugin.py --completion_length_limit_scope per_round", "--max_completion_length bounds the episode."),
     ],
 )

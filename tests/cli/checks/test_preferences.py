@@ -15,59 +15,67 @@ from tests.cli.kinds import HEADED, LORA, check, refusal
     [
         ("--beta 0", "--beta 0.0: must be above 0."),
         ("--beta -1", "--beta -1.0: must be above 0."),
-        ("--rpo_alpha -0.1", "--rpo_alpha -0.1: must not be below 0."),
+        ("--rpo_alpha -0.1", "--rpo_alpha -0.1: must be at least 0."),
         (
             "--loss_type sigmoid sft --loss_weights 1",
-            "--loss_weights 1.0: 1 weights, and --loss_type sigmoid sft names 2.",
+            "--loss_weights 1.0: 1 weights for the 2 of --loss_type sigmoid sft. Set",
         ),
         (
             "--loss_weights 1 2",
-            "--loss_weights 1.0 2.0: 2 weights, and --loss_type sigmoid names 1. Give one for each.",
+            "--loss_weights 1.0 2.0: 2 weights for the 1 of --loss_type sigmoid. Set one for each.",
         ),
-        ("--loss_type sigmoid sigmoid", "--loss_type sigmoid sigmoid: give each loss once"),
+        ("--loss_type sigmoid sigmoid", "--loss_type sigmoid sigmoid: a loss is missing or"),
         ("--loss_type robust --label_smoothing 0.5", "--label_smoothing 0.5: must be at least 0 and below 0.5"),
         ("--label_smoothing -0.1", "--label_smoothing -0.1: must be at least 0 and below 0.5"),
-        ("--loss_type exo_pair", "--loss_type exo_pair needs --label_smoothing above 0, as in --label_smoothing 1e-3."),
+        (
+            "--loss_type exo_pair",
+            "--loss_type exo_pair needs --label_smoothing above 0. Set it, as in --label_smoothing",
+        ),
         (
             "--loss_type hinge --label_smoothing 0.1",
-            "--label_smoothing 0.1 is for --loss_type sigmoid, robust, exo_pair, aot, aot_unpaired, not --loss_type hi",
+            "--label_smoothing 0.1: only for --loss_type sigmoid, robust, exo_pair, aot, aot_unpaired, not "
+            "--loss_type hi",
         ),
         (
             "--loss_type sigmoid bco_pair --f_divergence_type forward_kl",
-            "--f_divergence_type forward_kl cannot be with --loss_type bco_pair",
+            "--f_divergence_type forward_kl cannot be used with --loss_type bco_pair",
         ),
         (
             "--f_alpha_divergence_coef 0.7",
-            "--f_alpha_divergence_coef 0.7 is for --f_divergence_type alpha_divergence, not reverse_kl. Leave it out.",
+            "--f_alpha_divergence_coef 0.7: only for --f_divergence_type alpha_divergence, not reverse_kl. Remove it.",
         ),
-        ("--discopop_tau 0.1", "--discopop_tau 0.1 is for --loss_type discopop, not sigmoid. Leave it out."),
+        ("--discopop_tau 0.1", "--discopop_tau 0.1: only for --loss_type discopop, not sigmoid. Remove it."),
         ("--loss_type discopop --discopop_tau 0", "--discopop_tau 0.0: must be above 0."),
-        ("--reference_free true --ref_model r", "--ref_model r cannot be with --reference_free true, which has none."),
+        (
+            "--reference_free true --ref_model r",
+            "--ref_model r cannot be used with --reference_free true, which has none.",
+        ),
         (
             "--reference_free true --precompute_ref_log_probs true",
-            "--precompute_ref_log_probs true cannot be with --reference_free true",
+            "--precompute_ref_log_probs true cannot be used with --reference_free true",
         ),
-        ("--ref_model r --mcore_ref_model s", "--ref_model r and --mcore_ref_model s: give one of them."),
+        ("--ref_model r --mcore_ref_model s", "--ref_model r cannot be used with --mcore_ref_model s."),
         (
             "--ref_model r --ref_adapters a",
-            "--ref_model r and --ref_adapters a: give one of them. --ref_adapters are put",
+            "--ref_model r cannot be used with --ref_adapters a. Remove one of them.",
         ),
         (
             "--precompute_ref_log_probs true --sync_ref_model true",
-            "--sync_ref_model true cannot be with --precompute_ref_log_probs true, which lets the reference go before",
+            "--sync_ref_model true cannot be used with --precompute_ref_log_probs true, which releases the reference "
+            "before",
         ),
         (
             "--reference_free true --sync_ref_model true",
-            "--sync_ref_model true cannot be with --reference_free true, which has none. Leave one out.",
+            "--sync_ref_model true cannot be used with --reference_free true, which has none. Remove one of them.",
         ),
         (
             "--precompute_ref_log_probs true --streaming true",
-            "--precompute_ref_log_probs true cannot be with --streaming true: it goes over all data first.",
+            "--precompute_ref_log_probs true cannot be used with --streaming true: it passes over all data first.",
         ),
-        ("--ref_model ./none", "--ref_model ./none: no such model folder. Give a folder, or a hub id as OWNER/NAME."),
+        ("--ref_model ./none", "--ref_model ./none: no such model folder. Set a folder, or a hub id as OWNER/NAME."),
         ("--mcore_ref_model /none", "--mcore_ref_model /none: "),
-        ("--ref_adapters ./none", "--ref_adapters ./none: no such folder. Give that of an adapter"),
-        ("--ref_adapters a/b c/d", "--ref_adapters a/b c/d: one adapter at a time."),
+        ("--ref_adapters ./none", "--ref_adapters ./none: no such folder. Set the folder of an"),
+        ("--ref_adapters a/b c/d", "--ref_adapters a/b c/d: only one adapter is"),
         (
             "--metric_for_best_model accuracy",
             "--metric_for_best_model accuracy: evaluations have loss, rewards/chosen,",
@@ -103,7 +111,7 @@ def test_what_dpo_can_be(words: str, dense: Path) -> None:
     ("words", "why"),
     [
         (LORA, "it is the model without its adapters"),
-        ("--precompute_ref_log_probs true", "it is let go before training"),
+        ("--precompute_ref_log_probs true", "it is released before training"),
     ],
 )
 def test_a_reference_that_is_not_there_to_be_offloaded(words: str, why: str, dense: Path) -> None:
@@ -128,7 +136,7 @@ def test_the_reference_is_a_model_for_the_same_layout(dense: Path, tmp_path: Pat
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    assert f"--ref_model {adapter}: is an adapter. Give it as --ref_adapters." in refusal(
+    assert f"--ref_model {adapter}: is an adapter. Set it as --ref_adapters." in refusal(
         "dpo", dense, f"--ref_model {adapter}"
     )
     assert f"--mcore_ref_model {dense}: " in refusal("dpo", dense, f"--mcore_ref_model {dense}")
@@ -145,9 +153,9 @@ def test_the_reference_s_adapter(dense: Path, tmp_path: Path) -> None:
     assert check("dpo", dense, f"--ref_adapters {folder}")[1] == []
     assert check("kto", dense, f"{LORA} --ref_adapters {folder}")[1] == []
     wide = write_model(tmp_path / "wide", DENSE | {"hidden_size": 128})
-    assert f"--ref_adapters {folder} is of another model, {dense}: that has hidden_size 64" in refusal(
+    assert f"--ref_adapters {folder}: made for another model, {dense}, with hidden_size 64" in refusal(
         "dpo", wide, f"--ref_adapters {folder}"
     )
     other = write_model(tmp_path / "other", DENSE)
     (note,) = check("dpo", other, f"--ref_adapters {folder}")[1]
-    assert note == f"--ref_adapters {folder} is of another model, {dense}. It is put on --model {other}."
+    assert note == f"--ref_adapters {folder}: made for another model, {dense}. It is applied to --model {other}."

@@ -83,26 +83,32 @@ def test_a_config_file_chooses_the_type(kind: str, tmp_path: Path) -> None:
         ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, kto, rm, grpo, gkd."),
         ("rlhf --rlhf_type dpo kto", "--rlhf_type dpo kto: choose one of"),
         ("sft --task_type seq2seq", "--task_type seq2seq: choose one of causal_lm, seq_cls, embedding, reranker, gen"),
-        ("rlhf --num_generations 8", "--num_generations is for --rlhf_type grpo, not for dpo. Leave it out."),
-        ("rlhf --lmbda 0.5", "--lmbda is for --rlhf_type gkd, not for dpo. Leave it out."),
-        ("sft --num_generations 8", "--num_generations is a flag of `megatron rlhf --rlhf_type grpo`, not of this"),
-        ("rlhf --desirable_weight 2", "--desirable_weight is for --rlhf_type kto, not for dpo. Leave it out."),
-        ("rlhf --rlhf_type kto --rpo_alpha 1", "--rpo_alpha is for --rlhf_type dpo, not for kto. Leave it out."),
-        ("rlhf --rlhf_type rm --beta 1", "--beta is for --rlhf_type dpo|kto|grpo|gkd, not for rm. Leave it out."),
-        ("rlhf --rlhf_type rm --ref_model m", "--ref_model is for --rlhf_type dpo|kto|grpo, not for rm."),
-        ("rlhf --task_type seq_cls", "--task_type is a flag of `megatron sft`, not of this command. Leave it out."),
-        ("sft --num_labels 2", "--num_labels is for --task_type seq_cls, not for causal_lm. Leave it out."),
-        ("sft --loss_type infonce", "--loss_type is for --task_type embedding|reranker|generative_reranker, not for"),
-        ("sft --task_type reranker --positive_token y", "--positive_token is for --task_type generative_reranker, not"),
-        ("sft --task_type embedding --num_labels 2", "--num_labels is for --task_type seq_cls, not for embedding."),
-        ("pt --task_type seq_cls", "--task_type is a flag of `megatron sft`, not of this command. Leave it out."),
-        ("pt --num_labels 2", "--num_labels is a flag of `megatron sft --task_type seq_cls`, not of this command."),
-        ("sft --rlhf_type dpo", "--rlhf_type is a flag of `megatron rlhf`, not of this command. Leave it out."),
+        ("rlhf --num_generations 8", "--num_generations: only for --rlhf_type grpo, not dpo. Remove it."),
+        ("rlhf --lmbda 0.5", "--lmbda: only for --rlhf_type gkd, not dpo. Remove it."),
+        ("sft --num_generations 8", "--num_generations: a flag of `megatron rlhf --rlhf_type grpo`, not of this"),
+        ("rlhf --desirable_weight 2", "--desirable_weight: only for --rlhf_type kto, not dpo. Remove it."),
+        ("rlhf --rlhf_type kto --rpo_alpha 1", "--rpo_alpha: only for --rlhf_type dpo, not kto. Remove it."),
+        ("rlhf --rlhf_type rm --beta 1", "--beta: only for --rlhf_type dpo|kto|grpo|gkd, not rm. Remove it."),
+        ("rlhf --rlhf_type rm --ref_model m", "--ref_model: only for --rlhf_type dpo|kto|grpo, not rm."),
+        ("rlhf --task_type seq_cls", "--task_type: a flag of `megatron sft`, not of this command. Remove it."),
+        ("sft --num_labels 2", "--num_labels: only for --task_type seq_cls, not causal_lm. Remove it."),
+        (
+            "sft --loss_type infonce",
+            "--loss_type: only for --task_type embedding|reranker|generative_reranker, not",
+        ),
+        (
+            "sft --task_type reranker --positive_token y",
+            "--positive_token: only for --task_type generative_reranker, not",
+        ),
+        ("sft --task_type embedding --num_labels 2", "--num_labels: only for --task_type seq_cls, not embedding."),
+        ("pt --task_type seq_cls", "--task_type: a flag of `megatron sft`, not of this command. Remove it."),
+        ("pt --num_labels 2", "--num_labels: a flag of `megatron sft --task_type seq_cls`, not of this command."),
+        ("sft --rlhf_type dpo", "--rlhf_type: a flag of `megatron rlhf`, not of this command. Remove it."),
         ("rlhf --betta 1", "--betta: no such flag. The nearest is --beta."),
         ("rlhf --loss_type sigmoid kto_pair", "--loss_type kto_pair: choose one of sigmoid, hinge, ipo, exo_pair,"),
         ("rlhf --rlhf_type kto --loss_type kto bco", "--loss_type kto bco: takes one value."),
-        ("rlhf --ref_adapter_load a", "--ref_adapter_load a: this version does not have references with an adapter"),
-        ("rlhf --mcore_ref_adapter a", "--mcore_ref_adapter a: this version does not have references with an adapter"),
+        ("rlhf --ref_adapter_load a", "--ref_adapter_load a: no support for reference adapters in megatron-core's"),
+        ("rlhf --mcore_ref_adapter a", "--mcore_ref_adapter a: no support for reference adapters in megatron-core's"),
     ],
 )
 def test_what_a_type_does_not_take(words: str, message: str) -> None:
@@ -137,10 +143,10 @@ def test_help_of_no_type(capsys) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind not in ("causal_lm", "grpo", "gkd")])
 def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -> None:
     named = f"--{CHOICE[kind]} {kind}"
-    assert f"--padding_free false cannot be with {named}" in refusal(kind, dense, "--padding_free false")
-    assert f"--mtp_num_layers 1 cannot be with {named}" in refusal(kind, dense, "--mtp_num_layers 1")
+    assert f"--padding_free false cannot be used with {named}" in refusal(kind, dense, "--padding_free false")
+    assert f"--mtp_num_layers 1 cannot be used with {named}" in refusal(kind, dense, "--mtp_num_layers 1")
     if kind in ("kto", "embedding"):
-        assert f"--streaming true cannot be with {named}" in refusal(kind, dense, "--streaming true")
+        assert f"--streaming true cannot be used with {named}" in refusal(kind, dense, "--streaming true")
     else:
         check(kind, dense, "--streaming true" + " --problem_type regression" * (kind == "seq_cls"))
     check(kind, dense, "--packing true --max_length 64")
@@ -151,46 +157,47 @@ def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -
     ("kind", "words", "message"),
     [
         ("kto", "--beta 0", "--beta 0.0: must be above 0."),
-        ("kto", "--desirable_weight -1", "--desirable_weight -1.0: must not be below 0."),
-        ("rm", "--center_rewards_coefficient -1", "--center_rewards_coefficient -1.0: must not be below 0."),
+        ("kto", "--desirable_weight -1", "--desirable_weight -1.0: must be at least 0."),
+        ("rm", "--center_rewards_coefficient -1", "--center_rewards_coefficient -1.0: must be at least 0."),
         ("seq_cls", "--num_labels 0", "--num_labels 0: must be above 0."),
         (
             "seq_cls",
             "--num_labels 1 --problem_type single_label_classification",
-            "--num_labels 1 cannot be with --problem_type single_label_classification: there is nothing to choose.",
+            "--num_labels 1 cannot be used with --problem_type single_label_classification: there is one class. Set 2 "
+            "or",
         ),
         (
             "seq_cls",
             "--streaming true",
-            "--streaming true needs --problem_type, as in --problem_type single_label_classification: of a stream",
+            "--streaming true needs --problem_type, because a stream's labels are unknown. Set it, as in",
         ),
-        ("embedding", "--mrl_dims 32 65", "--mrl_dims 65: a vector has 64 dimensions."),
+        ("embedding", "--mrl_dims 32 65", "--mrl_dims 65: the model's vectors have 64"),
         ("embedding", "--mrl_dims 0", "--mrl_dims 0: must be at least 1."),
-        ("embedding", "--mrl_dims 8 8", "--mrl_dims 8 8: give each once."),
+        ("embedding", "--mrl_dims 8 8", "--mrl_dims 8 8: a size is repeated."),
         (
             "embedding",
             "--mrl_dims 8 16 --mrl_weights 1",
-            "--mrl_weights 1.0: 1 weights, and --mrl_dims names 2. Give one",
+            "--mrl_weights 1.0: 1 weights for 2 of --mrl_dims. Set one for each.",
         ),
-        ("embedding", "--mrl_weights 1", "--mrl_weights 1.0: 1 weights, and --mrl_dims names 0."),
+        ("embedding", "--mrl_weights 1", "--mrl_weights 1.0: 1 weights for 0 of --mrl_dims. Set one"),
         ("embedding", "--infonce_temperature 0", "--infonce_temperature 0.0: must be above 0."),
         (
             "embedding",
             "--loss_type contrastive --infonce_use_batch false",
-            "--infonce_use_batch false is for --loss_type infonce, not contrastive. Leave it out.",
+            "--infonce_use_batch false: only for --loss_type infonce, not contrastive. Remove it.",
         ),
         (
             "embedding",
             "--contrastive_margin 1",
-            "--contrastive_margin 1.0 is for --loss_type contrastive or online_contrastive, not infonce. Leave it out.",
+            "--contrastive_margin 1.0: only for --loss_type contrastive or online_contrastive, not infonce. Remove it.",
         ),
         (
             "reranker",
             "--listwise_temperature 0.5",
-            "--listwise_temperature 0.5 is for --loss_type listwise_reranker, not",
+            "--listwise_temperature 0.5: only for --loss_type listwise_reranker, not",
         ),
-        ("generative_reranker", "--positive_token no", "--positive_token, --negative_token no: give two that differ."),
-        ("generative_reranker", "--positive_token=", "--positive_token is empty: give a token of the model"),
+        ("generative_reranker", "--positive_token no", "--positive_token, --negative_token no: are equal. Set two"),
+        ("generative_reranker", "--positive_token=", '--positive_token "": is empty. Set a token of the model,'),
     ],
 )
 def test_what_other_tasks_cannot_be(kind: str, words: str, message: str, dense: Path) -> None:
@@ -216,7 +223,7 @@ def test_what_other_tasks_can_be(kind: str, words: str, dense: Path) -> None:
 def test_the_number_of_labels_is_needed_where_there_is_no_head(dense: Path, headed: Path, capsys) -> None:
     words = [*line("seq_cls"), "--dataset", "d", "--train_iters", "1", "--model"]
     assert main("megatron", [*words, str(dense)]) == 2
-    assert "--num_labels is needed: the model has no head yet." in capsys.readouterr().err
+    assert "error: --num_labels: missing, and the model has no head" in capsys.readouterr().err
     options, sources, _ = read_options("megatron", [*words, str(headed)])
     assert check_training(options, ProcessLayout.of(options, 1), gpus=0, processes=1, sources=sources) == []
 
@@ -225,16 +232,14 @@ def test_the_number_of_labels_is_needed_where_there_is_no_head(dense: Path, head
 def test_a_model_that_has_a_head(kind: str, headed: Path) -> None:
     if kind == "seq_cls":
         check(kind, headed)
-        assert f"--model {headed}: has a head of 3 outputs, which is not for --num_labels 2." in refusal(
+        assert f"--model {headed}: has a head of 3 outputs, not that of --num_labels 2." in refusal(
             kind, headed, "--num_labels 2"
         )
     elif kind in ("rm", "reranker"):
-        assert f"has a head of 3 outputs, which is not for --{CHOICE[kind]} {kind}, of 1 output" in refusal(
-            kind, headed
-        )
+        assert f"has a head of 3 outputs, not that of --{CHOICE[kind]} {kind}, of 1 output" in refusal(kind, headed)
         check(kind, write_model(headed, HEADED | {"id2label": {"0": "reward"}}))
     else:
-        assert f"--model {headed}: has a head of 3 outputs in the place of its output layer." in refusal(kind, headed)
+        assert f"--model {headed}: has a head of 3 outputs instead of an output layer." in refusal(kind, headed)
 
 
 def test_adapters_beside_a_head(dense: Path, tmp_path: Path) -> None:
@@ -261,24 +266,24 @@ def test_what_scores_does_not_speak(dense: Path, headed: Path, tmp_path: Path, c
     (folder / "adapter_model.safetensors").write_bytes(b"")
     for words in (["--model", str(headed)], ["--adapters", str(folder)]):
         assert main("swift", ["infer", *words]) == 2
-        assert f"{words[0]} {words[1]}: has a head in the place of its output layer" in capsys.readouterr().err
+        assert f"{words[0]} {words[1]}: has a score head and cannot generate text" in capsys.readouterr().err
 
 
 def test_what_is_not_read_is_said(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("rm", "seq_cls", "embedding", "reranker"):
         assert check(kind, dense, "--loss_scale all")[1] == [
-            f"--loss_scale all is not needed: --{CHOICE[kind]} {kind} has no loss of tokens."
+            f"--loss_scale all is not needed: --{CHOICE[kind]} {kind} has no loss per token."
         ]
     assert check("dpo", dense, "--loss_scale all")[1] == []
     monkeypatch.setenv("INFONCE_TEMPERATURE", "0.02")
     monkeypatch.setenv("INFONCE_HARD_NEGATIVES", "4")
     monkeypatch.setenv("GENERATIVE_RERANKER_POSITIVE_TOKEN", "true")
     assert check("embedding", dense)[1] == [
-        "INFONCE_HARD_NEGATIVES=4 in the environment is not read: there is no such flag.",
-        "INFONCE_TEMPERATURE=0.02 in the environment is not read: give --infonce_temperature 0.02.",
+        "INFONCE_HARD_NEGATIVES=4: environment variable is not read. Unset it.",
+        "INFONCE_TEMPERATURE=0.02: environment variable is not read. Set --infonce_temperature 0.02.",
     ]
     (note,) = check("generative_reranker", dense)[1]
-    assert note.endswith(" is not read: give --positive_token true.")
+    assert note.endswith(" is not read. Set --positive_token true.")
     assert check("reranker", dense)[1] == check("dpo", dense)[1] == []
 
 
@@ -294,7 +299,7 @@ def test_types_are_checked_without_torch(dense: Path) -> None:
     words = line("dpo", f"--model {dense} --dataset d --train_iters 1 --ref_model {dense} --padding_free false")
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "--padding_free false cannot be with --rlhf_type dpo" in done.stderr
+    assert "--padding_free false cannot be used with --rlhf_type dpo" in done.stderr
 
 
 ROWS = {

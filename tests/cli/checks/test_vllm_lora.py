@@ -1,11 +1,11 @@
-"""--vllm_enable_lora true: adapters alone to vLLM, and what it cannot be with."""
+"""--vllm_enable_lora true: adapters alone to vLLM, and what it cannot be used with."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from megaswift.cli.checks.common import check_rollout
-from megaswift.cli.checks.vllm_lora import check_alone
+from megaswift.cli.checks.vllm_lora import check_vllm_lora
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
 from megaswift.tasks.rollout.serve import choose_backend
@@ -20,16 +20,19 @@ SERVED = f"{LORA} --vllm_mode server"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--vllm_enable_lora true", "--vllm_enable_lora true is for --tuner_type lora, and all weights are to be"),
-        ("--vllm_max_lora_rank 8", "--vllm_max_lora_rank 8 is for --vllm_enable_lora true. Leave it out."),
-        (f"{LORA} --vllm_max_lora_rank 0", "--vllm_max_lora_rank 0: must be at least 1."),
-        (f"{LORA} --use_vllm false", "--vllm_enable_lora true is for vLLM, and --use_vllm false: transformers takes"),
-        (f"{LORA}", "--vllm_enable_lora true is for vLLM, and vLLM is not installed here"),
-        (f"{SERVED} --vllm_max_lora_rank 8", "a server makes room when it is started. Give it to `swift rollout`"),
-        (f"{SERVED} --sleep_level 2", "cannot be with --sleep_level 2, which gives up the weights beneath"),
-        (f"{SERVED} --use_dora true", "vLLM does not take DoRA. Leave --vllm_enable_lora true out, or that."),
+        (
+            "--vllm_enable_lora true",
+            "--vllm_enable_lora true: only for --tuner_type lora, and all weights are trained.",
+        ),
+        ("--vllm_max_lora_rank 8", "--vllm_max_lora_rank 8: only for --vllm_enable_lora true. Remove it."),
+        (f"{LORA} --vllm_max_lora_rank 0", "--vllm_max_lora_rank 0: must be at least 1 and"),
+        (f"{LORA} --use_vllm false", "--vllm_enable_lora true: only for vLLM, and --use_vllm false is set. Remove it."),
+        (f"{LORA}", "--vllm_enable_lora true: only for vLLM, and it is not installed here."),
+        (f"{SERVED} --vllm_max_lora_rank 8", "--vllm_max_lora_rank 8: read by a server when it starts. Set it for"),
+        (f"{SERVED} --sleep_level 2", "--vllm_enable_lora true cannot be used with --sleep_level 2, which discards"),
+        (f"{SERVED} --use_dora true", "--vllm_enable_lora true: vLLM does not support DoRA. Remove one of them."),
         (f"{SERVED} --lora_bias all --target_modules linear_qkv", "trained biases (--lora_bias all)"),
-        (f"{SERVED} --modules_to_save lm_head", "does not take --modules_to_save lm_head"),
+        (f"{SERVED} --modules_to_save lm_head", "--vllm_enable_lora true: vLLM does not"),
         (f"{SERVED} --target_modules all-embedding", "adapters of the embedding or the output layer"),
     ],
 )
@@ -44,7 +47,7 @@ def test_refused(words: str, message: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (f"{LORA} --lora_rank 32 --vllm_max_lora_rank 16", "--vllm_max_lora_rank 16: there is to be room for the"),
+        (f"{LORA} --lora_rank 32 --vllm_max_lora_rank 16", "--vllm_max_lora_rank 16: less than --lora_rank 32. Remove"),
         (f"{LORA} --lora_rank 12 --target_modules all-linear", "adapters of experts of rank 12: its kernel takes 1, 8"),
     ],
 )
@@ -56,13 +59,13 @@ def test_refused_in_the_process(words: str, message: str, mixture: Path, monkeyp
 def test_weights_that_vllm_does_not_read(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm=True)
     options, _ = check(dense, f"{LORA} --reward_funcs accuracy")
-    with pytest.raises(UsageError, match="cannot be with --mcore_model x: vLLM reads the weights beneath the adapter"):
-        check_alone(replace(options, mcore_model="x"), {}, DENSE)
+    with pytest.raises(UsageError, match="cannot be used with --mcore_model x: vLLM reads the base weights"):
+        check_vllm_lora(replace(options, mcore_model="x"), DENSE)
 
 
 def test_quantised(tmp_path: Path) -> None:
     config = DENSE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    assert "is not for a quantised --model" in refusal(write_model(tmp_path / "fp8", config), SERVED)
+    assert "--vllm_enable_lora true cannot be" in refusal(write_model(tmp_path / "fp8", config), SERVED)
 
 
 @pytest.mark.parametrize("words", [LORA, SERVED, f"{LORA} --vllm_max_lora_rank 64 --use_rslora true --lora_rank 12"])
@@ -77,7 +80,7 @@ def test_servers(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return read_options("swift", ["rollout", "--model", str(dense), *words.split()])[0]
 
     check_rollout(rollout("--vllm_enable_lora true --vllm_max_lora_rank 64"))
-    with pytest.raises(UsageError, match="--vllm_max_lora_rank 64 is for --vllm_enable_lora true"):
+    with pytest.raises(UsageError, match="--vllm_max_lora_rank 64: only for --vllm_enable_lora true"):
         check_rollout(rollout("--vllm_max_lora_rank 64"))
     install(monkeypatch, vllm=False)
     with pytest.raises(ValueError, match="transformers cannot load adapters separately"):
