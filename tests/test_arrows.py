@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_a_package_imports_only_what_is_before_it() -> None:
             if name.startswith(f"{room}."):
                 below = ".".join(name.split(".")[:2])
                 assert order[room].index(below) <= order[room].index(above), f"{module(file)} imports {name}"
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    trees = {module(file): ast.parse(file.read_text()) for file in FILES}
+    names = Counter(node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_files_import_each_other() -> None:

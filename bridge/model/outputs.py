@@ -56,7 +56,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class Scores:
+class DocumentScores:
     """Outputs of the head for each document's last token: fp32 [documents, labels], the same on every tensor- and
     context-parallel rank.
 
@@ -104,7 +104,7 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Choices:
-    """Log-probabilities of each of some tokens behind each document: fp32 [documents, tokens]. Ends as of `Scores`."""
+    """Log-probabilities of each of some tokens behind each document: fp32 [documents, tokens]. Ends as above."""
 
     ends: Tensor
     tokens: Sequence[int]

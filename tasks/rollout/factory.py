@@ -14,7 +14,7 @@ from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import held_gib
-from ..train.offload import Parked, Trainer, free_memory
+from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
 from .addresses import address_flags, server_urls
 from .client import ServerEngine
@@ -77,9 +77,9 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         note += f", with {memory_share:.2f} of the GPU" + (
             f"; {offloaded} offloaded to the host meanwhile" if offloaded else ""
         )
-    initial_weights = Parked()
+    initial_weights = HostBuffer()
     if moves.weights:
-        initial_weights.leave(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        initial_weights.offload(tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
@@ -90,7 +90,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         run, model, engine, group, note, sleeps=level > 0, sends_adapter=bool(rank), moves=moves if idle else None
     )
     rollout.sleep()  # to make room for the optimizer
-    initial_weights.come_back()
+    initial_weights.onload()
     initial_weights.close()
     return rollout
 
@@ -149,7 +149,7 @@ class ModelRollout(EngineGroup[Engine]):
         self._sleeps, self._moves = sleeps, moves
         self._adapter = model.lora if sends_adapter else None  # sent without the base weights
         self._is_base_verified = False
-        self._trainer: Trainer | None = None
+        self._offload: TrainerOffload | None = None
         self._training: TrainState | None = None
 
     @contextmanager
@@ -159,8 +159,8 @@ class ModelRollout(EngineGroup[Engine]):
         self.held["generate"] = held_gib()
         if self._sleeps:
             self.sleep()
-        if self._trainer is not None:
-            self._trainer.come_back()
+        if self._offload is not None:
+            self._offload.onload()
 
     def release(self) -> None:
         """Free the servers for the next run, when this one fails."""
@@ -182,16 +182,16 @@ class ModelRollout(EngineGroup[Engine]):
         self.syncs, self._training = self.syncs + 1, training
         self.held["train"] = held_gib()
         if self._moves is not None:
-            self._trainer = self._trainer or Trainer(
+            self._offload = self._offload or TrainerOffload(
                 training, weights=self._moves.weights, optimizer=self._moves.optimizer
             )
-            self._trainer.leave_step()
-            self._trainer.weights_come_back()
+            self._offload.offload_step()
+            self._offload.onload_weights()
         stats = self._sent(training)
         self.held["sync"] = held_gib()
-        if self._trainer is None:
+        if self._offload is None:
             return stats
-        self._trainer.leave_weights()
+        self._offload.offload_weights()
         return replace(stats, held=dict(self.held))
 
     def _sent(self, training: TrainState) -> SyncStats:

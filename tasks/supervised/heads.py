@@ -19,7 +19,7 @@ from torch import Tensor
 from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import LastStage, Model, OutputProcessor
-from ...bridge.model.outputs import Choices, Embeddings, Scores
+from ...bridge.model.outputs import Choices, DocumentScores, Embeddings
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.dataloader import Batches
 from ...templates.plural import plural
@@ -56,9 +56,9 @@ def run(options: SeqClsOptions | EmbeddingOptions | RerankerOptions, sources: di
     return train(options, sources, make[options.task_type])
 
 
-def scores(batch: Batch) -> Scores:
+def scores(batch: Batch) -> DocumentScores:
     """Return the output of a head: fp32 [documents, labels]."""
-    return Scores(grouping_of(batch).ends)
+    return DocumentScores(grouping_of(batch).ends)
 
 
 def make_seq_cls(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:

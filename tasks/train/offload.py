@@ -19,18 +19,18 @@ from .step import TrainState
 ALIGNED = 512  # bytes: where a storage's may begin on the host
 
 
-class Parked:
-    """Storages that are on the device, or whose bytes are on the host. The host's memory is kept between two times."""
+class HostBuffer:
+    """Tensor storages that move between the device and pinned host memory, which is kept for the next time."""
 
     def __init__(self) -> None:
         self._memory: _Host | None = None
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []  # and their bytes
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         return bool(self._kept)
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the bytes of the tensors' storages to the host, and free them here. All that reads them has to have
         been given to this device's stream. Raises RuntimeError where the host has not the memory."""
         storages = list(_distinct(tensors).values())
@@ -48,14 +48,14 @@ class Parked:
         for storage in storages:
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def onload(self) -> None:
         for storage, host in self._kept:
             storage.resize_(len(host))
             _bytes(storage).copy_(host, non_blocking=True)
         self._kept = []
 
     def close(self) -> None:
-        """Give the host's memory back; nothing may be away."""
+        """Free the host memory. Nothing may be offloaded."""
         if self._memory is not None:
             runtime.synchronize()
             self._memory.close()
@@ -81,8 +81,8 @@ class _Host:
             self._cuda.cudaHostUnregister(self.flat.data_ptr())
 
 
-class Trainer:
-    """Offloading of a trainer's state: `leave_step` and `leave_weights`; `come_back` loads all of it.
+class TrainerOffload:
+    """Offloading of a trainer's state: `offload_step` and `offload_weights`; `onload` loads all of it.
 
     Arguments:
         weights, optimizer: whether these leave; gradients, which the next step begins with zeros, always do
@@ -90,11 +90,11 @@ class Trainer:
 
     def __init__(self, training: TrainState, *, weights: bool, optimizer: bool):
         self._training = training
-        self._weights = Parked() if weights else None
-        self._optimizer = Parked() if optimizer else None
+        self._weights = HostBuffer() if weights else None
+        self._optimizer = HostBuffer() if optimizer else None
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []  # without bytes: how many they had
 
-    def leave_step(self) -> None:
+    def offload_step(self) -> None:
         """Offload what only a step needs. A second call does nothing."""
         if self._gradients:
             return
@@ -104,22 +104,22 @@ class Trainer:
             self._gradients.append((storage, storage.nbytes()))
             storage.resize_(0)
         if self._optimizer is not None:
-            self._optimizer.leave(optimizer_state(self._training))
+            self._optimizer.offload(optimizer_state(self._training))
         free_memory()
 
-    def leave_weights(self) -> None:
-        if self._weights is not None and not self._weights.away:
-            self._weights.leave(weights(self._training))
+    def offload_weights(self) -> None:
+        if self._weights is not None and not self._weights.is_offloaded:
+            self._weights.offload(weights(self._training))
             free_memory()
 
-    def weights_come_back(self) -> None:
+    def onload_weights(self) -> None:
         if self._weights is not None:
-            self._weights.come_back()
+            self._weights.onload()
 
-    def come_back(self) -> None:
-        self.weights_come_back()
+    def onload(self) -> None:
+        self.onload_weights()
         if self._optimizer is not None:
-            self._optimizer.come_back()
+            self._optimizer.onload()
         for storage, size in self._gradients:
             storage.resize_(size)
             _bytes(storage).zero_()

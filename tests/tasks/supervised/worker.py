@@ -31,7 +31,7 @@ from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.model import Model, ModelInputs, OutputProcessor
-from megaswift.bridge.model.outputs import Choices, Embeddings, LogProbs, Scores
+from megaswift.bridge.model.outputs import Choices, DocumentScores, Embeddings, LogProbs
 from megaswift.bridge.model.score_head import add_score_head
 from megaswift.bridge.model.trainable import freeze_output
 from megaswift.bridge.parallel import barrier, initialize
@@ -144,7 +144,7 @@ def output(kind: str, fault: str | None, batch: Batch) -> OutputProcessor:
     if kind == "sums":
         return LogProbs()
     if kind == "scores":
-        return Scores(about["ends"])
+        return DocumentScores(about["ends"])
     if kind == "choices":
         return Choices(about["ends"], ref.CHOICES)
     return Embeddings(kind, **about)  # pyright: ignore[reportArgumentType]

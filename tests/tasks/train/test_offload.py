@@ -11,7 +11,7 @@ from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeed
 from megaswift.tasks.rollout.scoring_client import FLAG
 from megaswift.tasks.rollout.server_connection import ServerConnection
 from megaswift.tasks.system.memory import GIB, oom_hints
-from megaswift.tasks.train.offload import Parked
+from megaswift.tasks.train.offload import HostBuffer
 from safetensors.torch import load_file, save_file
 
 
@@ -20,15 +20,15 @@ def test_storages_have_no_bytes_while_they_are_away_and_views_stay(tmp_path) -> 
     view, other = flat[4:10].view(2, 3), torch.ones(3, dtype=torch.bfloat16)
     save_file({"a": torch.arange(4.0)}, tmp_path / "a.safetensors")
     of_a_file = load_file(tmp_path / "a.safetensors")["a"]
-    parked = Parked()
+    buffer = HostBuffer()
     for time in range(3):
-        parked.leave([flat, view, view, other, of_a_file])
-        assert parked.away
+        buffer.offload([flat, view, view, other, of_a_file])
+        assert buffer.is_offloaded
         assert flat.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
         assert other.untyped_storage().nbytes() == 0
-        parked.come_back()
-        parked.come_back()
-        assert not parked.away
+        buffer.onload()
+        buffer.onload()
+        assert not buffer.is_offloaded
         expected = torch.arange(24.0)
         expected[4:10] += time
         assert torch.equal(flat, expected)
@@ -39,16 +39,16 @@ def test_storages_have_no_bytes_while_they_are_away_and_views_stay(tmp_path) -> 
 
 
 def test_the_host_keeps_its_memory_between_two_times() -> None:
-    tensor, parked = torch.ones(5), Parked()
+    tensor, buffer = torch.ones(5), HostBuffer()
     places = set()
     for _ in range(2):
-        parked.leave([tensor])
-        places |= {host.data_ptr() for _, host in parked._kept}
-        parked.come_back()
+        buffer.offload([tensor])
+        places |= {host.data_ptr() for _, host in buffer._kept}
+        buffer.onload()
     assert len(places) == 1
-    parked.close()
-    parked.leave([tensor])
-    parked.come_back()
+    buffer.close()
+    buffer.offload([tensor])
+    buffer.onload()
     assert torch.equal(tensor, torch.ones(5))
 
 
