@@ -149,17 +149,19 @@ def test_the_output_folder(dense: Path, tmp_path: Path, capsys, nothing_runs: li
     for options in ('{"save_steps": {}}', '{"to_mcore": {}}'):  # a run's checkpoint, then an export
         assert "this one is none (its args.json is no export's)" in said(there, "--exist_ok")
         (there / "args.json").write_text(f'{{"options": {options}}}')
-    assert "export's alone (notes.txt came otherwise)" in said(there, "--exist_ok")
+    assert "this one is none (notes.txt are not in its manifest)" in said(there, "--exist_ok")
     (there / "notes.txt").unlink()
     assert main("swift", ["export", "--to_mcore", "--model", str(dense), "--output_dir", str(there), "--exist_ok"]) == 0
     link = tmp_path / "link"
     link.symlink_to(there)
     assert f"--output_dir {there}: it exists" in said(link)
-    assert f"--output_dir {tmp_path / ('x' * 300)}: File name too long. Give another." in said(tmp_path / ("x" * 300))
-    assert "error: --output_dir /proc: another disk begins there. Give a folder within" in said("/proc")
-    assert f"--output_dir {dense / 'config.json'}: is, is in" in said(dense / "config.json")
+    assert f"--output_dir {tmp_path / ('x' * 300)}: File name too long. Set another one." in said(
+        tmp_path / ("x" * 300)
+    )
+    assert "error: --output_dir /proc: it is a mount point. Set a folder within" in said("/proc")
+    assert f"--output_dir {dense / 'config.json'}: it is, contains" in said(dense / "config.json")
     (tmp_path / "file").touch()
-    assert f"--output_dir {tmp_path / 'file'}: is a file" in said(tmp_path / "file")
+    assert f"--output_dir {tmp_path / 'file'}: it is a file" in said(tmp_path / "file")
     assert "--max_shard_size" in message(
         capsys, "swift", "--to_hf", "--mcore_model", mcore(tmp_path / "mcore"), "--max_shard_size", "many"
     )

@@ -91,7 +91,10 @@ def test_sessions_stay_open():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (3, "returned 3 for row 10 of rows.jsonl, turn 1, completion 'a': None, a text, a message or a list of"),
+        (
+            3,
+            "returned 3 for row 10 of rows.jsonl, turn 1, completion 'a': it must return None, a text, a message",
+        ),
         (["x"], "it must return None, a text, a message or a list of messages"),
         ({"content": "x"}, "a message has no role"),
         ({"role": "user"}, "a message has no content"),

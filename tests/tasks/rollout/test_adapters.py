@@ -35,7 +35,7 @@ def test_rooms() -> None:
     ("room", "sent", "message"),
     [
         (0, 5, "it takes full weights, not adapters. Start it with vLLM and --vllm_enable_lora true --vllm_"),
-        (8, 0, "it was started with --vllm_enable_lora true, and takes only adapters. Set it for the training too"),
+        (8, 0, "it was started with --vllm_enable_lora true and takes only adapters. Set it for the training too"),
         (8, 9, "its adapters have at most rank 8, not 9. Start it with --vllm_max_lora_rank 9"),
         (8, 8, None),
     ],

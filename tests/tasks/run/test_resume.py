@@ -118,7 +118,7 @@ def test_what_is_lacking_stops_the_run_unless_it_is_known(out):
     path = save(out / V0, 1, optimizer=None, rng=False)
     with pytest.raises(ValueError, match=r"lacks the optimizer's state.*set --no_load_optim true"):
         resume.open_run_dir(options(out))
-    with pytest.raises(ValueError, match=r"lacks the states of random numbers.*give --no_load_rng true"):
+    with pytest.raises(ValueError, match=r"lacks the states of random numbers.*set --no_load_rng true"):
         resume.open_run_dir(options(out, no_load_optim=True))
     assert resume.open_run_dir(options(out, no_load_optim=True, no_load_rng=True))[1].checkpoint == path
     old = save(out / V1, 3, time=9.0)
