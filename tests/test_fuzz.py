@@ -220,7 +220,7 @@ def test_rows(place: Path, data: st.DataObject) -> None:
 
 BODIES: dict[str, Any] = {
     "/generate": generate(request_max_new_tokens=2, sampling_temperature=1.0, sampling_top_k=3),
-    "/top_log_probs": {"requests": [{"tokens": [1, 2], "positions": [0]}], "top": 2},
+    "/top_log_probs": {"requests": [{"tokens": [1, 2], "places": [0]}], "top": 2},
     "/claim": {"run": "a", "who": "b", "probe": {"pid": 1, "fd": 3, "bytes": 16, "secret": "00" * 16}},
     "/weights/bucket": {"entries": [["a", "F32", [2], 0]], "place": [1, 2, 8], "bytes": 8},
     "/weights/finish": {"version": "1"},

@@ -84,7 +84,7 @@ class ScoringClient:
             calls = [
                 (
                     "/top_log_probs",
-                    {"tokens": tokens.tolist(), "positions": at.tolist(), "top": top, "vocab_size": vocab_size},
+                    {"tokens": tokens.tolist(), "places": at.tolist(), "top": top, "vocab_size": vocab_size},
                 )
                 for tokens, at in zip(documents, positions, strict=True)
             ]

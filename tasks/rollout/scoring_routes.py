@@ -31,13 +31,13 @@ async def vocabulary(server: Serving, http: Http) -> Response:
 
 
 async def top_log_probs(server: Serving, http: Http) -> Response:
-    fields = Fields(await json_body(http), ("tokens", "positions", "top", "vocab_size"))
+    fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size"))
     tokens = server.limits.tokens(fields, room=0)
     work = server.backend.top_log_probs(
         tokens,
         top=fields.integer("top", 1, server.limits.vocab_size),
         vocab_size=fields.integer("vocab_size", 1),
-        positions=fields.integers("positions", 0, len(tokens) - 2),
+        positions=fields.integers("places", 0, len(tokens) - 2),
     )
     scores = await server.run_work(http, work, server.check_base_weights)
     return Response(encode_top(scores), media_type="application/octet-stream")

@@ -370,16 +370,16 @@ class Server:
 
     def _shared_bucket(self, body: JsonObject) -> Bucket:
         """Return a bucket in memory of the run's process, or to be broadcast by its GPU."""
-        fields = Fields(body, ("entries", "handle", "bytes"))
+        fields = Fields(body, ("entries", "place", "bytes"))
         count = fields.integer("bytes", 1)
         entries = [parse_entry(item, count) for item in fields.items("entries", MAX_ENTRIES)]
-        if (item := fields.raw("handle")) is None:
+        if (item := fields.raw("place")) is None:
             return Bucket(entries, None, bytes=count)
         if not isinstance(item, list) or len(item) != 3 or not all(type(number) is int for number in item):
-            raise invalid_request("handle must be null, or the numbers [pid, fd, bytes]")
+            raise invalid_request("place must be null, or the numbers [pid, fd, bytes]")
         handle = MemoryHandle(*item)  # pyright: ignore[reportArgumentType]
         if self._process is None or handle.pid != self._process[0] or handle.bytes < count:
-            raise invalid_request("handle must be memory of the process whose probe was read at /claim")
+            raise invalid_request("place must be memory of the process whose probe was read at /claim")
         return Bucket(entries, handle, bytes=count)
 
     async def _load(self, bucket: Bucket) -> None:

@@ -159,7 +159,7 @@ class ServerConnection:
             await self._broadcast(bucket)
             return
         if transport == "shared":
-            await self.call("/weights/bucket", entries=bucket.entries, handle=memory.handle, bytes=bucket.used)
+            await self.call("/weights/bucket", entries=bucket.entries, place=memory.handle, bytes=bucket.used)
             return
         head = encode_table(bucket.entries)
         headers = {"content-type": "application/octet-stream", "content-length": str(len(head) + bucket.used)}

@@ -27,7 +27,7 @@ class AdamW(torch.optim.Optimizer):
         self.copies = copies
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._tables: dict[int | str, Any] = {}  # of bridge/kernels/adamw.py: for each group, and for the norm
+        self._tables: dict[int | str, Any] = {}  # address tables (bridge/kernels/adamw.py), by group and for the norm
         for group in self.param_groups:
             for parameter in group["params"]:
                 zeros = torch.zeros_like(parameter, requires_grad=False)

@@ -79,7 +79,7 @@ def test_answers_that_cannot_be_used(first: int, kind: type, said: str) -> None:
 def test_places_that_there_are_not() -> None:
     with (
         serving() as (url, _, _),
-        pytest.raises(ValueError, match="an item of positions is 1: it must be a whole number from 0 to 0"),
+        pytest.raises(ValueError, match="an item of places is 1: it must be a whole number from 0 to 0"),
     ):
         ScoringClient(url).top_log_probs([np.array([1, 2])], [np.array([1])], 3, 90)
 

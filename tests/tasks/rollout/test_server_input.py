@@ -21,7 +21,7 @@ from tests.tasks.rollout.served import serving
 from tests.tasks.rollout.test_server import connected
 
 POSITIONS, VOCABULARY = 16, 100
-BOUNDS = {"positions": POSITIONS, "vocab_size": VOCABULARY}
+BOUNDS = {"places": POSITIONS, "vocab_size": VOCABULARY}
 RUN = {"run": "a", "who": "a test"}
 
 
@@ -212,18 +212,18 @@ def test_weights_come_from_the_memory_of_the_run_alone() -> None:
         connection = client._servers[0]
         client._call_all([connection.call("/weights/begin")])
         entry, other = ["scale", "float32", [], 0], [1, 0, 64]
-        with pytest.raises(ValueError, match="handle must be memory of the process whose probe was read at /claim"):
+        with pytest.raises(ValueError, match="place must be memory of the process whose probe was read at /claim"):
             client._call_all([connection.call("/weights/bucket", entries=[entry], handle=other, bytes=64)])
 
 
 @pytest.mark.parametrize(
     "bucket",
     [
-        {"entries": [["scale", "float32", [], 0]], "handle": ["self", "../x", 4], "bytes": 4},
-        {"entries": [["scale", "float32", [9], 0]], "handle": None, "bytes": 4},
-        {"entries": [["scale", "float32", [-1], 0]], "handle": None, "bytes": 4},
-        {"entries": [["scale", "nn", [], 0]], "handle": None, "bytes": 4},
-        {"entries": [3], "handle": None, "bytes": 4},
+        {"entries": [["scale", "float32", [], 0]], "place": ["self", "../x", 4], "bytes": 4},
+        {"entries": [["scale", "float32", [9], 0]], "place": None, "bytes": 4},
+        {"entries": [["scale", "float32", [-1], 0]], "place": None, "bytes": 4},
+        {"entries": [["scale", "nn", [], 0]], "place": None, "bytes": 4},
+        {"entries": [3], "place": None, "bytes": 4},
         {"entries": [["scale", "float32", [], 0]]},
         {},
     ],
