@@ -16,7 +16,7 @@ def test_this_environment_is_good() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert f"ok torch               {importlib.metadata.version('torch')}" in done.stdout
-    assert "All that is required is there." in done.stdout
+    assert "All required parts are installed." in done.stdout
 
 
 def test_doctor_reports_the_same(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,9 @@ def open_model(source: Path, options: SftOptions, dtype: torch.dtype, change: Ca
     """The model of `source`: what loading leaves out is NaN. `change` is made to what its family describes."""
     config = read_config(source)
     family = builder.family_of(config)
-    described = family.describe
+    described = family.architecture
     if change:
-        family = replace(family, describe=lambda config: change(described(config)))
+        family = replace(family, architecture=lambda config: change(described(config)))
     with mock.patch.object(builder, "family_of", return_value=family):
         model = build_model(config, options, dtype)
     with torch.no_grad():
