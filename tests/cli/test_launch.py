@@ -229,7 +229,7 @@ def test_processes_that_failed_are_started_again(stand_in: Path, dense: Path, mo
     monkeypatch.setenv("STAND_IN_DOES", "fail once")
     done = subprocess.run([MEGATRON, *line(dense)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("note: all processes are started again (restarts left: 1)") == 1
+    assert done.stderr.count("note: restarting all processes (restarts left: 1)") == 1
 
 
 @pytest.mark.slow

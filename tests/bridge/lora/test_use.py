@@ -36,14 +36,14 @@ PLANTED = """
 import sys
 from megaswift.cli.main import main
 from megaswift.tasks.convert import export
-real = export.settle
+real = export.merge_and_unload
 def doubled(chunks):
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith("layers.2.mlp.linear_fc2.adapter.lora_B"):
                 parameter.data *= 1.5
     real(chunks)
-export.settle = doubled
+export.merge_and_unload = doubled
 if __name__ == "__main__":
     sys.exit(main("swift", sys.argv[1:]))
 """

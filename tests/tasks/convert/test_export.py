@@ -38,11 +38,11 @@ filesystem._write_item = full
 """
 WAITING = """
 import time
-real = distributed.carry
+real = distributed.copy_small_files
 def waiting(source, destination, *rest):
     (destination.parent / "there").touch()
     time.sleep(60)
-distributed.carry = waiting
+distributed.copy_small_files = waiting
 """
 WRONG_NORM = """
 from megaswift.tasks.convert import export

@@ -63,7 +63,7 @@ def test_options_that_cannot_be() -> None:
 
 
 def test_without_a_teacher_that_fits(place: Distilled) -> None:
-    assert "--teacher_model is needed" in refused(place, teacher_model="")
+    assert "--teacher_model: missing" in refused(place, teacher_model="")
 
 
 @pytest.mark.long
