@@ -354,7 +354,7 @@ class Server:
         return {}
 
     async def bucket(self, http: Http) -> JsonObject:
-        """Load a bucket: JSON {entries, handle, bytes}, or the table and the bytes."""
+        """Load a bucket: JSON {entries, place, bytes}, or the table and the bytes."""
         self._check_updating("a bucket")
         async with self._abort_on_error():
             if http.headers.get("content-type") == "application/octet-stream":

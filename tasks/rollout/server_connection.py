@@ -187,7 +187,7 @@ class ServerConnection:
     async def _broadcast(self, bucket: BucketWriter) -> None:
         flat = bucket.flat[: bucket.used]
         received = asyncio.ensure_future(
-            self.call("/weights/bucket", entries=bucket.entries, handle=None, bytes=bucket.used)
+            self.call("/weights/bucket", entries=bucket.entries, place=None, bytes=bucket.used)
         )
         sent = asyncio.ensure_future(self._broadcast_flat(flat))
         try:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch

@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_nothing(root: Path) -> None:
     printed = done.stdout + done.stderr
     assert done.returncode == 1, printed
     assert f"The disk is full: {root / 'full'}" in printed
-    assert "or give another --output_dir" in printed
+    assert "or set another --output_dir" in printed
     assert not visible(root, "full")
 
 
@@ -240,7 +240,7 @@ def test_it_replaces_an_earlier_export_only_when_asked(root: Path, swift) -> Non
     shutil.copytree(root / "qwen3", root / "changed")
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     save_file(changed, root / "changed" / "model.safetensors", {"format": "pt"})
-    assert "is there already" in swift(first, fails=True)
+    assert "again: it exists. Set another one, or --exist_ok true" in swift(first, fails=True)
     swift("--model changed --to_mcore true --output_dir again --exist_ok")
     swift("--mcore_model again --to_hf true --output_dir again-back")
     assert same(root / "changed", root / "again-back")

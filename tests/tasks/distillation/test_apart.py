@@ -69,11 +69,10 @@ def test_layouts_that_cannot_be() -> None:
     from megaswift.tasks.options import GkdOptions
 
     for sizes, processes, said in (
-        ({"tensor_model": 0}, 2, "--teacher_tensor_model_parallel_size 0: must be at least 1"),
         ({"tensor_model": 2}, 3, "--teacher_tensor_model_parallel_size x --teacher_pipeline_model_parallel_size x "
          "--teacher_context_parallel_size = 2: does not divide the number of processes, 3"),
         ({"expert_model": 4}, 2, "--teacher_expert_model_parallel_size x .* = 4: does not divide"),
-        ({"context": 2}, 2, "--packing_length 30: does not divide by 4"),
+        ({"context": 2}, 2, "--packing_length 30: not a multiple of 4"),
     ):  # fmt: skip
         named = {f"teacher_{size}_parallel_size": value for size, value in sizes.items()}
         options = GkdOptions(model="m", teacher_model="t", packing=True, packing_length=30, **named)
@@ -85,7 +84,7 @@ def test_layouts_that_cannot_be() -> None:
 def test_layouts_that_the_teacher_cannot_have(place: Distilled) -> None:
     line = "--rlhf_type gkd --model qwen3 --teacher_model teacher --dataset train.jsonl --use_vllm false"
     said = place.megatron(f"{line} --global_batch_size 4 --train_iters 1 {teacher(PP=3)}", 3, fails=True)
-    assert "--teacher_pipeline_model_parallel_size 3: 8 of the model's 8 layers cannot be shared evenly" in said
+    assert "--teacher_pipeline_model_parallel_size 3: 8 of the model's 8 layers cannot be split evenly" in said
 
 
 def test_places_in_any_layout() -> None:

@@ -45,21 +45,21 @@ def test_the_guide_s_example(place: Distilled) -> None:
 def test_options_that_cannot_be() -> None:
     from megaswift.cli.checks.generation import check_generation
     from megaswift.cli.flags import UsageError
-    from megaswift.tasks.options import GkdOptions
+    from megaswift.cli.main import read_options
 
-    for changes, said in (
-        ({"lmbda": 1.2}, "--lmbda 1.2: must be at least 0 and at most 1"),
-        ({"beta": -0.1}, "--beta -0.1: must be at least 0 and at most 1"),
-        ({"temperature": 0.0}, "--temperature 0.0: must be above 0"),
-        ({"sft_alpha": -1.0}, "--sft_alpha -1.0: must not be below 0"),
-        ({"gkd_logits_topk": 1}, "--gkd_logits_topk 1: must be at least 2"),
-        ({"lmbda": 1.0, "seq_kd": True}, "--seq_kd true cannot be with --lmbda 1"),
-        ({"lmbda": 1.0, "sft_alpha": 0.5}, "--sft_alpha 0.5 cannot be with --lmbda 1"),
-        ({"streaming": True}, "--streaming true cannot be with --rlhf_type gkd"),
+    required = "rlhf --rlhf_type gkd --model m --teacher_model t --dataset d --train_iters 1".split()
+    for words, said in (
+        ("--lmbda 1.2", "--lmbda 1.2: must be at least 0 and at most 1"),
+        ("--beta -0.1", "--beta -0.1: must be at least 0 and at most 1"),
+        ("--temperature 0", "--temperature 0.0: must be at least 0.001"),
+        ("--sft_alpha -1", "--sft_alpha -1.0: must be at least 0"),
+        ("--gkd_logits_topk 1", "--gkd_logits_topk 1: must be at least 2"),
+        ("--lmbda 1 --seq_kd true", "--seq_kd true cannot be used with --lmbda 1"),
+        ("--lmbda 1 --sft_alpha 0.5", "--sft_alpha 0.5 cannot be used with --lmbda 1"),
+        ("--streaming true", "--streaming true cannot be used with --rlhf_type gkd"),
     ):
-        options = GkdOptions(model="m", **changes)
         with pytest.raises(UsageError, match=said.replace(".", r"\.")):
-            check_generation(options, {})
+            check_generation(read_options("megatron", [*required, *words.split()])[0], {})
 
 
 def test_without_a_teacher_that_fits(place: Distilled) -> None:
@@ -78,7 +78,7 @@ def test_teachers_that_do_not_fit(place: Distilled) -> None:
     assert said in refused(place, teacher_model="foreign")
     assert "--teacher_model nowhere" in refused(place, teacher_model="nowhere")
     printed = refused(place, "--teacher_model teacher --mcore_teacher_model teacher", teacher_model="")
-    assert "--teacher_model teacher and --mcore_teacher_model teacher: give one of them" in printed
+    assert "--teacher_model teacher and --mcore_teacher_model teacher: set one of them" in printed
     assert "--gkd_logits_topk 1000: there are 2" in refused(place, "--gkd_logits_topk 1000")
     assert "--mcore_teacher_model teacher" in refused(place, "--mcore_teacher_model teacher", teacher_model="")
 
@@ -90,7 +90,7 @@ def test_rows_without_answers(place: Distilled) -> None:
     write(place.folder / "some.jsonl", [*rows, *place.train[4:8], {"query": "red", "response": " "}])
     printed = refused(place, dataset="silent.jsonl")
     assert "no row of the dataset can be used" in printed
-    assert "4 rows: it has no answer: without one it is for --lmbda 1 or --seq_kd true" in printed
+    assert "4 rows: it has no answer: add one, or use --lmbda 1 or --seq_kd true" in printed
     assert "5 rows: it has no answer" in place.megatron(line("", dataset="some.jsonl"))
     own = "--lmbda 1 --max_completion_length 4"
     printed = refused(place, f"{own} --val_dataset silent.jsonl", dataset="silent.jsonl")

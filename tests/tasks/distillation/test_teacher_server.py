@@ -148,11 +148,17 @@ def test_flags_that_cannot_be() -> None:
     for changes, said in (
         ({"teacher_model_server": url}, f"--teacher_model_server {url} needs --gkd_logits_topk"),
         ({"teacher_model_server": "t:8000"}, "--teacher_model_server t:8000: it must begin with http"),
-        (served | {"teacher_model": "t"}, f"--teacher_model t and --teacher_model_server {url}: give one of them"),
-        (served | {"offload_teacher_model": True}, "--offload_teacher_model true cannot be with --teacher_model_serv"),
-        (served | {"teacher_context_parallel_size": 2}, "--teacher_context_parallel_size 2 cannot be with --teacher"),
-        ({"teacher_model": "t", "teacher_model_server_api_key": "k"}, "_api_key is for --teacher_model_server"),
-        ({}, "--teacher_model is needed: .* as --teacher_model_server"),
+        (served | {"teacher_model": "t"}, f"--teacher_model t and --teacher_model_server {url}: set one of them"),
+        (
+            served | {"offload_teacher_model": True},
+            "--offload_teacher_model true cannot be used with --teacher_model_s",
+        ),
+        (
+            served | {"teacher_context_parallel_size": 2},
+            "--teacher_context_parallel_size 2 cannot be used with --teacher",
+        ),
+        ({"teacher_model": "t", "teacher_model_server_api_key": "k"}, "_api_key: only for --teacher_model_server"),
+        ({}, "--teacher_model: missing.* as --teacher_model_server"),
     ):
         with pytest.raises(UsageError, match=said):
             check_teacher(GkdOptions(model="m", **changes), 1)
@@ -160,6 +166,6 @@ def test_flags_that_cannot_be() -> None:
     typed = {"server_reconnect_timeout": "command line", "vllm_server_timeout": "command line"}
     check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, **served), typed)
     with pytest.raises(
-        UsageError, match=r"--(vllm_server_timeout|server_reconnect_timeout) .* is for --vllm_mode server"
+        UsageError, match=r"--(vllm_server_timeout|server_reconnect_timeout) .*: only for --vllm_mode server"
     ):
         check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, teacher_model="t"), typed)

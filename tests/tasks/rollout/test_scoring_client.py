@@ -166,7 +166,7 @@ def test_vllm_s_own_server() -> None:
         )
         reader.check_vocabulary(letters)
         letters.encode = lambda text, add_special_tokens: [ord(letter) + (letter == "x") for letter in text]
-        with pytest.raises(ValueError, match=r"'y' is token \[120\] there and \[121\] here"):
+        with pytest.raises(ValueError, match=r"'y' is token \[120\] there and \[121\] in the trained model"):
             reader.check_vocabulary(letters)
 
 
@@ -241,7 +241,7 @@ def test_killed_while_it_is_asked(servers, capfd) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_server_that_hangs(servers, monkeypatch) -> None:
-    monkeypatch.setattr(reading, "ANSWER", 1.0)
+    monkeypatch.setattr("megaswift.tasks.rollout.health.ANSWER", 1.0)
     port = free_port()
     server = servers(port)
     reader = ScoringClient(f"http://127.0.0.1:{port}", timeout=60.0)

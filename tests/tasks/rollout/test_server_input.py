@@ -21,7 +21,7 @@ from tests.tasks.rollout.served import serving
 from tests.tasks.rollout.test_server import connected
 
 POSITIONS, VOCABULARY = 16, 100
-BOUNDS = {"places": POSITIONS, "vocab_size": VOCABULARY}
+BOUNDS = {"positions": POSITIONS, "vocab_size": VOCABULARY}
 RUN = {"run": "a", "who": "a test"}
 
 
@@ -213,7 +213,7 @@ def test_weights_come_from_the_memory_of_the_run_alone() -> None:
         client._call_all([connection.call("/weights/begin")])
         entry, other = ["scale", "float32", [], 0], [1, 0, 64]
         with pytest.raises(ValueError, match="place must be memory of the process whose probe was read at /claim"):
-            client._call_all([connection.call("/weights/bucket", entries=[entry], handle=other, bytes=64)])
+            client._call_all([connection.call("/weights/bucket", entries=[entry], place=other, bytes=64)])
 
 
 @pytest.mark.parametrize(

@@ -385,18 +385,18 @@ def test_a_head_begins_alike_in_every_layout(place: Path) -> None:
 # --- what cannot be
 
 UNFIT = [
-    ("qwen3", "classes", "--task_type seq_cls", "--num_labels is needed: the model has no head yet"),
+    ("qwen3", "classes", "--task_type seq_cls", "--num_labels: missing, and the model has no head yet"),
     ("qwen3", "classes", "--task_type seq_cls --num_labels 2", "a row of the data has the label 2. Raise"),
     ("qwen3", "numbers", "--task_type seq_cls --num_labels 2", "a row of the data has 3 numbers"),
     (
         "classes",
         "classes",
         "--task_type seq_cls --num_labels 5",
-        "has a head of 3 outputs, which is not for --num_labels 5",
+        "has a head of 3 outputs, not that of --num_labels 5",
     ),
     ("classes", "several", f"--task_type seq_cls --problem_type {SINGLE}", "a row of the data has several labels"),
     ("qwen3", "words", "--task_type seq_cls --num_labels 2", "its label is 'good', where a number or a list"),
-    ("classes", "triplets", EMBEDDING, "has a head of 3 outputs in the place of its output layer"),
+    ("classes", "triplets", EMBEDDING, "has a head of 3 outputs instead of an output layer"),
     (
         "qwen3",
         "triplets",
@@ -410,7 +410,7 @@ UNFIT = [
         "contrastive: a row of the data has another label than 0 and 1",
     ),
     ("qwen3", "pairs", EMBEDDING, "--loss_type infonce: a row of the data has the"),
-    ("classes", "lists", RERANKER, "has a head of 3 outputs, which is not for --task_type reranker"),
+    ("classes", "lists", RERANKER, "has a head of 3 outputs, not that of --task_type reranker"),
     ("qwen3", "lists", "--task_type generative_reranker", "--positive_token yes is 3 tokens of this tokenizer"),
 ]
 

@@ -78,7 +78,7 @@ def test_a_spike_is_skipped(place: Path) -> None:
     with_filter = f"{plain} --loss_spike_sigma 6"
     printed = megatron(place, f"{with_filter} --train_iters 100 --output_dir spike")
     assert printed.count(f"step {POISONED}: update skipped, loss or gradient norm is a spike") == 1
-    assert printed.count("no update") == 1
+    assert printed.count("update skipped") == 1
     rows = rows_of(place / "spike")
     assert [row["step"] for row in rows if "skipped_steps" in row] == list(range(POISONED, 101))
     assert rows[-1]["skipped_steps"] == 1
