@@ -16,7 +16,6 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from megaswift.tasks.rollout import scoring_client as reading
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Request as Asked
 from megaswift.tasks.rollout.engine import Sampling
