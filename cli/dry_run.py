@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..bridge.option_groups import flag_value, flag_values
 from ..tasks.options import GrpoOptions, SftOptions
 from ..tasks.run.args_json import SECRET
 from ..tasks.run.planning import DataPlan, ProcessLayout, plan_data
@@ -31,7 +32,8 @@ def report(
     data = plan_data(options, layout)
     notes = [*_check_rewards(options, data), *_hub_adapters(options)]
     _check_vocabularies(options, data)
-    share = options.micro_batch_size * layout.data
+    share = options.training.micro_batch_size * layout.data
+    training = options.training
     lines = [
         *_options(options, sources),
         "",
@@ -42,8 +44,8 @@ def report(
         "Run",
         f"  layout            {layout}",
         f"  data parallel     {layout.data}",
-        f"  global batch      {options.global_batch_size} = {options.micro_batch_size} x DP {layout.data} x "
-        f"{plural(options.global_batch_size // share, 'micro batch')}",
+        f"  global batch      {training.global_batch_size} = {training.micro_batch_size} x DP {layout.data} x "
+        f"{plural(training.global_batch_size // share, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
@@ -78,7 +80,7 @@ def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:
     from ..tasks.rewards.load import signatures
     from ..tasks.rewards.unscored import check_columns
 
-    return check_columns(signatures(options), data.prepared, evaluates=options.eval_iters != 0)
+    return check_columns(signatures(options.rewards), data.prepared, evaluates=options.training.eval_iters != 0)
 
 
 def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
@@ -86,12 +88,12 @@ def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
 
     for name in ("ref_model", "mcore_ref_model", "teacher_model", "mcore_teacher_model"):
         for folder in _folders(options, name):
-            check_vocabulary(data.tokenizer, folder, f"--{name} {getattr(options, name)}")
+            check_vocabulary(data.tokenizer, folder, f"--{name} {flag_value(options, name)}")
 
 
 def _folders(options: SftOptions, *names: str) -> list[Path]:
     """Return the existing folders of these options."""
-    folders = [Path(value).expanduser() for name in names if (value := getattr(options, name, None))]
+    folders = [Path(value).expanduser() for name in names if (value := flag_value(options, name, None))]
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -99,9 +101,9 @@ def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
     """Return a line for each option that is set, and one that counts the others."""
     flags = [flag for flag in flags_of(type(options)).values() if flag.name != "dry_run"]
     changed = [flag for flag in flags if sources.get(flag.name, "default") != "default"]
-    lines = ["Options"]
+    lines, values = ["Options"], flag_values(options)
     for flag in changed:
-        content = getattr(options, flag.name)
+        content = values[flag.name]
         value = "..." if flag.name in SECRET and content else show(content) or "-"
         lines.append(f"  {flag.name:<44}{value}   ({sources[flag.name]})")
     rest = plural(len(flags) - len(changed), "option")

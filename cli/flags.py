@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..templates.json_types import JsonObject
@@ -65,26 +65,33 @@ class Flag:
 
 
 def flags_of(options: type) -> dict[str, Flag]:
-    """Return the flags of an option class by name, group by group in the order of its bases."""
+    """Return the flags of an option class by name, group by group."""
     return {flag.name: flag for flag in _flags(options)}
 
 
 @functools.cache
 def _flags(options: type) -> tuple[Flag, ...]:
+    """Return the flags of the classes themselves, then those of their groups; each class by class, nearest first."""
     kinds = get_type_hints(options)
     defaults: dict[str, Any] = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in dataclasses.fields(options)
     }
     owner: dict[str, type] = {}  # class that defines a field; subclasses may change its default
-    for group in reversed(options.__mro__):
-        owner |= {name: group for name in _fields_of(group) if name not in owner}
-    return tuple(
-        Flag(name, _plain(kinds[name]), defaults[name], annotated.__metadata__[0], _title(group), _bounds(annotated))
-        for group in options.__mro__
-        for name, annotated in _fields_of(group).items()
-        if owner[name] is group
-    )
+    for base in reversed(options.__mro__):
+        owner |= {name: base for name in _fields_of(base) if name not in owner}
+    direct: list[Flag] = []
+    grouped: list[Flag] = []
+    for base in options.__mro__:
+        for name, annotated in _fields_of(base).items():
+            if owner[name] is not base:
+                continue
+            if dataclasses.is_dataclass(kinds[name]):
+                grouped += (replace(flag, default=getattr(defaults[name], flag.name)) for flag in _flags(kinds[name]))
+            else:
+                text = annotated.__metadata__[0]
+                direct.append(Flag(name, _plain(kinds[name]), defaults[name], text, _title(base), _bounds(annotated)))
+    return (*direct, *grouped)
 
 
 def _title(group: type) -> str:

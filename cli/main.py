@@ -19,6 +19,7 @@ import click
 import typer
 from typer.core import TyperCommand
 
+from ..bridge.option_groups import flag_values
 from ..tasks.run.interrupt import EXIT_INTERRUPTED, finish
 from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
@@ -222,18 +223,18 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
         wake_gpu,
     )
 
-    if not options.dry_run:
+    if not options.training.dry_run:
         console.start_copy(shown_command(argv, {}))
     gpus = visible_gpus()
     notes += unseen_gpus(gpus)
     processes = Processes.of_environment(gpus)
-    layout = ProcessLayout.of(options, processes.world)
-    before = dict(vars(options))
+    layout = ProcessLayout.of(options.build, processes.world)
+    before = flag_values(options)
     notes += check_training(options, layout, gpus, processes.per_node, sources)
     sources |= _derived(before, options)
     _print_notes(notes)
-    settings = environment(options, processes, gpus)
-    if options.dry_run:
+    settings = environment(options.build, processes, gpus)
+    if options.training.dry_run:
         from .dry_run import report
 
         print(report(argv, options, sources, layout, processes, settings))
@@ -252,7 +253,7 @@ def _run_export(command: Command, options: Options, sources: Sources, notes: lis
     from .launch import Processes, environment, start, visible_gpus
 
     gpus = visible_gpus()
-    before = dict(vars(options))
+    before = flag_values(options)
     config, export_notes = check_export(options)
     notes += export_notes
     sources |= _derived(before, options)
@@ -278,7 +279,7 @@ def _run_in_process(command: Command, options: Options, sources: Sources, notes:
 
 def _derived(before: dict[str, Any], options: Options) -> dict[str, str]:
     """Return the source of each option that the checks have changed."""
-    return {name: "derived" for name, value in before.items() if getattr(options, name) != value}
+    return {name: "derived" for name, value in flag_values(options).items() if before[name] != value}
 
 
 def _run(command: Command, options: Options, sources: Sources) -> int:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..bridge.option_groups import compose, flag_values
 from ..tasks.run.args_json import load_args
 from ..templates.json_types import Json, JsonObject
 from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
@@ -217,8 +218,8 @@ def resolve[T](
             values[name] = convert(flags[name], value, parsed.sources[name])
             if parsed.sources[name] != "default" or values[name] != flags[name].default:
                 sources[name] = parsed.sources[name]
-    resolved = options(**values)
-    for name, flag in flags.items():
-        if getattr(resolved, name) != values.get(name, flag.default):  # set by the class
+    resolved = compose(options, **values)
+    for name, value in flag_values(resolved).items():
+        if value != values.get(name, flags[name].default):  # set by the class
             sources[name] = "derived"
     return resolved, sources

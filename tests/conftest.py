@@ -37,11 +37,11 @@ def alone() -> Iterator[None]:
     """This process as the only one of a job."""
     import torch
     from megaswift.bridge import parallel
-    from megaswift.tasks.options import SftOptions
+    from megaswift.bridge.options import BuildOptions
 
     from tests.layouts.worker import close
 
-    parallel.initialize(SftOptions(), seed=1)
+    parallel.initialize(BuildOptions(), seed=1)
     yield
     close()
     torch.distributed.destroy_process_group()

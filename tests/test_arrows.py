@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 # Packages and files of each room: each may import those before it.
 ORDER = {
-    "bridge": "options runtime kernels patches parallel mapping families layers model lora checkpoint",
+    "bridge": "option_groups options runtime kernels patches parallel mapping families layers model lora checkpoint",
     "templates": "plural machine json_types tokenizer options formats chat_template dataset batching prepare",
     "tasks": "options system losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..mapping.param_mapping import HfConfig
+from ..option_groups import flag_value
 from ..options import ModelOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,9 +52,9 @@ def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
 
     Raises what `read_adapter_config` and `base_of` raise.
     """
-    if adapter is None or options.model or getattr(options, "mcore_model", None):
+    if adapter is None or options.model or flag_value(options, "mcore_model", None):
         return options
-    mcore = bool(getattr(options, "mcore_adapter", None))
+    mcore = bool(flag_value(options, "mcore_adapter", None))
     return replace(options, model=base_of(adapter, read_adapter_config(adapter, mcore=mcore)))
 
 

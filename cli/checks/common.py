@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from ...bridge.option_groups import flag_value, group_of
 from ...bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ...tasks.observability.reporters import require_reporters
-from ...tasks.options import GkdOptions, InferOptions, RolloutOptions, SftOptions
+from ...tasks.options import InferOptions, RolloutOptions, SftOptions
 from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOptions
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
@@ -50,26 +51,26 @@ def check_training(
     model = known_model(
         options, weights=() if requested_checkpoint(options) else READ
     )  # a resumed run reads the checkpoint's
-    _data(options)
+    _data(options.data)
     _cache()
     _batch(options, layout)
     _schedule(options)
-    _recompute(options)
+    _recompute(options.build)
     _overlap(options)
     _fp8(options, gpus)
-    check_pipeline(options)
-    if options.tuner_type == "lora":
+    check_pipeline(options.build)
+    if options.tuner.tuner_type == "lora":
         notes += check_base(options, options, model)
         notes += check_adapters(options, sources, with_head(options, model))
     if model is not None:
-        check_divisible(options, layout, model)
+        check_divisible(options.build, layout, model)
     notes += check_task(options, layout, model, sources)
     check_processes(layout, gpus, processes)
     _global_batch(options, layout)
     _lengths(options)
     notes += _positions(options, model)
     _output(options)
-    _reporters(options)
+    _reporters(options.logging)
     _profile(options, layout)
     return notes
 
@@ -105,17 +106,19 @@ def check_rollout(options: RolloutOptions) -> list[str]:
 
 
 def _adjust(options: SftOptions) -> Iterator[str]:
-    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
-        options.sequence_parallel = False
+    training = options.training
+    build = options.build
+    if build.sequence_parallel and build.tensor_model_parallel_size == 1:
+        build.sequence_parallel = False
         yield "--sequence_parallel true is disabled: it needs --tensor_model_parallel_size > 1."
-    if options.train_iters is not None and options.num_train_epochs is not None:
-        epochs, steps = options.num_train_epochs, options.train_iters
+    if training.train_iters is not None and training.num_train_epochs is not None:
+        epochs, steps = training.num_train_epochs, training.train_iters
         yield f"--num_train_epochs {epochs:g} is ignored: --train_iters {steps} is set."
-        options.num_train_epochs = None
-    if options.virtual_pipeline_model_parallel_size == 1:
-        options.virtual_pipeline_model_parallel_size = None  # one chunk per stage is plain pipelining
-    if options.optimizer == "sgd" and options.use_distributed_optimizer:
-        options.use_distributed_optimizer = False
+        training.num_train_epochs = None
+    if build.virtual_pipeline_model_parallel_size == 1:
+        build.virtual_pipeline_model_parallel_size = None  # one chunk per stage is plain pipelining
+    if options.optimizer.optimizer == "sgd" and build.use_distributed_optimizer:
+        build.use_distributed_optimizer = False
         yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
 
 
@@ -150,7 +153,7 @@ def _cache() -> None:
 
 def check_lock(options: SftOptions) -> None:
     """Raise UsageError if another run of this machine writes to the run's folder, before any process starts."""
-    if options.add_version or requested_checkpoint(
+    if options.checkpoint.add_version or requested_checkpoint(
         options
     ):  # then the run makes a new folder, or waits for one that is ending
         return
@@ -176,23 +179,24 @@ def _check_system(options: PrepareOptions | InferOptions) -> None:
 
 
 def _batch(options: SftOptions, layout: ProcessLayout) -> None:
-    if options.train_iters is None and options.num_train_epochs is None:
+    if options.training.train_iters is None and options.training.num_train_epochs is None:
         raise UsageError("--train_iters, --num_train_epochs: missing. Set one of them.")
-    if options.streaming and options.train_iters is None:
+    if options.data.streaming and options.training.train_iters is None:
         raise UsageError("--streaming true: the length of a stream is unknown. Set --train_iters.")
-    if options.save_strategy == "epoch" and options.streaming:
+    if options.checkpoint.save_strategy == "epoch" and options.data.streaming:
         raise UsageError("--save_strategy epoch cannot be used with --streaming true. Set --save_strategy steps.")
 
 
 def _schedule(options: SftOptions) -> None:
-    if options.min_lr > options.lr:
-        raise UsageError(f"--min_lr {options.min_lr}: above --lr {options.lr}. Set a lower one.")
-    if options.lr_warmup_init > options.lr:
-        raise UsageError(f"--lr_warmup_init {options.lr_warmup_init}: above --lr {options.lr}. Set a lower one.")
-    if options.lr_warmup_iters and options.lr_warmup_fraction is not None:
+    schedule = options.schedule
+    if schedule.min_lr > schedule.lr:
+        raise UsageError(f"--min_lr {schedule.min_lr}: above --lr {schedule.lr}. Set a lower one.")
+    if schedule.lr_warmup_init > schedule.lr:
+        raise UsageError(f"--lr_warmup_init {schedule.lr_warmup_init}: above --lr {schedule.lr}. Set a lower one.")
+    if schedule.lr_warmup_iters and schedule.lr_warmup_fraction is not None:
         raise UsageError("--lr_warmup_iters cannot be used with --lr_warmup_fraction. Remove one of them.")
-    steps = options.lr_decay_iters or options.train_iters
-    warmup, last_part = options.lr_warmup_iters or 0, options.lr_wsd_decay_iters or 0
+    steps = schedule.lr_decay_iters or options.training.train_iters
+    warmup, last_part = schedule.lr_warmup_iters or 0, schedule.lr_wsd_decay_iters or 0
     if steps and warmup >= steps:
         raise UsageError(
             f"--lr_warmup_iters {warmup}: not below the {plural(steps, 'step')} of the schedule. Set a lower one."
@@ -214,49 +218,51 @@ def _recompute(options: RecomputeOptions) -> None:
 
 
 def _overlap(options: SftOptions) -> None:
-    if options.overlap_param_gather and options.overlap_grad_reduce is False:
+    build = options.build
+    if build.overlap_param_gather and build.overlap_grad_reduce is False:
         raise UsageError(
             "--overlap_param_gather true cannot be used with --overlap_grad_reduce false. Remove one of them."
         )
-    if options.overlap_param_gather and options.optimizer == "sgd":
+    if build.overlap_param_gather and options.optimizer.optimizer == "sgd":
         raise UsageError(
             "--overlap_param_gather true cannot be used with --optimizer sgd, which gathers nothing. Remove it."
         )
-    if options.overlap_param_gather and not options.use_distributed_optimizer:
+    if build.overlap_param_gather and not build.use_distributed_optimizer:
         raise UsageError("--overlap_param_gather true needs --use_distributed_optimizer true. Set both, or none.")
 
 
 def _fp8(options: SftOptions, gpus: int) -> None:
     """Raise UsageError for options of FP8. bridge/mapping/fp8.py checks the chip and the weights."""
-    if options.fp8_format is None:
+    build = options.build
+    if build.fp8_format is None:
         for field in fields(Fp8Options):
-            if (value := getattr(options, field.name)) != field.default:
+            if (value := getattr(options.build, field.name)) != field.default:
                 raise UsageError(f"--{field.name} {show(value)} needs --fp8_format. Set it, as in --fp8_format hybrid.")
         return
-    flag = f"--fp8_format {options.fp8_format}"
-    if options.transformer_impl == "local":
+    flag = f"--fp8_format {build.fp8_format}"
+    if build.transformer_impl == "local":
         raise UsageError(
             f"{flag} cannot be used with --transformer_impl local: it needs Transformer Engine's layers. Remove one of "
             "them."
         )
-    if not gpus and not options.dry_run:
+    if not gpus and not options.training.dry_run:
         raise UsageError(f"{flag} needs a GPU, and none is visible. Remove it.")
     if options.torch_dtype not in (None, "bfloat16"):
         raise UsageError(
             f"{flag} cannot be used with --torch_dtype {options.torch_dtype}: it needs bfloat16. Remove one of them."
         )
-    if options.fp8_recipe == "delayed":
+    if build.fp8_recipe == "delayed":
         fix = "Set --fp8_recipe tensorwise or blockwise."
-        if options.first_last_layers_bf16:
+        if build.first_last_layers_bf16:
             raise UsageError(f"--fp8_recipe delayed cannot be used with --first_last_layers_bf16 true. {fix}")
-        modules = {"moe_act", "layernorm"} & set(options.recompute_modules)
-        if options.recompute_granularity == "selective" and modules:
+        modules = {"moe_act", "layernorm"} & set(build.recompute_modules)
+        if build.recompute_granularity == "selective" and modules:
             raise UsageError(f"--fp8_recipe delayed cannot be used with --recompute_modules {min(modules)}. {fix}")
-    if options.fp8_param_gather and options.fp8_recipe == "mxfp8":
+    if build.fp8_param_gather and build.fp8_recipe == "mxfp8":
         raise UsageError(
             "--fp8_param_gather true cannot be used with --fp8_recipe mxfp8 in this version. Remove one of them."
         )
-    if options.fp8_param_gather and not options.use_distributed_optimizer:
+    if build.fp8_param_gather and not build.use_distributed_optimizer:
         raise UsageError(
             "--fp8_param_gather true needs the main parameters of --use_distributed_optimizer true (and --optimizer "
             "adam). Set both."
@@ -298,14 +304,15 @@ def check_processes(layout: ProcessLayout, gpus: int, processes: int) -> None:
 
 
 def _global_batch(options: SftOptions, layout: ProcessLayout) -> None:
-    share = options.micro_batch_size * layout.data
-    if options.global_batch_size % share:
+    training = options.training
+    share = training.micro_batch_size * layout.data
+    if training.global_batch_size % share:
         raise UsageError(
-            f"--global_batch_size {options.global_batch_size}: not a multiple of --micro_batch_size "
-            f"{options.micro_batch_size} x {layout.data} data-parallel processes = {share}. "
-            f"Set {_multiple_near(options.global_batch_size, share)}."
+            f"--global_batch_size {training.global_batch_size}: not a multiple of --micro_batch_size "
+            f"{training.micro_batch_size} x {layout.data} data-parallel processes = {share}. "
+            f"Set {_multiple_near(training.global_batch_size, share)}."
         )
-    _schedule_of_chunks(options, options.global_batch_size // share)
+    _schedule_of_chunks(options, training.global_batch_size // share)
 
 
 def _names(*sizes: str) -> list[str]:
@@ -320,13 +327,14 @@ def _multiple_near(value: int, unit: int) -> int:
 
 def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
     """Raise UsageError if micro batches do not fill the groups of megatron-core's interleaved schedule."""
-    stages = options.pipeline_model_parallel_size
-    if (options.virtual_pipeline_model_parallel_size or 1) == 1:
+    build = options.build
+    stages = build.pipeline_model_parallel_size
+    if (build.virtual_pipeline_model_parallel_size or 1) == 1:
         return
-    group = options.microbatch_group_size_per_vp_stage or stages
+    group = build.microbatch_group_size_per_vp_stage or stages
     if not stages <= group <= micro_batches or 0 < micro_batches % group < stages:
-        named = f"--virtual_pipeline_model_parallel_size {options.virtual_pipeline_model_parallel_size}"
-        if options.microbatch_group_size_per_vp_stage:
+        named = f"--virtual_pipeline_model_parallel_size {build.virtual_pipeline_model_parallel_size}"
+        if build.microbatch_group_size_per_vp_stage:
             named = f"--microbatch_group_size_per_vp_stage {group}"
         raise UsageError(
             f"{named}: {plural(micro_batches, 'micro batch')} per data-parallel process and step cannot pass {stages} "
@@ -337,19 +345,20 @@ def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
 
 def _lengths(options: SftOptions) -> None:
     """Raise UsageError if 2 x CP chunks, split by TP under SP, do not divide a sequence."""
-    context, fp8 = options.context_parallel_size, options.fp8_token_multiple
-    tensor = options.tensor_model_parallel_size if options.sequence_parallel else 1
+    build = options.build
+    context, fp8 = build.context_parallel_size, build.fp8_token_multiple
+    tensor = build.tensor_model_parallel_size if build.sequence_parallel else 1
     for name in ("max_length", "packing_length"):
-        if (length := getattr(options, name)) is None:
+        if (length := flag_value(options, name)) is None:
             continue
         if context > 1 and length % (2 * context):
             raise UsageError(
                 f"--{name} {length}: not a multiple of 2 x --context_parallel_size {context} = {2 * context}. "
                 f"Set {_multiple_near(length, 2 * context)}."
             )
-        if options.packing and length % (context * tensor * fp8):
+        if options.data.packing and length % (context * tensor * fp8):
             divisors = [
-                *[f"{fp8} with --fp8_format (--fp8_recipe {options.fp8_recipe})"] * (fp8 > 1),
+                *[f"{fp8} with --fp8_format (--fp8_recipe {build.fp8_recipe})"] * (fp8 > 1),
                 *[f"--tensor_model_parallel_size {tensor} under --sequence_parallel true"] * (tensor > 1),
                 *[f"--context_parallel_size {context}"] * (context > 1),
             ]
@@ -360,34 +369,36 @@ def _lengths(options: SftOptions) -> None:
 
 
 def _positions(options: SftOptions, model: HfConfig | None) -> Iterator[str]:
-    length = options.max_length or (options.packing_length if options.packing else None) or 0  # of a document
-    flags = f"--max_length {options.max_length}" if options.max_length else f"--packing_length {options.packing_length}"
-    if isinstance(options, CompletionOptions) and (
-        not isinstance(options, GkdOptions) or options.lmbda > 0 or options.seq_kd
-    ):
-        length = (options.max_length or 0) + options.max_completion_length
-        flags = f"--max_completion_length {options.max_completion_length}"
-        flags = f"--max_length {options.max_length} and {flags}" if options.max_length else flags
+    data = options.data
+    length = data.max_length or (data.packing_length if data.packing else None) or 0  # of a document
+    flags = f"--max_length {data.max_length}" if data.max_length else f"--packing_length {data.packing_length}"
+    sampling = group_of(options, CompletionOptions)
+    if sampling and options.generates:
+        length = (data.max_length or 0) + sampling.max_completion_length
+        flags = f"--max_completion_length {sampling.max_completion_length}"
+        flags = f"--max_length {data.max_length} and {flags}" if data.max_length else flags
     yield from beyond_positions(flags, length, model)
 
 
 def folder_of(options: SftOptions) -> Path:
     """Return the folder in which a run's folder is made."""
-    name = options.output_dir or default_output_dir(options.mcore_model or options.model)
+    name = options.checkpoint.output_dir or default_output_dir(options.mcore_model or options.model)
     return Path(name).expanduser().absolute()
 
 
 def _output(options: SftOptions) -> None:
     """Raise UsageError for an output folder that cannot be made, without writing."""
-    if options.output_dir is not None and not options.output_dir.strip():
+    if options.checkpoint.output_dir is not None and not options.checkpoint.output_dir.strip():
         raise UsageError("--output_dir '': is empty. Set a folder, or remove it.")
     with usage_errors():
-        shard_bytes(options.max_shard_size)
+        shard_bytes(options.checkpoint.max_shard_size)
     folder = folder_of(options)
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
-        raise UsageError(f"--output_dir {options.output_dir}: {error.strerror}. Set another folder.") from None
+        raise UsageError(
+            f"--output_dir {options.checkpoint.output_dir}: {error.strerror}. Set another folder."
+        ) from None
     if not existing.is_dir():
         problem = f"{existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -415,18 +426,17 @@ def _reporters(options: LoggingOptions) -> None:
 
 
 def _profile(options: SftOptions, layout: ProcessLayout) -> None:
-    if not options.profile:
+    if not options.profile.profile:
         return
-    start, end = options.profile_step_start, options.profile_step_end
+    start, end = options.profile.profile_step_start, options.profile.profile_step_end
     if not 1 <= start <= end:
         raise UsageError(
             f"--profile_step_start {start}, --profile_step_end {end}: no such range. Set 1 <= start <= end."
         )
-    if options.train_iters and start > options.train_iters:
-        raise UsageError(
-            f"--profile_step_start {start}: the run has {plural(options.train_iters, 'step')}. Set an earlier one."
-        )
-    for rank in options.profile_ranks:
+    steps = options.training.train_iters
+    if steps and start > steps:
+        raise UsageError(f"--profile_step_start {start}: the run has {plural(steps, 'step')}. Set an earlier one.")
+    for rank in options.profile.profile_ranks:
         if not 0 <= rank < layout.world:
             raise UsageError(
                 f"--profile_ranks {rank}: the run has {plural(layout.world, 'process')}. Set 0 to {layout.world - 1}."

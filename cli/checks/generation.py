@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ...bridge.option_groups import flag_value
 from ...tasks.options import GkdOptions, GrpoOptions
-from ...tasks.options.groups import CompletionOptions
 from ...tasks.rollout.addresses import server_urls
 from ..flags import UsageError, show, usage_errors
 from .model import SAFETENSORS, HfConfig, experts_of, read_model_config
@@ -37,11 +37,10 @@ IN_THE_PROCESS = (
 )  # fmt: skip
 
 
-def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> None:
+def check_generation(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for options of generation that cannot be used together."""
-    assert isinstance(options, GrpoOptions | GkdOptions)
     _lengths(options)
-    if options.top_k == 0:
+    if options.sampling.top_k == 0:
         raise UsageError("--top_k 0: keeps no token. Set at least 1, or -1 for all.")
     _engine(options, sources)
     if isinstance(options, GkdOptions):
@@ -55,15 +54,20 @@ def check_generation(options: CompletionOptions, sources: Mapping[str, str]) -> 
 
 
 def _sizes(options: GrpoOptions) -> None:
-    batch, generated, each = options.global_batch_size, options.generation_batch_size or 0, options.num_generations
+    sampling = options.sampling
+    batch, generated, each = (
+        options.training.global_batch_size,
+        sampling.generation_batch_size or 0,
+        sampling.num_generations,
+    )
     if generated % batch:
         raise UsageError(
             f"--generation_batch_size {generated}: not a multiple of --global_batch_size {batch}. Set a multiple."
         )
-    if generated != batch * options.steps_per_generation:
+    if generated != batch * sampling.steps_per_generation:
         raise UsageError(
             f"--generation_batch_size {generated}: not --global_batch_size {batch} x --steps_per_generation "
-            f"{options.steps_per_generation} = {batch * options.steps_per_generation}. Remove one of them."
+            f"{sampling.steps_per_generation} = {batch * sampling.steps_per_generation}. Remove one of them."
         )
     if generated % each:
         raise UsageError(
@@ -73,18 +77,18 @@ def _sizes(options: GrpoOptions) -> None:
 
 
 def _lengths(options: GeneratingOptions) -> None:
+    data = options.data
     kind = f"--rlhf_type {options.rlhf_type}"
-    if options.streaming:
+    if data.streaming:
         raise UsageError(f"--streaming true cannot be used with {kind}: prompts are few and short. Remove it.")
-    generates = not isinstance(options, GkdOptions) or options.lmbda > 0 or options.seq_kd
-    if generates and options.truncation_strategy == "right":
+    if options.generates and data.truncation_strategy == "right":
         raise UsageError(
             f"--truncation_strategy right cannot be used with {kind}: it cuts off the end of the question, and the "
             "model would continue the user's words. Set left or delete."
         )
-    if options.packing:
-        needed = (options.max_length or 0) + options.max_completion_length * generates
-        if not options.packing_length or options.packing_length < needed:
+    if data.packing:
+        needed = (data.max_length or 0) + options.sampling.max_completion_length * options.generates
+        if not data.packing_length or data.packing_length < needed:
             raise UsageError(
                 f"--packing true with {kind} needs --packing_length, at least the longest prompt (--max_length) and "
                 f"completion (--max_completion_length) together. Set {needed} or more."
@@ -92,28 +96,29 @@ def _lengths(options: GeneratingOptions) -> None:
 
 
 def _engine(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
+    engine = options.engine
     typed = _typed(OF_SERVERS, sources)
     _timeouts(options, typed)
-    if isinstance(options, GkdOptions) and options.teacher_model_server:
+    if isinstance(options, GkdOptions) and options.teacher.teacher_model_server:
         typed = [
             name for name in typed if name not in ("vllm_server_timeout", "server_reconnect_timeout")
         ]  # the teacher's too
-    has_address = bool(options.vllm_server_host or options.vllm_server_base_url) and options.use_vllm is not False
-    served = options.vllm_mode == "server" or (options.vllm_mode is None and has_address)
+    has_address = bool(engine.vllm_server_host or engine.vllm_server_base_url) and engine.use_vllm is not False
+    served = engine.vllm_mode == "server" or (engine.vllm_mode is None and has_address)
     if typed and not served:
         raise UsageError(f"{written(typed[0], options)}: only for --vllm_mode server. Remove it.")
-    if options.vllm_mode and options.use_vllm is False:
-        raise UsageError(f"--vllm_mode {options.vllm_mode} cannot be used with --use_vllm false. Remove one of them.")
+    if engine.vllm_mode and engine.use_vllm is False:
+        raise UsageError(f"--vllm_mode {engine.vllm_mode} cannot be used with --use_vllm false. Remove one of them.")
     if served:
         with usage_errors():
-            server_urls(options)
+            server_urls(options.engine)
     if isinstance(options, GrpoOptions) and options.async_generate:
         _async(options, served=served)
-    check_key("vllm_server_api_key", options.vllm_server_api_key)
+    check_key("vllm_server_api_key", engine.vllm_server_api_key)
     _offload(options)
-    colocated = options.vllm_mode == "colocate" or bool(options.use_vllm and not served)
+    colocated = engine.vllm_mode == "colocate" or bool(engine.use_vllm and not served)
     if colocated and importlib.util.find_spec("vllm") is None:
-        flag = f"--vllm_mode {options.vllm_mode}" if options.vllm_mode else "--use_vllm true"
+        flag = f"--vllm_mode {engine.vllm_mode}" if engine.vllm_mode else "--use_vllm true"
         raise UsageError(
             f"{flag}: vLLM is not installed here. Run `pip install 'megaswift[vllm]'`, or set --use_vllm false, or "
             "--vllm_mode server with the address of a `swift rollout`."
@@ -123,8 +128,9 @@ def _engine(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
 
 def _unread_by_engines(options: GeneratingOptions, sources: Mapping[str, str], *, served: bool) -> None:
     """Raise UsageError for options of colocated vLLM that nothing reads, and for a length too short for the run."""
+    engine = options.engine
     typed = _typed((*IN_THE_PROCESS, "sleep_level"), sources)
-    if isinstance(options, GkdOptions) and options.lmbda == 0:
+    if not options.rolls_out:
         if typed:
             raise UsageError(
                 f"{written(typed[0], options)} cannot be used with --lmbda 0: the student generates nothing. Remove it."
@@ -135,15 +141,15 @@ def _unread_by_engines(options: GeneratingOptions, sources: Mapping[str, str], *
                 f"{written(typed[0], options)}: only for vLLM in the training processes, and a server generates. Set "
                 "it for `swift rollout`, and remove it here."
             )
-    elif options.use_vllm is False or importlib.util.find_spec("vllm") is None:
+    elif engine.use_vllm is False or importlib.util.find_spec("vllm") is None:
         if typed:
-            reason = "--use_vllm false is set" if options.use_vllm is False else "it is not installed here"
+            reason = "--use_vllm false is set" if engine.use_vllm is False else "it is not installed here"
             raise UsageError(f"{written(typed[0], options)}: only for vLLM, and {reason}. Remove it.")
-    elif options.vllm_max_model_len is not None:
-        needed = (options.max_length or 0) + options.max_completion_length
-        if options.vllm_max_model_len < needed:
+    elif engine.vllm_max_model_len is not None:
+        needed = (options.data.max_length or 0) + options.sampling.max_completion_length
+        if engine.vllm_max_model_len < needed:
             raise UsageError(
-                f"--vllm_max_model_len {options.vllm_max_model_len}: less than the longest prompt (--max_length) and "
+                f"--vllm_max_model_len {engine.vllm_max_model_len}: less than the longest prompt (--max_length) and "
                 f"completion (--max_completion_length) together. Set {needed} or more."
             )
 
@@ -159,15 +165,15 @@ def is_typed(name: str, sources: Mapping[str, str]) -> bool:
 
 def written(name: str, options: object) -> str:
     """Return an option as typed: --name value."""
-    return f"--{name} {show(getattr(options, name))}"
+    return f"--{name} {show(flag_value(options, name))}"
 
 
 def _timeouts(options: GeneratingOptions, typed: list[str]) -> None:
     """Raise UsageError if ranks that wait for the rank which waits for a server would time out first."""
     for name in ("vllm_server_timeout", "server_reconnect_timeout"):
-        if name in typed and getattr(options, name) >= options.ddp_timeout:
+        if name in typed and flag_value(options, name) >= options.build.ddp_timeout:
             raise UsageError(
-                f"{written(name, options)}: not below --ddp_timeout {options.ddp_timeout}, which ends a run that "
+                f"{written(name, options)}: not below --ddp_timeout {options.build.ddp_timeout}, which ends a run that "
                 "waits. Set a higher --ddp_timeout."
             )
 
@@ -178,26 +184,26 @@ def _async(options: GrpoOptions, *, served: bool) -> None:
             "--async_generate true: only for --vllm_mode server, since engines in the training processes generate "
             "while nothing trains. Start a `swift rollout` and set its address, or remove it."
         )
-    if options.sleep_level:
+    if options.engine.sleep_level:
         raise UsageError(
-            f"--sleep_level {options.sleep_level} cannot be used with --async_generate true: the servers generate "
-            "while the model trains. Remove one of them."
+            f"--sleep_level {options.engine.sleep_level} cannot be used with --async_generate true: the servers "
+            "generate while the model trains. Remove one of them."
         )
 
 
 def _offload(options: GeneratingOptions) -> None:
     """Raise UsageError for offload of the trainer where it cannot be idle during generation."""
     for name in ("offload_model", "offload_optimizer"):
-        if not getattr(options, name):
+        if not flag_value(options, name):
             continue
-        if isinstance(options, GkdOptions) and options.lmbda == 0:
+        if not options.rolls_out:
             raise UsageError(f"--{name} true cannot be used with --lmbda 0: the student generates nothing. Remove it.")
         if isinstance(options, GrpoOptions) and options.async_generate:
             raise UsageError(
                 f"--{name} true cannot be used with --async_generate true: the model trains during generation. Remove "
                 "one of them."
             )
-        if name == "offload_model" and options.fp8_param_gather:
+        if name == "offload_model" and options.build.fp8_param_gather:
             raise UsageError(
                 "--offload_model true cannot be used with --fp8_param_gather true, whose weights are in two parts. "
                 "Remove one of them."
@@ -214,17 +220,17 @@ def _unread(options: GrpoOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for an option that the chosen loss or mode does not read."""
     for name in _typed(ONLY_WITH, sources):
         by, values = ONLY_WITH[name]
-        if getattr(options, by) not in values:
+        if flag_value(options, by) not in values:
             readers = " or ".join(show(value) for value in values)
             raise UsageError(
-                f"{written(name, options)}: only for --{by} {readers}, not {show(getattr(options, by))}. Remove it."
+                f"{written(name, options)}: only for --{by} {readers}, not {show(flag_value(options, by))}. Remove it."
             )
 
 
 def _policy(options: GrpoOptions) -> None:
     if not options.beta:
         for name in (*REFERENCES, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
-            if getattr(options, name):
+            if flag_value(options, name):
                 raise UsageError(
                     f"{written(name, options)} cannot be used with --beta 0, which has no reference. Remove one of "
                     "them."
@@ -240,7 +246,7 @@ def check_replay(options: GrpoOptions, model: HfConfig | None) -> None:
         return
     if model is not None and not experts_of(model):
         raise UsageError(f"{mode}: the model has no experts. Remove it.")
-    if options.moe_router_load_balancing_type == "sinkhorn":
+    if options.build.moe_router_load_balancing_type == "sinkhorn":
         raise UsageError(
             f"{mode} cannot be used with --moe_router_load_balancing_type sinkhorn, which routes a token by all "
             "others. Remove one of them."
@@ -249,7 +255,7 @@ def check_replay(options: GrpoOptions, model: HfConfig | None) -> None:
 
 def _distillation(options: GkdOptions) -> None:
     for name in ("seq_kd", "sft_alpha"):
-        if options.lmbda == 1 and getattr(options, name):
+        if options.lmbda == 1 and flag_value(options, name):
             raise UsageError(
                 f"{written(name, options)} cannot be used with --lmbda 1: the student generates all answers. Remove "
                 "one of them."
@@ -260,10 +266,10 @@ def _rewards(options: GrpoOptions) -> None:
     from ...tasks.rewards.load import check_rewards
 
     with usage_errors():
-        check_rewards(options)
-    if options.reward_model:
+        check_rewards(options.rewards)
+    if options.rewards.reward_model:
         try:
-            read_model_config(replace(options, model=options.reward_model), weights=SAFETENSORS)
+            read_model_config(replace(options, model=options.rewards.reward_model), weights=SAFETENSORS)
         except UsageError as error:
             raise UsageError(re.sub(r"--model\b", "--reward_model", str(error))) from None
 
@@ -272,7 +278,7 @@ def _turns(options: GrpoOptions, sources: Mapping[str, str]) -> None:
     from ...tasks.multi_turn.load import check_turns
 
     for name in ("max_turns", "turn_timeout"):
-        if is_typed(name, sources) and options.multi_turn_scheduler is None:
+        if is_typed(name, sources) and options.multi_turn.multi_turn_scheduler is None:
             raise UsageError(
                 f"{written(name, options)}: only for episodes of several turns. Set --multi_turn_scheduler, or remove "
                 "it."

@@ -12,6 +12,7 @@ from ...bridge.families import family_of
 from ...bridge.lora.adapter_mapping import AdapterPlan, modules_of, plan_adapters
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import expand_mappings
+from ...bridge.option_groups import flag_value
 from ...bridge.options import AdapterOptions, LoraOptions, McoreAdapterOptions, ModelOptions
 from ...tasks.options import SftOptions
 from ...templates.json_types import JsonObject
@@ -36,8 +37,8 @@ SIZES += ("num_key_value_heads", "head_dim", "vocab_size", "num_experts", "num_l
 def check_tuner(options: SftOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for flags of LoRA and of freezing that cannot be used together or with the tuner."""
     for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
-        _compiles(name, getattr(options, name))
-    if options.tuner_type == "full":
+        _compiles(name, flag_value(options, name))
+    if options.tuner.tuner_type == "full":
         for name in LORA:
             if _is_set(options, name, sources):
                 raise UsageError(
@@ -47,7 +48,7 @@ def check_tuner(options: SftOptions, sources: Mapping[str, str]) -> None:
         _freezing(options)
         return
     for name in (*FREEZING, *THAWING):
-        if getattr(options, name):
+        if flag_value(options, name):
             raise UsageError(
                 f"{written(name, options)} cannot be used with --tuner_type lora, which trains adapters. Select them "
                 "with --target_modules or --target_regex, and fully trained modules with --modules_to_save."
@@ -56,17 +57,17 @@ def check_tuner(options: SftOptions, sources: Mapping[str, str]) -> None:
 
 
 def _freezing(options: SftOptions) -> None:
-    ratio = options.freeze_parameters_ratio
-    trained = next((name for name in THAWING if getattr(options, name)), None)
-    if trained and not any(getattr(options, name) for name in FREEZING):
+    ratio = options.tuner.freeze_parameters_ratio
+    trained = next((name for name in THAWING if flag_value(options, name)), None)
+    if trained and not any(flag_value(options, name) for name in FREEZING):
         raise UsageError(
             f"{written(trained, options)}: nothing is frozen, so all weights are trained. Give "
             "--freeze_parameters_ratio 1 as well, to train these alone."
         )
     if ratio == 1 and not trained:
         raise UsageError("--freeze_parameters_ratio 1.0: freezes all weights. Set --trainable_parameters.")
-    freezes = next((name for name in FREEZING if getattr(options, name)), None)
-    if freezes and options.fp8_param_gather:
+    freezes = next((name for name in FREEZING if flag_value(options, name)), None)
+    if freezes and options.build.fp8_param_gather:
         raise UsageError(
             f"{written(freezes, options)} cannot be used with --fp8_param_gather true, which needs all weights "
             "trained. Remove one of them."
@@ -74,19 +75,19 @@ def _freezing(options: SftOptions) -> None:
 
 
 def _lora(options: SftOptions, sources: Mapping[str, str]) -> None:
-    if options.target_regex and is_typed("target_modules", sources):
+    if options.lora.target_regex and is_typed("target_modules", sources):
         raise UsageError(
             f"{written('target_regex', options)} cannot be used with --target_modules. Remove one of them."
         )
-    if not options.target_modules and not options.target_regex:
+    if not options.lora.target_modules and not options.lora.target_regex:
         raise UsageError("--target_modules: is empty. Set modules, as in --target_modules all-linear.")
-    for target in options.target_modules:
+    for target in options.lora.target_modules:
         if target.rpartition(".")[2] in OUTPUT:
             raise UsageError(
                 f"--target_modules {target}: the output layer supports no adapter. Set --modules_to_save lm_head to "
                 "train all of it."
             )
-    if options.merge_lora and not options.save_safetensors:
+    if options.merge_lora and not options.checkpoint.save_safetensors:
         raise UsageError(
             "--merge_lora true cannot be used with --save_safetensors false, which saves the adapter only. Remove one "
             "of them."
@@ -95,7 +96,7 @@ def _lora(options: SftOptions, sources: Mapping[str, str]) -> None:
         ("fp8_param_gather", "frozen weights are not gathered"),
         ("mtp_num_layers", "its layers support no adapters"),
     ):
-        if getattr(options, name):
+        if flag_value(options, name):
             raise UsageError(
                 f"{written(name, options)} cannot be used with --tuner_type lora in this version: {reason}. Remove it."
             )
@@ -103,7 +104,7 @@ def _lora(options: SftOptions, sources: Mapping[str, str]) -> None:
 
 def _is_set(options: SftOptions, name: str, sources: Mapping[str, str]) -> bool:
     """Return whether the user set an option to a value that has an effect."""
-    return is_typed(name, sources) and getattr(options, name) not in (None, False, [], "none")
+    return is_typed(name, sources) and flag_value(options, name) not in (None, False, [], "none")
 
 
 def _compiles(name: str, pattern: str | None) -> None:
@@ -118,7 +119,7 @@ def source_of(options: AdapterOptions) -> str:
 
     Raises UsageError for several.
     """
-    mcore = getattr(options, "mcore_adapter", None)
+    mcore = flag_value(options, "mcore_adapter", None)
     typed = [written("adapters", options)] * bool(options.adapters) + [f"--mcore_adapter {mcore}"] * bool(mcore)
     if len(options.adapters) > 1 or len(typed) > 1:
         raise UsageError(
@@ -156,7 +157,7 @@ def take_base(options: ModelOptions, adapter: AdapterOptions) -> Iterator[str]:
     Raises UsageError if the base model is missing.
     """
     config = adapter_config(adapter)
-    if config is None or options.model or getattr(options, "mcore_model", None):
+    if config is None or options.model or flag_value(options, "mcore_model", None):
         return
     source = source_of(adapter)
     try:
@@ -172,7 +173,7 @@ def check_base(options: ModelOptions, adapter: AdapterOptions, model: HfConfig |
     base = "" if config is None else config.get("base_model_name_or_path")
     if not base or model is None:
         return
-    mcore = getattr(options, "mcore_model", None)
+    mcore = flag_value(options, "mcore_model", None)
     flag = f"--mcore_model {mcore}" if mcore else f"--model {options.model}"
     folders = [Path(name).expanduser() for name in (base, mcore or options.model)]
     if folders[0].resolve() == folders[1].resolve() or folders[0].name == folders[1].name != "":
@@ -196,7 +197,7 @@ def check_adapters(options: SftOptions, sources: Mapping[str, str], model: HfCon
     model: config.json, None if not downloaded yet
     """
     adapter, source = settings_of(options), source_of(options)
-    settings = LoraSettings.of_options(options) if adapter is None else _continued(options, adapter, sources)
+    settings = LoraSettings.of_options(options.lora) if adapter is None else _continued(options, adapter, sources)
     plan = None if model is None else check_fits(settings, model, options, source)
     if adapter is None:
         return
@@ -206,15 +207,15 @@ def check_adapters(options: SftOptions, sources: Mapping[str, str], model: HfCon
             yield f"{prefix} its own, which stay."
         elif not _same_modules(check_fits(changed, model, options), plan):
             raise UsageError(f"{prefix} others. Remove it, or start without an adapter.")
-    options.target_modules = sorted({name.rpartition(".")[2] for name in adapter.targets})
-    options.target_regex, options.modules_to_save = None, list(adapter.modules_to_save)
+    options.lora.target_modules = sorted({name.rpartition(".")[2] for name in adapter.targets})
+    options.lora.target_regex, options.lora.modules_to_save = None, list(adapter.modules_to_save)
 
 
 def _changed_modules(
     options: SftOptions, adapter: LoraSettings, sources: Mapping[str, str]
 ) -> Iterator[tuple[str, LoraSettings]]:
     """Yield each typed flag that selects modules, with the adapter's settings changed by it."""
-    requested = LoraSettings.of_options(options)
+    requested = LoraSettings.of_options(options.lora)
     for flag in ("target_modules", "target_regex"):
         if is_typed(flag, sources):
             yield flag, replace(adapter, targets=requested.targets, regex=requested.regex)
@@ -298,16 +299,16 @@ def _continued(options: SftOptions, adapter: LoraSettings, sources: Mapping[str,
 
     for flag, name in FIXED.items():
         value = getattr(adapter, name)
-        if is_typed(flag, sources) and getattr(options, flag) != value:
+        if is_typed(flag, sources) and flag_value(options, flag) != value:
             raise differs(flag, value)
-        setattr(options, flag, value)
+        setattr(options.lora, flag, value)
     typed = {flag: name for flag, name in SCALING.items() if is_typed(flag, sources)}
-    settings = replace(adapter, **{name: getattr(options, flag) for flag, name in typed.items()})
+    settings = replace(adapter, **{name: flag_value(options, flag) for flag, name in typed.items()})
     if not math.isclose(settings.scaling, adapter.scaling):
         flag, name = next(iter(typed.items()))
         raise differs(flag, getattr(adapter, name))
     for flag, name in SCALING.items():
-        setattr(options, flag, getattr(settings, name))
+        setattr(options.lora, flag, getattr(settings, name))
     if not is_typed("lora_dropout", sources):
-        options.lora_dropout = adapter.dropout
-    return replace(settings, dropout=options.lora_dropout, dtype=options.lora_dtype)
+        options.lora.lora_dropout = adapter.dropout
+    return replace(settings, dropout=options.lora.lora_dropout, dtype=options.lora.lora_dtype)

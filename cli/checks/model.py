@@ -13,6 +13,7 @@ from ...bridge.checkpoint.hub import (
     read_config,
 )
 from ...bridge.families import family_of
+from ...bridge.option_groups import flag_value
 from ...bridge.options import BuildOptions, ModelOptions
 from ...tasks.run.planning import ProcessLayout
 from ...templates.json_types import JsonObject
@@ -62,7 +63,7 @@ def _has_family(config: HfConfig) -> bool:
 
 def known_model(options: ModelOptions, *, weights: Collection[str] = READ) -> HfConfig | None:
     """Return config.json of a model of a supported architecture; None for a hub id. Raises UsageError."""
-    if mcore := getattr(options, "mcore_model", None):
+    if mcore := flag_value(options, "mcore_model", None):
         return _mcore_model(options, mcore)
     config = read_model_config(options, weights=weights)
     try:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...bridge.option_groups import flag_value
 from ...tasks.options import SftOptions
 from ...tasks.run.resume import requested_checkpoint
 from ..flags import UsageError
@@ -29,14 +30,16 @@ PARTIAL = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # options that r
 def check_resume(options: SftOptions) -> Iterator[str]:
     """Raise UsageError for options of resuming that cannot be used; yield notes for the user."""
     requested, flag = requested_checkpoint(options), "--resume_from_checkpoint"
-    if not options.finetune:
+    if not options.resume.finetune:
         flag = "--finetune false, which resumes from"
         if not requested:
-            flags = "--mcore_adapter or --adapters" if options.tuner_type == "lora" else "--mcore_model or --model"
+            flags = (
+                "--mcore_adapter or --adapters" if options.tuner.tuner_type == "lora" else "--mcore_model or --model"
+            )
             raise UsageError(f"--finetune false: no checkpoint to resume from. Set {flags}.")
-        if options.resume_from_checkpoint not in (None, requested):
+        if options.resume.resume_from_checkpoint not in (None, requested):
             raise UsageError(
-                f"--resume_from_checkpoint {options.resume_from_checkpoint}: differs from {requested}, which "
+                f"--resume_from_checkpoint {options.resume.resume_from_checkpoint}: differs from {requested}, which "
                 "--finetune false resumes from. Remove one of them."
             )
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # the run may have replaced the folder
@@ -52,19 +55,23 @@ def check_resume(options: SftOptions) -> Iterator[str]:
         )
     if requested is None:
         for name in PARTIAL:
-            if getattr(options, name):
+            if getattr(options.resume, name):
                 yield f"--{name} true is not needed: nothing is resumed."
-    if options.async_save and not options.save_safetensors:
+    if options.checkpoint.async_save and not options.checkpoint.save_safetensors:
         raise UsageError(
             "--async_save true cannot be used with --save_safetensors false: megatron-core's format is written "
             "synchronously. Remove one of them."
         )
-    metrics = METRICS[getattr(options, "rlhf_type", None) or getattr(options, "task_type", "causal_lm")]
-    if (metric := (options.metric_for_best_model or options.usual_metric).removeprefix("eval_")) not in metrics:
+    metrics = METRICS[flag_value(options, "rlhf_type", None) or flag_value(options, "task_type", "causal_lm")]
+    if (
+        metric := (options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix("eval_")
+    ) not in metrics:
         raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(metrics)}. Set one of them.")
-    evaluates = (bool(options.val_dataset) or options.split_dataset_ratio > 0) and options.eval_iters != 0
+    evaluates = (
+        bool(options.data.val_dataset) or options.data.split_dataset_ratio > 0
+    ) and options.training.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):
-        if getattr(options, name) is not None and not evaluates:
+        if getattr(options.checkpoint, name) is not None and not evaluates:
             raise UsageError(
                 f"--{name}: nothing is evaluated. Set --val_dataset or --split_dataset_ratio, or remove it."
             )

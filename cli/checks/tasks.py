@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
 from ...bridge.families.sequence_classification import SUFFIX, count_labels
+from ...bridge.option_groups import flag_value
 from ...tasks.options import (
-    CompletionOptions,
     DpoOptions,
     EmbeddingOptions,
     GenerativeRerankerOptions,
@@ -16,8 +16,6 @@ from ...tasks.options import (
     InferOptions,
     KtoOptions,
     PrecomputeOptions,
-    RerankerOptions,
-    RmOptions,
     RolloutOptions,
     SeqClsOptions,
     SftOptions,
@@ -55,43 +53,42 @@ def check_task(
     if options.stage in ("sft", "pt"):
         return
     _documents(options)
-    if isinstance(options, CompletionOptions):
-        check_generation(options, sources)
-    if isinstance(options, GrpoOptions | GkdOptions):
-        check_vllm_lora(options, model)
-    if isinstance(options, GrpoOptions):
-        check_replay(options, model)
-    if isinstance(options, GkdOptions):
-        _teacher(options, layout)
     _unread(options, sources)
     yield from _needless(options, sources)
-    if isinstance(options, WithReference):
-        yield from _reference(options, layout, model)
-    if isinstance(options, DpoOptions):
-        _dpo(options)
-    elif isinstance(options, SeqClsOptions):
-        _classes(options, model)
-    elif isinstance(options, EmbeddingOptions):
-        _dimensions(options, model)
-    elif isinstance(options, GenerativeRerankerOptions):
-        _tokens(options)
+    match options:
+        case GrpoOptions():
+            check_generation(options, sources)
+            check_vllm_lora(options, model)
+            check_replay(options, model)
+            yield from _reference(options, layout, model)
+        case GkdOptions():
+            check_generation(options, sources)
+            check_vllm_lora(options, model)
+            _teacher(options, layout)
+        case DpoOptions():
+            yield from _reference(options, layout, model)
+            _dpo(options)
+        case KtoOptions():
+            yield from _reference(options, layout, model)
+        case SeqClsOptions():
+            _classes(options, model)
+        case EmbeddingOptions():
+            _dimensions(options, model)
+        case GenerativeRerankerOptions():
+            _tokens(options)
 
 
 def task_flag(options: SftOptions) -> str:
     """Return the flag of the task, as typed: --rlhf_type dpo."""
-    by = "rlhf_type" if hasattr(options, "rlhf_type") else "task_type"
-    return f"--{by} {getattr(options, by)}"
+    by = "rlhf_type" if flag_value(options, "rlhf_type", None) else "task_type"
+    return f"--{by} {flag_value(options, by)}"
 
 
 def labels_of(options: SftOptions, model: HfConfig) -> int | None:
     """Return the number of outputs of the task's head; None without a head."""
     if isinstance(options, SeqClsOptions):
         return options.num_labels or count_labels(model)
-    if isinstance(options, RmOptions) or (
-        isinstance(options, RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
-    ):
-        return 1
-    return None
+    return 1 if options.scores_documents else None
 
 
 def with_head(options: SftOptions, model: HfConfig | None) -> HfConfig | None:
@@ -132,14 +129,14 @@ def check_generates(options: InferOptions | RolloutOptions, model: HfConfig | No
 
 def _documents(options: SftOptions) -> None:
     kind = task_flag(options)
-    if not options.padding_free:
+    if not options.data.padding_free:
         raise UsageError(f"--padding_free false cannot be used with {kind}, which needs packed rows. Remove it.")
-    if options.mtp_num_layers:
+    if options.build.mtp_num_layers:
         raise UsageError(
-            f"--mtp_num_layers {options.mtp_num_layers} cannot be used with {kind}: its loss has no multi-token "
+            f"--mtp_num_layers {options.build.mtp_num_layers} cannot be used with {kind}: its loss has no multi-token "
             "prediction. Remove it."
         )
-    if options.streaming and options.stage in ("kto", "embedding"):
+    if options.data.streaming and options.stage in ("kto", "embedding"):
         reason = "needs other rows' answers" if options.stage == "kto" else "needs other samples as negatives"
         raise UsageError(
             f"--streaming true cannot be used with {kind}, which {reason}. Remove it: tokens are on disk, not in "
@@ -150,7 +147,7 @@ def _documents(options: SftOptions) -> None:
 def _unread(options: SftOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for an option that the chosen loss or mode does not read."""
     for name, (by, values) in ONLY_WITH.items():
-        chosen = getattr(options, by, None)
+        chosen = flag_value(options, by, None)
         chosen = chosen if isinstance(chosen, list) else [chosen]
         if name in flags_of(type(options)) and _is_changed(name, options, sources) and not {*chosen} & {*values}:
             raise UsageError(
@@ -161,13 +158,13 @@ def _unread(options: SftOptions, sources: Mapping[str, str]) -> None:
 
 def _is_changed(name: str, options: SftOptions, sources: Mapping[str, str]) -> bool:
     """Return whether the user set an option to another value than its default."""
-    return is_typed(name, sources) and getattr(options, name) != flags_of(type(options))[name].default
+    return is_typed(name, sources) and flag_value(options, name) != flags_of(type(options))[name].default
 
 
 def _needless(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(options, DpoOptions | KtoOptions | GkdOptions) and _is_changed("loss_scale", options, sources):
         reason = "trains on completions" if options.stage == "prompts" else "has no loss per token"
-        yield f"--loss_scale {options.loss_scale} is not needed: {task_flag(options)} {reason}."
+        yield f"--loss_scale {options.data.loss_scale} is not needed: {task_flag(options)} {reason}."
     prefixes = VARIABLES_BEGIN.get(options.stage, ())
     for variable in sorted(name for name in os.environ if name.startswith(prefixes)):
         flag = VARIABLES.get(variable)
@@ -202,7 +199,8 @@ def _dpo(options: DpoOptions) -> None:
 
 
 def _reference(options: WithReference, layout: ProcessLayout, model: HfConfig | None) -> Iterator[str]:
-    names = [field.name for field in fields(PrecomputeOptions) if getattr(options, field.name, None)]
+    reference = options.reference
+    names = [field.name for field in fields(PrecomputeOptions) if flag_value(options, field.name, None)]
     names = [name for name in names if name not in ONLY_WITH]
     models = [written(name, options) for name in names if name in REFERENCES]
     if isinstance(options, DpoOptions) and options.reference_free and names:
@@ -215,22 +213,22 @@ def _reference(options: WithReference, layout: ProcessLayout, model: HfConfig | 
             f"{models[0]} cannot be used with {models[1]}. Remove one of them. --ref_adapters apply to the trained "
             "model; merge them into another with `swift export --merge_lora true`."
         )
-    precomputes = isinstance(options, PrecomputeOptions) and options.precompute_ref_log_probs
-    if precomputes and options.streaming:
+    precomputes = isinstance(reference, PrecomputeOptions) and reference.precompute_ref_log_probs
+    if precomputes and options.data.streaming:
         raise UsageError(
             "--precompute_ref_log_probs true cannot be used with --streaming true: it passes over all data first. "
             "Remove one of them."
         )
-    if options.sync_ref_model:
+    if reference.sync_ref_model:
         _sync(options, has_reference=bool(models), precomputes=precomputes)
-    if options.offload_ref_model:
+    if reference.offload_ref_model:
         reason = "it is released before training" if precomputes else ""
-        if options.tuner_type == "lora" and not models:
+        if options.tuner.tuner_type == "lora" and not models:
             reason = "it is the model without its adapters"
         if reason:
-            options.offload_ref_model = False
+            reference.offload_ref_model = False
             yield f"--offload_ref_model true is not needed: {reason}."
-    if options.ref_adapters:
+    if reference.ref_adapters:
         yield from _reference_adapter(options, model)
     elif models:
         _reference_model(options, layout, models[0])
@@ -242,7 +240,7 @@ def _sync(options: WithReference, *, has_reference: bool, precomputes: bool) -> 
             "--sync_ref_model true cannot be used with --precompute_ref_log_probs true, which releases the reference "
             "before training. Remove one of them."
         )
-    if options.tuner_type == "lora" and not has_reference:
+    if options.tuner.tuner_type == "lora" and not has_reference:
         raise UsageError(
             "--sync_ref_model true cannot be used with --tuner_type lora without --ref_model: the reference is the "
             "frozen base model. Set --ref_model, or remove it."
@@ -251,7 +249,7 @@ def _sync(options: WithReference, *, has_reference: bool, precomputes: bool) -> 
 
 def _reference_adapter(options: WithReference, model: HfConfig | None) -> Iterator[str]:
     """Check the reference's adapter like the trained one, with the reference's flag in messages."""
-    as_policy = replace(options, adapters=options.ref_adapters, mcore_adapter=None)
+    as_policy = replace(options, adapters=options.reference.ref_adapters, mcore_adapter=None)
     try:
         for note in check_base(as_policy, as_policy, model):
             yield note.replace("--adapters", "--ref_adapters")
@@ -263,7 +261,7 @@ def _reference_adapter(options: WithReference, model: HfConfig | None) -> Iterat
 
 
 def _reference_model(options: WithReference, layout: ProcessLayout, flag: str) -> None:
-    as_policy = replace(options, model=options.ref_model or "", mcore_model=options.mcore_ref_model)
+    as_policy = replace(options, model=options.reference.ref_model or "", mcore_model=options.reference.mcore_ref_model)
     _check_model(as_policy, layout, flag, "ref")
 
 
@@ -272,8 +270,10 @@ def _teacher(options: GkdOptions, layout: ProcessLayout) -> None:
     if flag is None:  # a server has it
         return
     parallel = teacher_layout(options)
-    layout = ProcessLayout.of(parallel, layout.world) if parallel else layout
-    as_policy = replace(parallel or options, model=options.teacher_model or "", mcore_model=options.mcore_teacher_model)
+    layout = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
+    as_policy = replace(
+        parallel or options, model=options.teacher.teacher_model or "", mcore_model=options.teacher.mcore_teacher_model
+    )
     try:
         _check_model(as_policy, layout, flag, "teacher")
     except UsageError as error:
@@ -287,7 +287,7 @@ def _check_model(as_policy: SftOptions, layout: ProcessLayout, flag: str, role: 
         _head(as_policy, config)
         if config is not None:
             sizes = layout if experts_of(config) else replace(layout, expert=1, expert_tensor=1)
-            check_divisible(as_policy, sizes, config)
+            check_divisible(as_policy.build, sizes, config)
     except UsageError as error:
         text = re.sub(
             r"--(mcore_)?(model|adapters)\b", lambda match: f"--{match[1] or ''}{role}_{match[2]}", str(error)
@@ -302,7 +302,7 @@ def _classes(options: SeqClsOptions, model: HfConfig | None) -> None:
             "--num_labels: missing, and the model has no head yet. Set the number of classes (or of numbers)."
         )
     has_type = labels == 1 or problem or model is None or model.get("problem_type")
-    if options.streaming and not has_type:
+    if options.data.streaming and not has_type:
         raise UsageError(
             "--streaming true needs --problem_type, because a stream's labels are unknown. Set it, as in "
             "--problem_type single_label_classification."

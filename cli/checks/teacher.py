@@ -15,7 +15,7 @@ SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_ten
 def check_teacher(options: GkdOptions, processes: int) -> str | None:
     """Return the flag of the teacher's folder, as typed; None for a server. Raises UsageError."""
     names = "teacher_model", "mcore_teacher_model", "teacher_model_server"
-    models = [f"--{name} {value}" for name in names if (value := getattr(options, name))]
+    models = [f"--{name} {value}" for name in names if (value := getattr(options.teacher, name))]
     if not models:
         raise UsageError(
             "--teacher_model: missing. Set the folder or the hub id of the model to distill, or the address of its "
@@ -23,12 +23,12 @@ def check_teacher(options: GkdOptions, processes: int) -> str | None:
         )
     if len(models) > 1:
         raise UsageError(f"{models[0]} and {models[1]}: set one of them.")
-    if options.teacher_model_server:
+    if options.teacher.teacher_model_server:
         _server(options, models[0])
         return None
-    if options.teacher_model_server_api_key:
+    if options.teacher.teacher_model_server_api_key:
         raise UsageError("--teacher_model_server_api_key: only for --teacher_model_server. Remove it.")
-    if options.seq_kd and options.mcore_teacher_model:
+    if options.seq_kd and options.teacher.mcore_teacher_model:
         raise UsageError(f"--seq_kd true cannot be used with {models[0]}, which cannot generate. Set --teacher_model.")
     _layout(options, processes)
     return models[0]
@@ -40,23 +40,24 @@ def of_teacher(text: str) -> str:
 
 
 def _server(options: GkdOptions, flag: str) -> None:
-    check_key("teacher_model_server_api_key", options.teacher_model_server_api_key)
+    check_key("teacher_model_server_api_key", options.teacher.teacher_model_server_api_key)
     with usage_errors():
-        check_address("--teacher_model_server", options.teacher_model_server or "")
-    if options.gkd_logits_topk is None:
+        check_address("--teacher_model_server", options.teacher.teacher_model_server or "")
+    if options.teacher.gkd_logits_topk is None:
         raise UsageError(
             f"{flag} needs --gkd_logits_topk: a server returns the likeliest tokens only. Set their number, such as 64."
         )
     for name in ("offload_teacher_model", *(f"teacher_{size}_parallel_size" for size in SIZES)):
-        if value := getattr(options, name):
+        if value := getattr(options.teacher, name):
             raise UsageError(f"--{name} {show(value)} cannot be used with {flag}: the teacher runs there. Remove it.")
 
 
 def _layout(options: GkdOptions, processes: int) -> None:
+    data = options.data
     parallel = teacher_layout(options)
     if parallel is None:
         return
-    layout = ProcessLayout.of(parallel, processes)
+    layout = ProcessLayout.of(parallel.build, processes)
     for product, sizes in (
         (layout.tensor * layout.pipeline * layout.context, ("tensor_model", "pipeline_model", "context")),
         (layout.expert * layout.expert_tensor * layout.pipeline, ("expert_model", "expert_tensor", "pipeline_model")),
@@ -67,9 +68,9 @@ def _layout(options: GkdOptions, processes: int) -> None:
                 f"{flags} = {product}: does not divide the number of processes, {processes}. Set sizes that "
                 "divide; unset ones are the student's."
             )
-    unit = lcm(2 * layout.context if layout.context > 1 else 1, layout.context * length_multiple(parallel))
-    if options.packing and options.packing_length and options.packing_length % unit:
+    unit = lcm(2 * layout.context if layout.context > 1 else 1, layout.context * length_multiple(parallel.build))
+    if data.packing and data.packing_length and data.packing_length % unit:
         raise UsageError(
-            f"--packing_length {options.packing_length}: not a multiple of {unit}, by which the teacher's processes "
+            f"--packing_length {data.packing_length}: not a multiple of {unit}, by which the teacher's processes "
             "(--teacher_tensor_model_parallel_size, --teacher_context_parallel_size) split a pack. Set a multiple."
         )

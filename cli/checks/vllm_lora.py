@@ -20,22 +20,23 @@ def check_room(options: VllmOptions) -> None:
 
 def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -> None:
     """Raise UsageError if vLLM does not support the run's adapter."""
-    check_room(options)
-    if not options.vllm_enable_lora:
+    engine = options.engine
+    check_room(options.engine)
+    if not engine.vllm_enable_lora:
         return
     flag = "--vllm_enable_lora true"
-    if options.tuner_type != "lora":
+    if options.tuner.tuner_type != "lora":
         raise UsageError(f"{flag}: only for --tuner_type lora, and all weights are trained. Remove it.")
-    served = options.vllm_mode == "server" or bool(options.vllm_server_host or options.vllm_server_base_url)
-    if options.use_vllm is False or (not served and importlib.util.find_spec("vllm") is None):
-        reason = "--use_vllm false is set" if options.use_vllm is False else "it is not installed here"
+    served = engine.vllm_mode == "server" or bool(engine.vllm_server_host or engine.vllm_server_base_url)
+    if engine.use_vllm is False or (not served and importlib.util.find_spec("vllm") is None):
+        reason = "--use_vllm false is set" if engine.use_vllm is False else "it is not installed here"
         raise UsageError(f"{flag}: only for vLLM, and {reason}. Remove it.")
-    if served and options.vllm_max_lora_rank is not None:
+    if served and engine.vllm_max_lora_rank is not None:
         raise UsageError(
-            f"--vllm_max_lora_rank {options.vllm_max_lora_rank}: read by a server when it starts. Set it for `swift "
+            f"--vllm_max_lora_rank {engine.vllm_max_lora_rank}: read by a server when it starts. Set it for `swift "
             "rollout`, and remove it here."
         )
-    if options.sleep_level == 2:
+    if engine.sleep_level == 2:
         raise UsageError(
             f"{flag} cannot be used with --sleep_level 2, which discards the base weights, and they are not sent "
             "again. Set --sleep_level 1, or remove one of them."
@@ -50,9 +51,9 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
             f"{flag} cannot be used with a quantized --model: vLLM would use other base weights than the training. "
             "Remove it."
         )
-    settings = settings_of(options) or LoraSettings.of_options(options)
+    settings = settings_of(options) or LoraSettings.of_options(options.lora)
     plan = None if model is None else check_fits(settings, model, options)
     if unsupported := unsupported_by_vllm(settings, plan):
         raise UsageError(f"{flag}: vLLM does not support {unsupported}. Remove one of them.")
-    if (most := options.vllm_max_lora_rank) is not None and most < settings.rank:
+    if (most := engine.vllm_max_lora_rank) is not None and most < settings.rank:
         raise UsageError(f"--vllm_max_lora_rank {most}: less than --lora_rank {settings.rank}. Remove it.")

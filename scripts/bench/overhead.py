@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from make import shapes
 from megaswift.bridge.model.build import build_model
+from megaswift.bridge.option_groups import compose
 from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
@@ -38,17 +39,17 @@ Step = Callable[[int], object]
 
 def ours() -> Step:
     """A training step by number. The process must be a job of one: see bridge/parallel.py."""
-    options = SftOptions(lr_decay_style="constant")
-    initialize(options, seed=1)
-    model = build_model(CONFIG, options, torch.float32)
+    options = compose(SftOptions, lr_decay_style="constant")
+    initialize(options.build, seed=1)
+    model = build_model(CONFIG, options.build, torch.float32)
     with torch.no_grad():
         for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02)
     assert sum(p.numel() for c in model.chunks for p in c.parameters()) == sum(map(_size, shapes(CONFIG).values()))
-    chunks = wrap_for_data_parallelism(model, options)
-    optimizer = build_optimizer(model, chunks, options, options)
-    schedule = build_schedule(optimizer, options, options.weight_decay, 1000)
-    training = TrainState(model, chunks, optimizer, schedule, options.clip_grad)
+    chunks = wrap_for_data_parallelism(model, options.build)
+    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, 1000)
+    training = TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad)
     made = batches()
     return lambda step: train_step(training, made, sft_loss, step)
 

@@ -62,24 +62,36 @@ class Gkd:
         self.student: ModelRollout | None = None
         self.samplers: dict[str, Sampler] = {}  # of who may generate: student, teacher
         if options.lmbda > 0:
-            self.student = open_rollout(run, model, options)
+            self.student = open_rollout(run, model, options.engine)
             ends = eos_token_ids(run.model_folder, run.tokenizer)
             self.samplers["student"] = Sampler(
-                self.student, options, options.seed, ends=ends, vocab_size=model.architecture.vocab_size
+                self.student,
+                options.sampling,
+                options.training.seed,
+                ends=ends,
+                vocab_size=model.architecture.vocab_size,
             )
             self.notes.append(self.student.note)
         # A teacher ends as it has learned to, by the tokens that its own folder names.
         if options.seq_kd and self.teacher.server:
             reader = self.teacher.server.reader if dist.get_rank() == 0 else None
             self.samplers["teacher"] = Sampler(
-                EngineGroup(reader, None), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
+                EngineGroup(reader, None),
+                options.sampling,
+                options.training.seed,
+                ends=None,
+                vocab_size=self.teacher.vocab_size,
             )
         elif options.seq_kd:
             # Whatever generates for the student: a server has its weights, and no others.
             engine = run_on_all_ranks(lambda: TransformersEngine(self.teacher.folder, dtype=run.dtype))
             engine.sleep()
             self.samplers["teacher"] = Sampler(
-                EngineGroup(engine, 1), options, options.seed, ends=None, vocab_size=self.teacher.vocab_size
+                EngineGroup(engine, 1),
+                options.sampling,
+                options.training.seed,
+                ends=None,
+                vocab_size=self.teacher.vocab_size,
             )
             self.notes.append("the teacher's completions: transformers, a copy of it in each process")
         self.sequences = Sequences([], [], [])  # of the micro batches that were made last
@@ -98,8 +110,8 @@ class Gkd:
     def train(self, trainer: StepRunner) -> None:
         """Run the loop, in the order in which things happen."""
         for _ in trainer.steps():
-            prompts = self.prompts.next_batch(self.options.global_batch_size)
-            is_on_policy = np.random.default_rng([self.options.seed, self.done]).random() < self.options.lmbda
+            prompts = self.prompts.next_batch(self.options.training.global_batch_size)
+            is_on_policy = np.random.default_rng([self.options.training.seed, self.done]).random() < self.options.lmbda
             self.done += 1
             if is_on_policy and self.student:
                 with self.student.awake():
@@ -158,7 +170,7 @@ class Gkd:
 
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """The same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
-        prompt_batches = val.once(self.options.global_batch_size)
+        prompt_batches = val.once(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
         return evaluate_on(state, islice(steps, most if most >= 0 else None), self.objective, tick)

@@ -21,14 +21,18 @@ class Served:
     """
 
     def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
-        url, self.top, self.vocab_size = options.teacher_model_server or "", options.gkd_logits_topk or 0, vocab_size
+        url, self.top, self.vocab_size = (
+            options.teacher.teacher_model_server or "",
+            options.teacher.gkd_logits_topk or 0,
+            vocab_size,
+        )
 
         def connect() -> ScoringClient:
             return ScoringClient(
                 url,
-                api_key=options.teacher_model_server_api_key,
-                timeout=options.vllm_server_timeout,
-                wait=options.server_reconnect_timeout,
+                api_key=options.teacher.teacher_model_server_api_key,
+                timeout=options.engine.vllm_server_timeout,
+                wait=options.engine.server_reconnect_timeout,
             )
 
         self.reader = run_on_all_ranks(connect, gloo_group())

@@ -70,7 +70,7 @@ class Apart:
     """
 
     def __init__(self, run: Run, options: GkdOptions):
-        self._groups = run_on_all_ranks(lambda: ProcessGroups(options))
+        self._groups = run_on_all_ranks(lambda: ProcessGroups(options.build))
         self._run = replace(run, options=options)
 
     def entered(self) -> AbstractContextManager[None]:

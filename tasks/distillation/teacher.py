@@ -45,22 +45,24 @@ class Teacher:
     """Every rank makes one, of the same. Raises ValueError, on every rank, where it cannot be this student's."""
 
     def __init__(self, run: Run, student: Model, options: GkdOptions, plan: BatchPlan):
-        self.name = options.teacher_model_server or options.teacher_model or options.mcore_teacher_model
+        self.name = (
+            options.teacher.teacher_model_server or options.teacher.teacher_model or options.teacher.mcore_teacher_model
+        )
         self.student, self.own_scale = student, student.architecture.logits_scale
-        self.beta, self.temperature = options.beta, options.temperature
-        self.top, self.vocab_size, self.scale = options.gkd_logits_topk, student.architecture.vocab_size, 1.0
+        self.beta, self.temperature = options.beta, options.sampling.temperature
+        self.top, self.vocab_size, self.scale = options.teacher.gkd_logits_topk, student.architecture.vocab_size, 1.0
         self.accumulate: bool = student.config.accumulate_in_matmul  # pyright: ignore[reportAttributeAccessIssue]
         self.weight: Tensor | None = None  # the output matrix, split as the student's, which stays on the device
         self.flops: Flops | None = None  # of its passes in these processes
         self.elsewhere: Elsewhere | None = None  # None: its hidden states are where the student's will be
         self.server: Served | None = None
-        if options.teacher_model_server:
+        if options.teacher.teacher_model_server:
             self.server = Served(run, options, self.vocab_size)
             self.elsewhere = Elsewhere(self.server, plan, student, top=self.top)
             self.place = f", a server ({self.server.reader.kind})"
             return
         apart = teacher_layout(options)
-        self.place = f", {ProcessLayout.of(apart, dist.get_world_size())}" if apart else ""
+        self.place = f", {ProcessLayout.of(apart.build, dist.get_world_size())}" if apart else ""
         self._groups = Apart(run, apart) if apart else None
         with self._groups.entered() if self._groups else nullcontext():
             self._build(replace(run, options=apart or options), options)
@@ -78,12 +80,12 @@ class Teacher:
             self.elsewhere = Elsewhere(self._groups, plan, student, top=self.top)
             if not self.top:
                 self.weight = self._groups.matrix_for(student)
-        offloads = options.offload_teacher_model and runtime.device().type == "cuda"
+        offloads = options.teacher.offload_teacher_model and runtime.device().type == "cuda"
         self.there: Callable[[], Any] = offloaded(self.model) if offloads else nullcontext
 
     def _build(self, run: Run, options: GkdOptions) -> None:
-        flag = "--teacher_model" if options.teacher_model else "--mcore_teacher_model"
-        source = {"model": options.teacher_model or "", "mcore_model": options.mcore_teacher_model}
+        flag = "--teacher_model" if options.teacher.teacher_model else "--mcore_teacher_model"
+        source = {"model": options.teacher.teacher_model or "", "mcore_model": options.teacher.mcore_teacher_model}
         self.model, self.folder = build_frozen(run, source, f"{flag} {self.name}", [])
 
     def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:

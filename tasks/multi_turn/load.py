@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...templates.json_types import JsonObject
-from ..options.multi_turn import TurnOptions
+from ..options import GrpoOptions
 from ..system.plugins import instantiate, load_plugins, unknown_name_error
 from .call import Scheduler
 from .ms_swift_compat import NOT_CALLED, MsSwiftAdapter, MultiTurnScheduler
@@ -13,13 +13,10 @@ from .tools import Tools, schema_of
 TOOLS = "tools"
 
 
-def check_turns(options: Any) -> None:
-    """Import the plugins, and raise ValueError, naming the flag, for invalid options.
-
-    `options`: TurnOptions, with the plugins of RewardOptions.
-    """
-    load_plugins(options.external_plugins)
-    name = options.multi_turn_scheduler
+def check_turns(options: GrpoOptions) -> None:
+    """Import the plugins, and raise ValueError, naming the flag, for invalid options."""
+    load_plugins(options.rewards.external_plugins)
+    name = options.multi_turn.multi_turn_scheduler
     if name is None:
         return
     if name == TOOLS:
@@ -43,11 +40,11 @@ def check_turns(options: Any) -> None:
                 )
 
 
-def load_scheduler(options: TurnOptions) -> Scheduler:
+def load_scheduler(options: GrpoOptions) -> Scheduler:
     """Return the scheduler of options that `check_turns` has accepted."""
-    name, timeout = options.multi_turn_scheduler, options.turn_timeout
+    name, timeout = options.multi_turn.multi_turn_scheduler, options.multi_turn.turn_timeout
     assert name is not None
-    load_plugins(options.external_plugins)  # type: ignore[attr-defined]
+    load_plugins(options.rewards.external_plugins)
     if name == TOOLS:
         return Scheduler(name, Tools(registered_tools, timeout), timeout, bounds_itself=True)
     return Scheduler(name, _instantiate(multi_turns[name], options), timeout)
@@ -55,13 +52,13 @@ def load_scheduler(options: TurnOptions) -> Scheduler:
 
 def prompt_tools(options: object) -> list[JsonObject] | None:
     """Return the tool schemas for rows that name none, for the chat template; None without tools."""
-    if not isinstance(options, TurnOptions) or options.multi_turn_scheduler != TOOLS:
+    if not isinstance(options, GrpoOptions) or options.multi_turn.multi_turn_scheduler != TOOLS:
         return None
-    load_plugins(options.external_plugins)  # type: ignore[attr-defined]
+    load_plugins(options.rewards.external_plugins)
     return [schema_of(function) for function in registered_tools.values()]
 
 
-def _instantiate(entry: Any, options: TurnOptions) -> Any:
+def _instantiate(entry: Any, options: GrpoOptions) -> Any:
     if isinstance(entry, type) and issubclass(entry, MultiTurnScheduler):
-        return MsSwiftAdapter(entry(max_turns=options.max_turns))
+        return MsSwiftAdapter(entry(max_turns=options.multi_turn.max_turns))
     return instantiate(entry, options)

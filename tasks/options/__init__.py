@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from ...bridge.option_groups import group
 from ...bridge.options import (
     AdapterOptions,
     BuildOptions,
@@ -17,7 +18,6 @@ from ...bridge.options import (
 from ...templates.formats.schemas import Stage
 from ...templates.options import PrepareOptions
 from .groups import (
-    BatchOptions,
     CheckpointOptions,
     CompletionOptions,
     ConversionOptions,
@@ -31,6 +31,7 @@ from .groups import (
     SamplingOptions,
     ScheduleOptions,
     TeacherOptions,
+    TrainingOptions,
 )
 from .multi_turn import TurnOptions
 from .rewards import RewardOptions
@@ -51,51 +52,52 @@ TaskType = Annotated[
 
 
 @dataclass
-class SftOptions(
-    ModelOptions,
-    McoreOptions,
-    TrainableOptions,
-    LoraOptions,
-    AdapterOptions,
-    McoreAdapterOptions,
-    PrepareOptions,
-    BatchOptions,
-    ScheduleOptions,
-    OptimizerOptions,
-    BuildOptions,
-    CheckpointOptions,
-    ResumeOptions,
-    LoggingOptions,
-    ProfileOptions,
-):
+class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions):
     """megatron sft"""
+
+    tuner: TrainableOptions = group(TrainableOptions)
+    lora: LoraOptions = group(LoraOptions)
+    data: PrepareOptions = group(PrepareOptions)
+    build: BuildOptions = group(BuildOptions)
+    training: TrainingOptions = group(TrainingOptions)
+    schedule: ScheduleOptions = group(ScheduleOptions)
+    optimizer: OptimizerOptions = group(OptimizerOptions)
+    checkpoint: CheckpointOptions = group(CheckpointOptions)
+    resume: ResumeOptions = group(ResumeOptions)
+    logging: LoggingOptions = group(LoggingOptions)
+    profile: ProfileOptions = group(ProfileOptions)
 
     stage: ClassVar[Stage] = "sft"  # what templates make of a row
     usual_metric: ClassVar[str] = "loss"  # by which the best checkpoint is known
+    scores_documents: ClassVar[bool] = False  # with a head of one output in place of the output layer
+    generates: ClassVar[bool] = False  # completions, by the trained model or a teacher
+    rolls_out: ClassVar[bool] = False  # generates by the trained model
 
     def __post_init__(self) -> None:
         """Fill in what is left out and follows from other options."""
-        lora = self.tuner_type == "lora"
-        if self.lr is None:
-            self.lr = 1e-4 if lora else 1e-5
+        lora = self.tuner.tuner_type == "lora"
+        if self.schedule.lr is None:
+            self.schedule.lr = 1e-4 if lora else 1e-5
         if self.merge_lora is None and lora:
-            self.merge_lora = self.save_safetensors
+            self.merge_lora = self.checkpoint.save_safetensors
 
 
 @dataclass
 class PtOptions(SftOptions):
     """megatron pt"""
 
+    data: PrepareOptions = group(PrepareOptions, loss_scale="all")
+
     stage = "pt"
-    loss_scale: Literal["default", "last_round", "all"] = "all"
 
 
 @dataclass
-class DpoOptions(PrecomputeOptions, SftOptions):
+class DpoOptions(SftOptions):
     """DPO"""
 
     stage = "preference"
     rlhf_type: RlhfType = "dpo"
+    reference: PrecomputeOptions = group(PrecomputeOptions)
     beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau).", "(0, inf)"] = 0.1
     loss_type: Annotated[
         list[
@@ -124,22 +126,23 @@ class DpoOptions(PrecomputeOptions, SftOptions):
     ] = "reverse_kl"
     f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha.", "(-inf, inf)"] = 0.5
     discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture.", "(0, inf)"] = 0.05
-    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+    data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
 
 
 @dataclass
-class KtoOptions(PrecomputeOptions, SftOptions):
+class KtoOptions(SftOptions):
     """KTO"""
 
     stage = "kto"
     rlhf_type: RlhfType = "kto"
+    reference: PrecomputeOptions = group(PrecomputeOptions)
     beta: Annotated[float, "Higher: the policy stays nearer to the reference.", "(0, inf)"] = 0.1
     loss_type: Annotated[
         Literal["kto", "apo_zero_unpaired"], "The loss: with a KL estimate as its zero, or without one."
     ] = "kto"
     desirable_weight: Annotated[float, "Weight of the answers that are wanted.", "[0, inf)"] = 1.0
     undesirable_weight: Annotated[float, "Weight of those that are not.", "[0, inf)"] = 1.0
-    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+    data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
 
 
 @dataclass
@@ -147,6 +150,7 @@ class RmOptions(SftOptions):
     """Reward model"""
 
     stage = "preference"
+    scores_documents = True
     rlhf_type: RlhfType = "rm"
     center_rewards_coefficient: Annotated[
         float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance).", "[0, inf)"
@@ -154,12 +158,18 @@ class RmOptions(SftOptions):
 
 
 @dataclass
-class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions, EngineOptions, SftOptions):
+class GrpoOptions(SftOptions):
     """GRPO"""
 
     stage = "prompts"
     usual_metric = "reward"
+    generates = rolls_out = True
     rlhf_type: RlhfType = "grpo"
+    reference: ReferenceOptions = group(ReferenceOptions)
+    sampling: SamplingOptions = group(SamplingOptions)
+    rewards: RewardOptions = group(RewardOptions)
+    multi_turn: TurnOptions = group(TurnOptions)
+    engine: EngineOptions = group(EngineOptions)
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none.", "[0, inf)"] = 0.04
     epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts.", "[0, inf)"] = 0.2
     epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5).", "[0, inf)"] = None
@@ -219,16 +229,18 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_train_epochs is None and self.train_iters is None:
-            self.num_train_epochs = 1.0
-        if self.steps_per_generation is None:
-            self.steps_per_generation = max(1, (self.generation_batch_size or 0) // max(self.global_batch_size, 1))
-        if self.generation_batch_size is None:
-            self.generation_batch_size = self.global_batch_size * self.steps_per_generation
-        if self.cosine_max_len is None:
-            self.cosine_max_len = self.max_completion_length
-        if self.soft_max_length is None:
-            self.soft_max_length = self.max_completion_length
+        if self.training.num_train_epochs is None and self.training.train_iters is None:
+            self.training.num_train_epochs = 1.0
+        if self.sampling.steps_per_generation is None:
+            self.sampling.steps_per_generation = max(
+                1, (self.sampling.generation_batch_size or 0) // max(self.training.global_batch_size, 1)
+            )
+        if self.sampling.generation_batch_size is None:
+            self.sampling.generation_batch_size = self.training.global_batch_size * self.sampling.steps_per_generation
+        if self.rewards.cosine_max_len is None:
+            self.rewards.cosine_max_len = self.sampling.max_completion_length
+        if self.rewards.soft_max_length is None:
+            self.rewards.soft_max_length = self.sampling.max_completion_length
         if self.scale_rewards is None:
             self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
         if self.epsilon_high is None:
@@ -236,10 +248,13 @@ class GrpoOptions(ReferenceOptions, SamplingOptions, RewardOptions, TurnOptions,
 
 
 @dataclass
-class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
+class GkdOptions(SftOptions):
     """GKD"""
 
     rlhf_type: RlhfType = "gkd"
+    teacher: TeacherOptions = group(TeacherOptions)
+    sampling: CompletionOptions = group(CompletionOptions)
+    engine: EngineOptions = group(EngineOptions)
     lmbda: Annotated[
         float, "Share of the steps that are on what the student generates, not on the data's answers.", "[0, 1]"
     ] = 0.5
@@ -248,21 +263,28 @@ class GkdOptions(TeacherOptions, CompletionOptions, EngineOptions, SftOptions):
         "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both.",
         "[0, 1]",
     ] = 0.5
-    temperature: Annotated[
-        float, "Of the completions' sampling, and of both models where they are compared.", "(0, inf)"
-    ] = 0.9
     seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False
     sft_alpha: Annotated[
         float,
         "Weight of the answers' own loss per token, beside the divergence; not of what the student generates.",
         "[0, inf)",
     ] = 0.0
-    loss_scale: Literal["default", "last_round", "all"] = "last_round"
+    data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
 
     @property
     def stage(self) -> Stage:
-        """Answers are needed where steps are on them."""
+        """Return what a row must have: answers are needed only where steps train on them."""
         return "asked" if self.seq_kd or self.lmbda == 1 else "answered"
+
+    @property
+    def generates(self) -> bool:
+        """Return whether anything generates: the student, or the teacher."""
+        return self.rolls_out or self.seq_kd
+
+    @property
+    def rolls_out(self) -> bool:
+        """Return whether the student generates."""
+        return self.lmbda > 0
 
 
 @dataclass
@@ -318,6 +340,7 @@ class RerankerOptions(SftOptions):
     """Reranker"""
 
     stage = "reranker"
+    scores_documents = True
     task_type: TaskType = "reranker"
     loss_type: Annotated[
         Literal["pointwise_reranker", "listwise_reranker"],
@@ -330,6 +353,7 @@ class RerankerOptions(SftOptions):
 class GenerativeRerankerOptions(RerankerOptions):
     """Generative reranker"""
 
+    scores_documents = False
     task_type: TaskType = "generative_reranker"
     positive_token: Annotated[str, "The token that says a document is relevant."] = "yes"
     negative_token: Annotated[str, "The one that says it is not."] = "no"

@@ -7,7 +7,7 @@ TEMPERATURES = 1e-3, 1e3  # sampling range beside 0; outside it a scaled logit i
 
 
 @dataclass
-class BatchOptions:
+class TrainingOptions:
     """Batch and length of the run"""
 
     micro_batch_size: Annotated[

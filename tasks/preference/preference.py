@@ -64,7 +64,7 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     )
     # A mean over tokens, where the others are means over pairs.
     likelihood = sum(weight for name, weight in settings.terms if name == "sft") + (options.rpo_alpha or 0.0)
-    reference = None if options.reference_free else make_reference(run, model, options, train, val)
+    reference = None if options.reference_free else make_reference(run, model, options.reference, train, val)
 
     def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
         return _with_reference(batches, reference(training, batches, evaluates) if reference else [])
@@ -103,7 +103,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     """
     options = run.options
     assert isinstance(options, KtoOptions)
-    reference = make_reference(run, model, options, train, val)
+    reference = make_reference(run, model, options.reference, train, val)
     policy_flops = Flops.of_model(model)
     measures = options.loss_type == "kto"
 

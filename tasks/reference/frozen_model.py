@@ -37,10 +37,10 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
     hf_config = run_on_all_ranks(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
     if typed_flag:
         broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
-    built = replace(run.options, recompute_granularity="none", fp8_param_gather=False)
+    built = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)
     model = run_on_all_ranks(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
-        run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.seed))
+        run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.training.seed))
     if adapters:
         adapter = local_rank0_first(lambda: hub.adapter_folder(run.options, adapters))
         assert adapter is not None

@@ -48,14 +48,15 @@ def check_rewards(options: RewardOptions) -> None:
             instantiate(orms[name], options)  # checks its flags; a user's class may be expensive to make
 
 
-def load_rewards(options: RewardOptions, model: Callable | None = None) -> list[Reward]:
+def load_rewards(options: RewardOptions, run_options: object, model: Callable | None = None) -> list[Reward]:
     """Return the rewards of options that `check_rewards` has accepted.
 
-    `model`: the `ModelReward` of `--reward_model`, if set.
+    run_options: all of the run, which a reward's class gets as `args`
+    model: the `ModelReward` of `--reward_model`, if set
     """
     load_plugins(options.external_plugins)
     return [
-        Reward(name, model if name == MODEL and model else instantiate(orms[name], options))
+        Reward(name, model if name == MODEL and model else instantiate(orms[name], run_options))
         for name in reward_names(options)
     ]
 

@@ -16,7 +16,7 @@ def compute_advantages(episodes: Sequence[Episode], options: GrpoOptions) -> Non
     Episodes of a prompt follow each other, --num_generations of each.
     """
     rewards = np.array([episode.reward - episode.kl_penalty for episode in episodes])
-    groups = np.arange(len(episodes)) // options.num_generations
+    groups = np.arange(len(episodes)) // options.sampling.num_generations
     scored, values = ~np.isnan(rewards), np.zeros(len(episodes))
     values[scored] = advantages(
         torch.from_numpy(rewards[scored]),

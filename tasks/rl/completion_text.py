@@ -16,7 +16,7 @@ class Texts:
     """
 
     def __init__(self, run: Run, options: GrpoOptions):
-        self._tokenizer, thinking = run.tokenizer, options.enable_thinking
+        self._tokenizer, thinking = run.tokenizer, options.data.enable_thinking
         more = {} if thinking is None else {"enable_thinking": thinking}
         self._openings = GenerationPrompts(run.tokenizer, tools=prompt_tools(options), **more)
 

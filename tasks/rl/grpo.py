@@ -61,11 +61,11 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     check_replay(model, options.router_replay_mode)
     reference, flops, follower, notes = None, None, None, []
     if options.beta:
-        of = partial(log_probs_of, temperature=options.temperature)
-        reference, flops, name, follower = reference_of(run, model, options, of)
+        of = partial(log_probs_of, temperature=options.sampling.temperature)
+        reference, flops, name, follower = reference_of(run, model, options.reference, of)
         notes = [f"reference: {name}"]
     grpo = Grpo(run, model, train, reference)
-    output = LogProbs(options.temperature, entropies=grpo.loss.with_entropies)
+    output = LogProbs(options.sampling.temperature, entropies=grpo.loss.with_entropies)
     objective = Objective(
         grpo.loss,
         grpo.loss.names,
@@ -85,23 +85,23 @@ class Grpo:
         assert isinstance(options, GrpoOptions)
         self.run, self.options, self.reference, self.groups = run, options, reference, model.groups
         self.plan: BatchPlan = episode_plan(run, model.groups)
-        scorer = RewardScorer(run, options)
+        scorer = RewardScorer(run, options.rewards)
         self.replay = options.router_replay_mode
         with_experts = self.replay == "R3"
-        self.rollout = open_rollout(run, model, options, experts=with_experts)
+        self.rollout = open_rollout(run, model, options.engine, experts=with_experts)
         sampler = Sampler(
             self.rollout,
-            options,
-            options.seed,
+            options.sampling,
+            options.training.seed,
             ends=eos_token_ids(run.model_folder, run.tokenizer),
             vocab_size=model.architecture.vocab_size,
             experts=with_experts,
         )
-        multi_turn = MultiTurn(run, options) if options.multi_turn_scheduler else None
+        multi_turn = MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None
         self.worker = RolloutWorker(options, prompts, sampler, Texts(run, options), multi_turn, scorer)
         self.metrics = self.worker.metrics
         self.loss = PolicyLoss(options)
-        self.needs_old_log_probs = options.steps_per_generation * options.num_iterations > 1
+        self.needs_old_log_probs = options.sampling.steps_per_generation * options.sampling.num_iterations > 1
         self.needs_old_log_probs |= options.kl_in_reward or self.replay == "R2"
         self.async_rollout = AsyncRollout() if options.async_generate else None
         self.next_batch: RolloutBatch | None = None  # generated ahead
@@ -120,7 +120,9 @@ class Grpo:
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             trainer.step(self.next_batches(trainer))
-            self.metrics.add_policy_stats(self.loss.stats.pop(self.groups), self.options.max_sampling_logp_difference)
+            self.metrics.add_policy_stats(
+                self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
+            )
             if self.async_rollout:
                 self.async_rollout.raise_if_failed()
 
@@ -138,7 +140,7 @@ class Grpo:
                 return self.worker.collect(phase)
         if self.async_rollout is None:  # the run that this one resumes generated ahead
             return self.take_next_batch()
-        steps_per_batch = self.options.steps_per_generation * self.options.num_iterations
+        steps_per_batch = self.options.sampling.steps_per_generation * self.options.sampling.num_iterations
         another = trainer.max_steps - step + 1 > steps_per_batch
         with phase("idle"):
             self.wait_for_async_rollout()
@@ -179,7 +181,7 @@ class Grpo:
 
     def count_pending(self) -> None:
         """Tell the prompts how many samples are still to be trained on: an epoch ends with the last of them."""
-        ahead = len(self.next_batch.episodes) * self.options.num_iterations if self.next_batch else 0
+        ahead = len(self.next_batch.episodes) * self.options.sampling.num_iterations if self.next_batch else 0
         self.worker.prompts.pending_samples = sum(map(len, self.pending)) + ahead
 
     def record_old_log_probs(self, trainer: StepRunner, episodes: list[Episode]) -> None:
@@ -191,7 +193,7 @@ class Grpo:
         with self._phase(trainer, "old_log_prob"):
             with record_experts(state.chunks if self.replay == "R2" else ()) as recorded:
                 values = log_probs_of(
-                    state.model, state.chunks, batches, self.options.temperature, replays=self.replay == "R3"
+                    state.model, state.chunks, batches, self.options.sampling.temperature, replays=self.replay == "R3"
                 )
                 choices = recorded()
             for episode, log_probs in zip(episodes, self.gather(batches, values), strict=True):
@@ -224,15 +226,15 @@ class Grpo:
 
     def log_episodes(self, episodes: list[Episode]) -> None:
         """`--log_completions`."""
-        if self.options.log_completions and self.run.writes:
+        if self.options.sampling.log_completions and self.run.writes:
             self.completions = self.completions or AppendFile(self.run.folder / COMPLETIONS, print)
             write_completions(self.completions, self.generations, episodes)
 
     def split_into_steps(self, episodes: list[Episode]) -> list[list[Episode]]:
         """Return the episodes of each step, in order: those of a prompt stay together, as far as they fit."""
-        size = self.options.global_batch_size
+        size = self.options.training.global_batch_size
         steps = [episodes[start : start + size] for start in range(0, len(episodes), size)]
-        return steps * self.options.num_iterations
+        return steps * self.options.sampling.num_iterations
 
     def next_batches(self, trainer: StepRunner) -> list[Batch]:
         """Return this rank's micro batches of the next step, with the reference's log-probabilities."""
@@ -259,7 +261,7 @@ class Grpo:
 
     def entropy_threshold(self, state: TrainState, batches: list[Batch]) -> float:
         """Return the entropy of the policy at --top_entropy_quantile of the step's tokens, over all ranks."""
-        values = entropies_of(state.model, state.chunks, batches, self.options.temperature)
+        values = entropies_of(state.model, state.chunks, batches, self.options.sampling.temperature)
         of_rank = [v[0][batch.loss_weights[0] != 0].cpu() for batch, v in zip(batches, values, strict=False)]
         of_rank = of_rank if self.groups.tp.rank() == 0 else []
         ranks: list[np.ndarray] = [np.empty(0)] * dist.get_world_size()
@@ -273,9 +275,9 @@ class Grpo:
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """Return means over `most` global batches of evaluation prompts (-1: all), as `eval_<name>`."""
         self.wait_for_async_rollout()
-        group_size, metrics = self.options.num_generations_eval, RolloutMetrics()
+        group_size, metrics = self.options.sampling.num_generations_eval, RolloutMetrics()
         worker = replace(self.worker, sampler=self.worker.sampler.restarted(), metrics=metrics)
-        prompts_per_batch, episodes = max(1, self.options.global_batch_size // group_size), list[Episode]()
+        prompts_per_batch, episodes = max(1, self.options.training.global_batch_size // group_size), list[Episode]()
         with self.rollout.awake():
             self.update_weights(state, metrics.timed)
             for prompts in islice(val.once(prompts_per_batch), most if most >= 0 else None):
@@ -288,14 +290,18 @@ class Grpo:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the rollouts since the last line of the log. Every rank calls this."""
-        self.metrics.add_policy_stats(self.loss.stats.pop(self.groups), self.options.max_sampling_logp_difference)
+        self.metrics.add_policy_stats(
+            self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
+        )
         return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs of the loop, with the batch that is generated meanwhile."""
         with suppress(Exception):  # ends the run at the next step: this checkpoint is whole
             self.wait_for_async_rollout()
-        self.metrics.add_policy_stats(self.loss.stats.pop(self.groups), self.options.max_sampling_logp_difference)
+        self.metrics.add_policy_stats(
+            self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
+        )
         numbers = {
             "asked": self.worker.sampler.drawn,
             "generations": self.generations,

@@ -36,11 +36,11 @@ class MultiTurn:
 
     def __init__(self, run: Run, options: GrpoOptions):
         self._tokenizer, self._texts = run.tokenizer, Texts(run, options)
-        self._most, self._room = options.max_turns, options.max_completion_length
-        self._name = options.multi_turn_scheduler
+        self._most, self._room = options.multi_turn.max_turns, options.sampling.max_completion_length
+        self._name = options.multi_turn.multi_turn_scheduler
         self._columns = rank0_only(lambda: run.data.columns) or []
         self._scheduler = rank0_only(lambda: load_scheduler(options))
-        thinking = options.enable_thinking
+        thinking = options.data.enable_thinking
         self._continuation = rank0_only(
             lambda: Continuation(
                 run.tokenizer,

@@ -32,7 +32,7 @@ class PolicyLoss:
             rollout_importance_sampling_mode=options.rollout_importance_sampling_mode,
             rollout_importance_sampling_threshold=options.rollout_importance_sampling_threshold,
             off_policy_sequence_mask_delta=options.off_policy_sequence_mask_delta,
-            max_completion_length=options.max_completion_length,
+            max_completion_length=options.sampling.max_completion_length,
         )
         self.with_entropies = options.log_entropy or options.top_entropy_quantile < 1
         self.names = ["loss", *self._more_names()]

@@ -34,8 +34,8 @@ class RewardScorer:
             reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
             folder = local_rank0_first(lambda: hub.source_folder(reward_options, None))
         self.columns = rank0_only(lambda: run.data.columns) or []
-        self.rewards = rank0_only(lambda: load_rewards(options, _model(folder)))
-        evaluates = run.options.eval_iters != 0
+        self.rewards = rank0_only(lambda: load_rewards(options, run.options, _model(folder)))
+        evaluates = run.options.training.eval_iters != 0
         # what is to be known before the first step
         self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
         self.unjudged = UnscoredMonitor(reward_names(options))

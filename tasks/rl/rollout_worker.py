@@ -38,8 +38,8 @@ class RolloutWorker:
         --dynamic_sample: prompts whose completions all have the same reward teach nothing. Others are tried in their
         place, up to --max_resample_times.
         """
-        options, group_size = self.options, self.options.num_generations
-        groups_needed = (options.generation_batch_size or 0) // group_size
+        options, group_size = self.options, self.options.sampling.num_generations
+        groups_needed = (options.sampling.generation_batch_size or 0) // group_size
         kept: list[list[Episode]] = []
         spare: list[list[Episode]] = []
         for _ in range(1 + options.max_resample_times * options.dynamic_sample):

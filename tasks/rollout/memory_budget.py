@@ -42,10 +42,12 @@ class MemoryNeeds:
     engine: float  # vLLM's weights
 
 
-def memory_budget(needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool) -> EngineMemoryBudget:
+def memory_budget(
+    needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool, can_offload_model: bool = True
+) -> EngineMemoryBudget:
     """Return the budget, choosing the options that are unset. Raises ValueError where vLLM's weights cannot fit."""
     share, offload = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
-    if getattr(options, "fp8_param_gather", False):  # its weights cannot be offloaded
+    if not can_offload_model:
         offload = False, options.offload_optimizer
     if not sleeps:  # both hold their memory all the time
         free = needs.total - needs.held - needs.gradients - needs.optimizer - (FRAGMENTED + ACTIVATIONS) * needs.total
@@ -90,18 +92,19 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
         total,
         total - free,
         sum(parameter.nbytes for parameter in parameters),
-        sum(parameter.numel() for parameter in trained) * (4 if options.accumulate_allreduce_grads_in_fp32 else 2),
+        sum(parameter.numel() for parameter in trained)
+        * (4 if options.build.accumulate_allreduce_grads_in_fp32 else 2),
         sum(parameter.numel() * _state_bytes(parameter, options, model.groups) for parameter in trained),
-        _count_parameters(parameters, model.groups) * run.dtype.itemsize / options.vllm_tensor_parallel_size,
+        _count_parameters(parameters, model.groups) * run.dtype.itemsize / options.engine.vllm_tensor_parallel_size,
     )
     fullest = max(all_gather_objects(needs), key=lambda needs: needs.held + needs.optimizer)
-    return memory_budget(fullest, options, sleeps=sleeps)
+    return memory_budget(fullest, options.engine, sleeps=sleeps, can_offload_model=not options.build.fp8_param_gather)
 
 
 def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:
     """Return the bytes of optimizer state per element of a parameter."""
-    state = (8 if options.optimizer == "adam" else 4) + 4 * (parameter.dtype != torch.float32)
-    if not options.use_distributed_optimizer:
+    state = (8 if options.optimizer.optimizer == "adam" else 4) + 4 * (parameter.dtype != torch.float32)
+    if not options.build.use_distributed_optimizer:
         return state
     if _is_expert(parameter):
         return state / groups.expt_dp.size()

@@ -1,19 +1,18 @@
 """args.json: the resolved options of a run and the source of each value. It is a valid config file."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ...bridge.options import ModelOptions
+from ...bridge.option_groups import flag_values
 from ...templates.json_types import JsonObject
 from ..system.atomic_dir import os_error_hints
 
 SECRET = ("hub_token", "vllm_server_api_key", "teacher_model_server_api_key")
 
 
-def save_args(path: str | Path, options: ModelOptions, sources: dict[str, str], **facts: object) -> None:
+def save_args(path: str | Path, options: object, sources: dict[str, str], **facts: object) -> None:
     """Write {"options": {flag: {"value", "source"}}, **facts}.
 
     `sources`: origin of each value ("default", "command line", "derived: why", or a config file's path); absent:
@@ -21,9 +20,9 @@ def save_args(path: str | Path, options: ModelOptions, sources: dict[str, str], 
     `facts`: findings of the run, such as the chosen kernels.
     """
     table = {
-        field.name: {"value": getattr(options, field.name), "source": sources.get(field.name, "default")}
-        for field in dataclasses.fields(options)
-        if field.name not in SECRET
+        name: {"value": value, "source": sources.get(name, "default")}
+        for name, value in flag_values(options).items()
+        if name not in SECRET
     }
     with os_error_hints(Path(path)):
         Path(path).write_text(json.dumps({**facts, "options": table}, indent=2, default=os.fspath) + "\n")

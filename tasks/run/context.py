@@ -15,6 +15,7 @@ from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.model.build import DTYPES
+from ...bridge.option_groups import with_flags
 from ...bridge.options import ModelOptions
 from ...bridge.parallel import current_groups, initialize
 from ...templates.batching.collator import Batch, BatchLayout
@@ -71,9 +72,9 @@ class Run:
     @property
     def layout(self) -> JsonObject:
         """Return the settings that decide each rank's shards and random numbers, for JSON."""
-        chunks = {name: getattr(self.options, name) for name in CHUNKS}
+        chunks = {name: getattr(self.options.build, name) for name in CHUNKS}
         device = {"device": runtime.device().type}
-        return asdict(ProcessLayout.of(self.options, dist.get_world_size())) | chunks | device
+        return asdict(ProcessLayout.of(self.options.build, dist.get_world_size())) | chunks | device
 
     @property
     def base(self) -> str:
@@ -83,7 +84,7 @@ class Run:
     @property
     def began_from(self) -> dict[str, str]:
         """Return the options that name the model before any training, also for a resumed run."""
-        names = {name: _absolute(getattr(self.options, name) or "") for name in ("model", "mcore_model")}
+        names = {"model": _absolute(self.options.model), "mcore_model": _absolute(self.options.mcore_model or "")}
         return self.resumed.state["began_from"] if self.resumed else names
 
 
@@ -94,13 +95,13 @@ def _absolute(model: str) -> str:
 
 def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     """Open process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
-    if options.deterministic_mode:
+    if options.build.deterministic_mode:
         _use_deterministic_kernels()
-    initialize(options, seed=options.seed)
-    if options.manual_gc:
+    initialize(options.build, seed=options.training.seed)
+    if options.training.manual_gc:
         gc.disable()
-    if options.preflight:
-        lines = preflight(Path(options.output_dir or ".").expanduser().absolute())
+    if options.build.preflight:
+        lines = preflight(Path(options.checkpoint.output_dir or ".").expanduser().absolute())
         if dist.get_rank() == 0:
             print(*lines, sep="\n", flush=True)
     model_folder = local_rank0_first(lambda: hub.source_folder(options, options.mcore_model))
@@ -112,7 +113,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     tokenizer = load_tokenizer(model_folder)
 
     # The others use the cache that the first has built, also with `--load_from_cache_file false`.
-    cached_options = replace(options, load_from_cache_file=True)
+    cached_options = with_flags(options, load_from_cache_file=True)
     data = one_rank_per_cache(
         cache_root(),
         lambda: tokens_of(options, tokenizer),
@@ -124,7 +125,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     check_shared_folder(folder)
     console.open_log(folder)
     weights_folder = model_folder
-    if resumed and options.tuner_type == "lora":
+    if resumed and options.tuner.tuner_type == "lora":
         adapter_folder = resumed.checkpoint
     elif resumed:
         weights_folder = resumed.checkpoint
@@ -140,12 +141,12 @@ def _write_first_files(folder: Path, options: SftOptions, sources: dict[str, str
 
 def train_batches(run: Run) -> Any:
     """Return this rank's micro batches of the training data: Batches, or Prompts for a task that generates."""
-    return _batches(run, run.data.train, shuffle=run.options.train_dataloader_shuffle)
+    return _batches(run, run.data.train, shuffle=run.options.data.train_dataloader_shuffle)
 
 
 def eval_batches(run: Run) -> Any:
     """Return the same for the evaluation data; None without any, or without evaluation."""
-    if run.data.val is None or run.options.eval_iters == 0:
+    if run.data.val is None or run.options.training.eval_iters == 0:
         return None
     return _batches(run, run.data.val, shuffle=False)
 
@@ -155,7 +156,7 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
     return batches_of(
         run.options,
         store,
-        ProcessLayout.of(run.options, dist.get_world_size()),
+        ProcessLayout.of(run.options.build, dist.get_world_size()),
         data_rank=groups.dp.rank(),
         context_rank=groups.cp.rank(),
         shuffle=shuffle,
@@ -165,22 +166,22 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
 
 def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
     """Return the plan of this rank's micro batches of generated episodes."""
-    options, layout = run.options, ProcessLayout.of(run.options, dist.get_world_size())
+    options, layout = run.options, ProcessLayout.of(run.options.build, dist.get_world_size())
     return BatchPlan(
         BatchLayout(
-            pack_length=(options.packing_length or options.max_length) if options.packing else None,
-            length_multiple=length_multiple(options),
+            pack_length=(options.data.packing_length or options.data.max_length) if options.data.packing else None,
+            length_multiple=length_multiple(options.build),
             context_parallel_rank=groups.cp.rank(),
             context_parallel_size=layout.context,
             pad_token_id=run.tokenizer.pad_token_id or 0,
             stage="prompts",
         ),
-        options.micro_batch_size,
+        options.training.micro_batch_size,
         rank=groups.dp.rank(),
         ranks=layout.data,
         equal_lengths=layout.pipeline > 1,
-        equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
-        multiple=layout.pipeline if options.virtual_pipeline_model_parallel_size else 1,
+        equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
+        multiple=layout.pipeline if options.build.virtual_pipeline_model_parallel_size else 1,
     )
 
 

@@ -8,10 +8,8 @@ from ...templates.json_types import JsonObject
 from ...templates.prepare import Prepared
 from ..options import (
     EmbeddingOptions,
-    GenerativeRerankerOptions,
     KtoOptions,
     RerankerOptions,
-    RmOptions,
     SeqClsOptions,
     SftOptions,
 )
@@ -31,22 +29,22 @@ def configure_head(options: SftOptions, hf_config: JsonObject, data: Prepared, p
         for store in stores:
             _check_labels(store.labels, labels, problem)
         return add_score_head(hf_config, labels, problem, pad_token_id=pad_token_id)
-    scores = isinstance(options, RmOptions | RerankerOptions) and not isinstance(options, GenerativeRerankerOptions)
+    match options:
+        case KtoOptions():
+            _check_kinds(stores[0].labels)
+        case RerankerOptions(loss_type="listwise_reranker"):
+            for store in stores:
+                _check_lists(store.document_counts)
+        case EmbeddingOptions():
+            for store in stores:
+                _check_pairs(store.labels, options.loss_type)
     labels = count_labels(hf_config)
-    if isinstance(options, KtoOptions):
-        _check_kinds(stores[0].labels)
-    if isinstance(options, RerankerOptions) and options.loss_type == "listwise_reranker":
-        for store in stores:
-            _check_lists(store.document_counts)
-    if scores:
+    if options.scores_documents:
         if labels not in (None, 1):
             raise ValueError(
                 f"--model has a head with {labels} labels, and this task trains one with 1. Use its base model"
             )
         return add_score_head(hf_config, 1, pad_token_id=pad_token_id)
-    if isinstance(options, EmbeddingOptions):
-        for store in stores:
-            _check_pairs(store.labels, options.loss_type)
     if labels is not None:
         raise ValueError(
             f"--model has a scoring head ({labels} labels) and no output layer. Use the language model that it is "

@@ -3,14 +3,15 @@
 import math
 import os
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...bridge.option_groups import flag_values, group_of, with_flags
 from ...bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
 from ...templates.plural import plural
 from ..options import ExportOptions, GkdOptions, SftOptions
-from ..options.groups import BatchOptions, CompletionOptions, SamplingOptions
+from ..options.groups import CompletionOptions, SamplingOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from ...templates.batching.dataloader import Batches
@@ -65,15 +66,18 @@ class ProcessLayout:
 
 def teacher_layout(options: GkdOptions) -> GkdOptions | None:
     """Return the options with the teacher's own layout; None if it is the student's."""
+    teacher = options.teacher
     flags = {
-        "tensor_model_parallel_size": options.teacher_tensor_model_parallel_size,
-        "pipeline_model_parallel_size": options.teacher_pipeline_model_parallel_size,
-        "context_parallel_size": options.teacher_context_parallel_size,
-        "expert_model_parallel_size": options.teacher_expert_model_parallel_size,
-        "expert_tensor_parallel_size": options.teacher_expert_tensor_parallel_size,
+        "tensor_model_parallel_size": teacher.teacher_tensor_model_parallel_size,
+        "pipeline_model_parallel_size": teacher.teacher_pipeline_model_parallel_size,
+        "context_parallel_size": teacher.teacher_context_parallel_size,
+        "expert_model_parallel_size": teacher.teacher_expert_model_parallel_size,
+        "expert_tensor_parallel_size": teacher.teacher_expert_tensor_parallel_size,
     }
-    sizes: dict[str, int] = {name: getattr(options, name) if value is None else value for name, value in flags.items()}
-    if all(value == getattr(options, name) for name, value in sizes.items()):
+    sizes: dict[str, int] = {
+        name: getattr(options.build, name) if value is None else value for name, value in flags.items()
+    }
+    if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
     even = dict.fromkeys(
         (
@@ -83,13 +87,13 @@ def teacher_layout(options: GkdOptions) -> GkdOptions | None:
             "decoder_last_pipeline_num_layers",
         )
     )
-    return replace(options, **sizes, **even, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)  # pyright: ignore[reportArgumentType]
+    return with_flags(options, **sizes, **even, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
 
 
 def build_options(options: ExportOptions) -> BuildOptions:
     """Return the build options of an export: the flags of `megatron export`, or one process."""
     names = [field.name for options_class in (LayoutOptions, PredictionLayers) for field in fields(options_class)]
-    return BuildOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+    return BuildOptions(**{name: value for name, value in flag_values(options).items() if name in names})
 
 
 def export_folder(options: ExportOptions) -> Path:
@@ -130,8 +134,8 @@ def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
     tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
     prepared = tokens_of(options, tokenizer)
     batches = batches_of(options, prepared.train, layout)
-    per_epoch = None if batches.samples is None else -(-batches.samples // options.global_batch_size)
-    return DataPlan(per_epoch, steps_of(options, batches.samples), prepared, tokenizer)
+    per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
+    return DataPlan(per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)
 
 
 def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
@@ -140,7 +144,7 @@ def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "P
     from ..multi_turn.load import prompt_tools
 
     return prepare(
-        options,
+        options.data,
         tokenizer,
         stage=options.stage,
         use_hf=options.use_hf,
@@ -161,33 +165,34 @@ def batches_of(
     pad_token_id: int = 0,
 ) -> "Batches | Prompts":
     """Return the micro batches of one rank of a layout, or the prompts for a task that generates."""
+    data = options.data
     from ...templates.batching.dataloader import Batches
     from ...templates.batching.prompt_dataloader import Prompts
 
-    if isinstance(options, CompletionOptions):
-        per_prompt = options.num_generations * options.num_iterations if isinstance(options, SamplingOptions) else 1
-        return Prompts(store, samples_each=per_prompt, shuffle=shuffle, seed=options.data_seed)  # type: ignore[arg-type]
+    if sampling := group_of(options, CompletionOptions):
+        per_prompt = sampling.num_generations * sampling.num_iterations if isinstance(sampling, SamplingOptions) else 1
+        return Prompts(store, samples_each=per_prompt, shuffle=shuffle, seed=data.data_seed)  # type: ignore[arg-type]
 
     return Batches(
         store,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.training.micro_batch_size,
+        global_batch_size=options.training.global_batch_size,
         data_parallel_rank=data_rank,
         data_parallel_size=layout.data,
         context_parallel_rank=context_rank,
         context_parallel_size=layout.context,
-        length_multiple=length_multiple(options),
+        length_multiple=length_multiple(options.build),
         equal_lengths=layout.pipeline > 1,
-        equal_over_ranks=layout.expert > 1 and options.exchanges_equal_rows,
-        packing=options.packing,
-        padding_free=options.padding_free,
-        max_length=options.packing_length or options.max_length,
+        equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
+        packing=data.packing,
+        padding_free=data.padding_free,
+        max_length=data.packing_length or data.max_length,
         shuffle=shuffle,
-        seed=options.data_seed,
+        seed=data.data_seed,
         # The number of workers of a stream decides which rows each reads: it must be the same on all ranks.
-        num_workers=options.dataloader_num_workers
-        if options.streaming
-        else min(options.dataloader_num_workers, cores_of_a_rank()),
+        num_workers=data.dataloader_num_workers
+        if data.streaming
+        else min(data.dataloader_num_workers, cores_of_a_rank()),
         pad_token_id=pad_token_id,
     )
 
@@ -203,7 +208,7 @@ def cores_of_a_rank() -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def steps_of(options: BatchOptions, samples: int | None) -> int:
+def steps_of(options: TrainingOptions, samples: int | None) -> int:
     """Return the number of optimizer steps. The last one is filled from a further pass over the samples."""
     if options.train_iters is not None:
         return options.train_iters

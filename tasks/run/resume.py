@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ...bridge.option_groups import flag_value, flag_values, group_of
 from ...templates.json_types import Json, JsonObject
 from ..options import (
     CheckpointOptions,
@@ -67,9 +68,9 @@ class Resumed:
 
 def requested_checkpoint(options: SftOptions) -> str | None:
     """Return --resume_from_checkpoint, or the weights whose run --finetune false continues."""
-    if options.finetune:
-        return options.resume_from_checkpoint
-    if options.tuner_type == "lora":
+    if options.resume.finetune:
+        return options.resume.resume_from_checkpoint
+    if options.tuner.tuner_type == "lora":
         return options.mcore_adapter or next(iter(options.adapters), None)
     return options.mcore_model or options.model
 
@@ -80,7 +81,7 @@ def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tup
     verify: returns the faults of a checkpoint's files (verification.py has one that shares the work). Raises ValueError
     or OSError where --resume_from_checkpoint cannot be followed or the folder cannot be written.
     """
-    output = Path(options.output_dir or default_output_dir(options.mcore_model or options.model))
+    output = Path(options.checkpoint.output_dir or default_output_dir(options.mcore_model or options.model))
     output = output.expanduser().resolve()
     folder, checkpoint, notes = _choose(options, output, verify)
     if (launch := _launch()) and _started(folder) is None:
@@ -103,20 +104,23 @@ def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tup
 
 def update_run_dir(options: SftOptions, newest: Path) -> None:
     """Update the links of a run folder and prune it, by the options."""
-    metric = f"eval_{(options.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
-    greater = not metric.endswith(LESS_IS_BETTER) if options.greater_is_better is None else options.greater_is_better
+    checkpoint = options.checkpoint
+    metric = f"eval_{(checkpoint.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
+    greater = (
+        not metric.endswith(LESS_IS_BETTER) if checkpoint.greater_is_better is None else checkpoint.greater_is_better
+    )
     read = [
         options.model,
         options.mcore_model,
         options.mcore_adapter,
         *options.adapters,
     ]  # read until the end of the run
-    if isinstance(options, ReferenceOptions):
-        read += [options.ref_model, options.mcore_ref_model, *options.ref_adapters]
-    if isinstance(options, TeacherOptions):
-        read += [options.teacher_model, options.mcore_teacher_model]
+    if reference := group_of(options, ReferenceOptions):
+        read += [reference.ref_model, reference.mcore_ref_model, *reference.ref_adapters]
+    if teacher := group_of(options, TeacherOptions):
+        read += [teacher.teacher_model, teacher.mcore_teacher_model]
     keep = {Path(folder).expanduser().resolve() for folder in read if folder}
-    update_links_and_prune(newest.parent, newest, options.save_total_limit, metric, greater=greater, keep=keep)
+    update_links_and_prune(newest.parent, newest, checkpoint.save_total_limit, metric, greater=greater, keep=keep)
 
 
 def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Path | None, list[str]]:
@@ -141,9 +145,13 @@ def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Pa
         if checkpoint.parent in [folder.resolve() for folder in run_dirs(output)]:
             lock_run_dir(checkpoint.parent)
             return checkpoint.parent, checkpoint, notes
-        return restarted or new_run_dir(output, add_version=options.add_version), checkpoint, notes
+        return restarted or new_run_dir(output, add_version=options.checkpoint.add_version), checkpoint, notes
     # `auto` may have skipped damaged ones: the new run then replaces them.
-    return restarted or new_run_dir(output, add_version=options.add_version, replace=requested == "auto"), None, notes
+    return (
+        restarted or new_run_dir(output, add_version=options.checkpoint.add_version, replace=requested == "auto"),
+        None,
+        notes,
+    )
 
 
 def _newest_complete(folders: list[Path], notes: list[str], verify: Verify, after: int = -1) -> Path | None:
@@ -196,7 +204,7 @@ def _check_complete(checkpoint: Path, state: JsonObject, options: SftOptions) ->
         ("no_load_optim", state["optimizer"] is None, "the optimizer's state (--no_save_optim true)"),
         ("no_load_rng", not state["rng"], "the states of random numbers (--no_save_rng true)"),
     ):
-        if is_missing and not getattr(options, flag):
+        if is_missing and not flag_value(options, flag):
             raise ValueError(
                 f"--resume_from_checkpoint {checkpoint}: it lacks {state_name}. To resume without, set --{flag} true"
             )
@@ -210,7 +218,7 @@ def _changes(checkpoint: Path, options: SftOptions) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         yield f"{checkpoint / 'args.json'} cannot be read, so that changed options are unknown"
         return
-    for name, value in vars(options).items():
+    for name, value in flag_values(options).items():
         now = json.loads(json.dumps(value, default=os.fspath))
         if name not in SILENT and name in former_values and former_values[name] != now:
             yield f"changed since {checkpoint.name}: --{name} {_shown(now)} (was {_shown(former_values[name])})"

@@ -20,6 +20,7 @@ from ...bridge import runtime
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import LastStage, Model, OutputProcessor
 from ...bridge.model.outputs import Choices, DocumentScores, Embeddings
+from ...bridge.option_groups import flag_value
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.dataloader import Batches
 from ...templates.plural import plural
@@ -217,7 +218,7 @@ def _odds(batch: Batch, *, tokens: Sequence[int]) -> OutputProcessor:
 
 
 def _token(run: Run, flag: str) -> int:
-    word = getattr(run.options, flag)
+    word = flag_value(run.options, flag)
     tokens = run.tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(tokens) != 1:
         raise ValueError(f"--{flag} {word} is {plural(len(tokens), 'token')} of this tokenizer. Set a word that is one")

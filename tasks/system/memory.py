@@ -5,9 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from ...bridge.option_groups import group_of
+from ..options import ReferenceOptions, SftOptions
+from ..options.rollout import EngineOptions
 
 GIB = 2**30
 REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # prefixes of errors from other machines
@@ -44,7 +47,7 @@ def set_unmapped(count: int) -> None:
 
 
 @contextmanager
-def oom_hints(options: Any) -> Iterator[None]:
+def oom_hints(options: SftOptions) -> Iterator[None]:
     """Turn an out-of-memory error of the GPU within the context into a RuntimeError that names helpful flags."""
     try:
         yield
@@ -55,20 +58,21 @@ def oom_hints(options: Any) -> Iterator[None]:
         raise RuntimeError(f"{text.splitlines()[0]} {_hints(options)}") from error
 
 
-def _hints(options: Any) -> str:
+def _hints(options: SftOptions) -> str:
     """Return the options that lower the memory use."""
     flags = []
-    if hasattr(options, "offload_model"):
-        flags += [f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(options, name)]
-        if options.sleep_level == 0:
+    if engine := group_of(options, EngineOptions):
+        flags += [f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(engine, name)]
+        if engine.sleep_level == 0:
             flags.append("--sleep_level 1")
-        if (share := options.vllm_gpu_memory_utilization) is not None:
+        if (share := engine.vllm_gpu_memory_utilization) is not None:
             flags.append(f"a lower --vllm_gpu_memory_utilization than {share}")
         flags.append("a larger --vllm_tensor_parallel_size, or --vllm_mode server")
-    if hasattr(options, "offload_ref_model") and not options.offload_ref_model:
+    reference = group_of(options, ReferenceOptions)
+    if reference and not reference.offload_ref_model:
         flags.append("--offload_ref_model true")
-    if options.recompute_granularity != "full":
+    if options.build.recompute_granularity != "full":
         flags.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")
-    if options.micro_batch_size > 1:
-        flags.append(f"a smaller --micro_batch_size than {options.micro_batch_size}")
+    if options.training.micro_batch_size > 1:
+        flags.append(f"a smaller --micro_batch_size than {options.training.micro_batch_size}")
     return f"To lower it, use {'; '.join(flags)}; more processes, with a larger --tensor_model_parallel_size."

@@ -9,9 +9,10 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, overload
 
+from ...bridge.option_groups import flag_values
 from ...templates.json_types import JsonObject
 
 _loaded: set[Path] = set()
@@ -54,13 +55,13 @@ def unknown_name_error(flag: str, name: str, names: Iterable[str], kind: str) ->
     )
 
 
-def instantiate(entry: Any, options: Any) -> Any:
-    """Return a function as it is, or an instance of a class, with the options where it takes `args`."""
+def instantiate(entry: Any, options: object) -> Any:
+    """Return a function as it is, or an instance of a class; `args`, if it takes that, has all flags by name."""
     if not isinstance(entry, type):
         return entry
     parameters = inspect.signature(entry).parameters.values()
     takes_options = any(p.name == "args" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return entry(args=options) if takes_options else entry()
+    return entry(args=SimpleNamespace(**flag_values(options))) if takes_options else entry()
 
 
 def load_plugins(paths: Sequence[str]) -> None:

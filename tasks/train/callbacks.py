@@ -78,7 +78,7 @@ class CollectGarbage(Callback):
     """`--manual_gc_steps`."""
 
     def __init__(self, options: SftOptions):
-        self._every = options.manual_gc_steps if options.manual_gc else 0
+        self._every = options.training.manual_gc_steps if options.training.manual_gc else 0
 
     def post_step(self, record: StepRecord) -> None:
         if self._every and record.step % self._every == 0:

@@ -73,7 +73,7 @@ class Checkpoints:
         self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
         self._saving: _Saving | None = None
         self._note, self._failed = note, False  # the last one was
-        self._written = written if run.options.async_save else lambda paths, seconds: None
+        self._written = written if run.options.checkpoint.async_save else lambda paths, seconds: None
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
         """Save the weights, and beside them this rank's `tensors` and (rank 0's) `state`.
@@ -108,7 +108,7 @@ class Checkpoints:
                 self._saving = _Saving(
                     self._run, self._store, self._saved, temporary, paths, folders, state, self._written
                 )
-                if not self._run.options.async_save:
+                if not self._run.options.checkpoint.async_save:
                     self.settle()
         return _named(paths)
 
@@ -128,11 +128,15 @@ class Checkpoints:
     def _stage(self, step: int, folder: Path) -> list[StagedFolder]:
         """The weights, or the adapter alone, in the format that is asked for."""
         run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
-        if lora and run.options.save_safetensors:
-            return [stage_adapter(chunks, run.hf_config, lora, folder, base=run.base, copied=run.options.async_save)]
+        if lora and run.options.checkpoint.save_safetensors:
+            return [
+                stage_adapter(
+                    chunks, run.hf_config, lora, folder, base=run.base, copied=run.options.checkpoint.async_save
+                )
+            ]
         if lora:
             save_distributed_adapter(chunks, run.hf_config, lora, folder, base=run.base, iteration=step)
-        elif run.options.save_safetensors:
+        elif run.options.checkpoint.save_safetensors:
             return [self._stage_weights(folder)]
         else:
             save_distributed(chunks, run.hf_config, run.model_folder, folder, dtype=run.dtype, iteration=step)
@@ -147,9 +151,9 @@ class Checkpoints:
             run.model_folder,
             folder,
             dtype=run.dtype,
-            max_shard_bytes=shard_bytes(run.options.max_shard_size),
+            max_shard_bytes=shard_bytes(run.options.checkpoint.max_shard_size),
             merge=True,
-            copied=run.options.async_save,
+            copied=run.options.checkpoint.async_save,
         )
         return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
 
@@ -161,13 +165,13 @@ class Checkpoints:
             run.model_folder,
             folder / within,
             dtype=run.dtype,
-            max_shard_bytes=shard_bytes(run.options.max_shard_size),
-            copied=run.options.async_save,
+            max_shard_bytes=shard_bytes(run.options.checkpoint.max_shard_size),
+            copied=run.options.checkpoint.async_save,
         )
         return replace(staged, within=within)
 
     def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> StagedFolder:
-        writer = ShardWriter(temporary / path.name / STATE, copied=self._run.options.async_save)
+        writer = ShardWriter(temporary / path.name / STATE, copied=self._run.options.checkpoint.async_save)
         if tensors:
             writer.begin(
                 rank_file(dist.get_rank()),

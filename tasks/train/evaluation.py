@@ -27,7 +27,7 @@ class Evaluate(Callback):
     def post_step(self, record: StepRecord) -> None:
         if not record.evaluates:
             return
-        most, tick = self._options.eval_iters, self._watchdog.tick
+        most, tick = self._options.training.eval_iters, self._watchdog.tick
         with (
             self._log.meter.paused(),
             self._watchdog.phase(f"evaluation at step {record.step}"),
@@ -44,7 +44,7 @@ class Evaluate(Callback):
     @contextmanager
     def _garbage_collected(self) -> Iterator[None]:
         """`--manual_gc_eval`: before and after."""
-        collects = self._options.manual_gc and self._options.manual_gc_eval
+        collects = self._options.training.manual_gc and self._options.training.manual_gc_eval
         if collects:
             gc.collect()
         yield

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from ...bridge.option_groups import flag_value
 from ...bridge.parallel import seed_ranks
 from ...templates.batching.dataloader import Batches
 from ..distributed.collectives import run_on_all_ranks
@@ -24,7 +25,7 @@ def place_data(run: Run, train: Batches) -> list[str]:
     if run.resumed is None:
         return []
     notes = [f"resumed from {run.resumed.checkpoint}, at step {run.resumed.step}", *run.resumed.notes]
-    if run.options.ignore_data_skip:
+    if run.options.resume.ignore_data_skip:
         return [*notes, "the data begins anew (--ignore_data_skip true)"]
     position, cursors = run.resumed.state["data"], _cursors(run.resumed)
     try:
@@ -39,18 +40,18 @@ def place_data(run: Run, train: Batches) -> list[str]:
 def steps_left(run: Run, train: Batches) -> int:
     """Return the number of the run's last step."""
     options = run.options
-    goes_by_samples = not getattr(options, "dynamic_sample", False)  # which takes other prompts in the place of some
+    goes_by_samples = not flag_value(options, "dynamic_sample", False)  # which takes other prompts in the place of some
     if (
         run.resumed is None
-        or options.train_iters is not None
-        or options.num_train_epochs is None
+        or options.training.train_iters is not None
+        or options.training.num_train_epochs is None
         or not goes_by_samples
     ):
-        return steps_of(options, train.samples)
-    samples = train.samples_until(options.num_train_epochs)
+        return steps_of(options.training, train.samples)
+    samples = train.samples_until(options.training.num_train_epochs)
     if samples is None:  # a stream
-        return steps_of(options, None)
-    return run.resumed.step + math.ceil(samples / options.global_batch_size - 1e-9)
+        return steps_of(options.training, None)
+    return run.resumed.step + math.ceil(samples / options.training.global_batch_size - 1e-9)
 
 
 def restore(run: Run, training: TrainState) -> list[str]:
@@ -63,15 +64,15 @@ def restore(run: Run, training: TrainState) -> list[str]:
     options, resumed, notes = run.options, run.resumed, []
     same = resumed.state["layout"] == run.layout
     numbers: dict[str, Any] | None = resumed.state["optimizer"]
-    if options.no_load_optim or numbers is None:
+    if options.resume.no_load_optim or numbers is None:
         training.schedule.step(resumed.step)
         notes.append("the optimizer begins anew (--no_load_optim true)")
     else:
         load_optimizer(training, run.hf_config, resumed.folder, numbers, same_layout=same)
-    if same and resumed.state["rng"] and not options.no_load_rng:
+    if same and resumed.state["rng"] and not options.resume.no_load_rng:
         load_rng(resumed.folder, dist.get_rank())
     else:
-        seed_ranks(options, options.seed + resumed.step)
+        seed_ranks(options.build, options.training.seed + resumed.step)
         why = "--no_load_rng true" if same else "the layout is another"
         notes.append(f"random numbers (of dropout) begin anew: {why}")
     return notes

@@ -40,7 +40,9 @@ class Save(Callback):
             tensors = self._rank_state()
             state = self._run_state(record.eval_metrics)  # after what the tensors waited for
             paths = self._checkpoints.save(record.step, state, tensors)
-            log.saved(record.step, paths, time.perf_counter() - began, being_written=self._run.options.async_save)
+            log.saved(
+                record.step, paths, time.perf_counter() - began, being_written=self._run.options.checkpoint.async_save
+            )
             log.draw(overview_only=True)
 
     def _run_state(self, eval_metrics: dict[str, float]) -> dict[str, Any]:
@@ -53,8 +55,8 @@ class Save(Callback):
             "elapsed": log.elapsed(),
             "layout": self._run.layout,
             "began_from": self._run.began_from,
-            "optimizer": None if options.no_save_optim else optimizer_numbers(self._state),
-            "rng": not options.no_save_rng,
+            "optimizer": None if options.checkpoint.no_save_optim else optimizer_numbers(self._state),
+            "rng": not options.checkpoint.no_save_rng,
             "data": self._data.position(),
             "metrics": eval_metrics,
         }
@@ -62,7 +64,7 @@ class Save(Callback):
     def _rank_state(self) -> dict[str, Tensor]:
         """Return the tensors of this rank alone."""
         options = self._run.options
-        optimizer, rng = not options.no_save_optim, not options.no_save_rng
+        optimizer, rng = not options.checkpoint.no_save_optim, not options.checkpoint.no_save_rng
         tensors = rank_tensors(self._state, self._run.hf_config, optimizer=optimizer, rng=rng)
         tensors |= self._logger.metrics.tensors()
         if self._objective.loop:

@@ -47,19 +47,21 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
     steps = steps_left(opened, train)
     if opened.writes:
         print(*_about_data(opened, train, steps), sep="\n", flush=True)
-    adapters = options.tuner_type == "lora"
-    model = run_on_all_ranks(lambda: build_model(opened.hf_config, options, opened.dtype, adapters=adapters))
+    adapters = options.tuner.tuner_type == "lora"
+    model = run_on_all_ranks(lambda: build_model(opened.hf_config, options.build, opened.dtype, adapters=adapters))
     with load_as_bf16(model.chunks):
-        run_on_all_ranks(lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.seed))
+        run_on_all_ranks(
+            lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.training.seed)
+        )
     trained = choose_trained(model, opened)
     objective, about = make(opened, model, train, val)
     gc.collect()  # a model that was needed for it alone
     torch.cuda.empty_cache()
-    chunks = wrap_for_data_parallelism(model, options)
-    optimizer = build_optimizer(model, chunks, options, options)
-    schedule = build_schedule(optimizer, options, options.weight_decay, steps)
-    spikes = SpikeFilter(options.loss_spike_sigma) if options.loss_spike_sigma else None
-    training = TrainState(model, chunks, optimizer, schedule, options.clip_grad, spikes)
+    chunks = wrap_for_data_parallelism(model, options.build)
+    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, steps)
+    spikes = SpikeFilter(options.optimizer.loss_spike_sigma) if options.optimizer.loss_spike_sigma else None
+    training = TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes)
     notes += about + restore(opened, training)
     broadcast_from_rank0(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if opened.writes:
@@ -73,8 +75,8 @@ def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
 
 def _about_data(run: Run, train: Any, steps: int) -> list[str]:
     """Return what a user should know before the model is loaded, as lines."""
-    batch = run.options.global_batch_size
-    layout = ProcessLayout.of(run.options, dist.get_world_size())
+    batch = run.options.training.global_batch_size
+    layout = ProcessLayout.of(run.options.build, dist.get_world_size())
     lines = [run.data.report, f"{layout}; {plural(steps, 'step')} of {plural(batch, 'sample')}"]
     if train.samples is not None and train.samples < batch:
         lines.append(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...bridge.option_groups import flag_values
 from ..observability.flops import Flops, peak_flops
 from ..observability.run_logger import RunLog, Start, Waiting
 from ..run.args_json import SECRET
@@ -45,13 +46,13 @@ class StepLogger(Callback):
         self._first = start.step + 1
         self.log = RunLog(
             run.folder if run.writes else None,
-            run.options,
+            run.options.logging,
             max_steps,
             peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
             dist.get_world_size(),
             start=start,
             six_n=self._flops.six_n_d(1) if state.model.trained_share == 1 else None,
-            settings={name: value for name, value in vars(run.options).items() if name not in SECRET},
+            settings={name: value for name, value in flag_values(run.options).items() if name not in SECRET},
         )
         self._deferred: _Deferred | None = None
 

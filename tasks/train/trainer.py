@@ -43,15 +43,15 @@ class Trainer:
         self._train, self._val = train, val
         self.steps_done = run.resumed.step if run.resumed else 0
         self.stop_reason: str | None = None
-        if objective.loop and run.resumed and not run.options.ignore_data_skip:
+        if objective.loop and run.resumed and not run.options.resume.ignore_data_skip:
             objective.loop.load(read_own(run.resumed.folder, 0, "rollout/"))
         self._logger = StepLogger(run, state, objective, max_steps)
         self.log = log = self._logger.log
         first = self.steps_done + 1
         note = log.note if run.writes else print
-        profile = Profile(run.options, run.folder, max_steps, note, log.meter.paused, first=first)
-        self._stop = Stop(run.options.exit_duration_in_mins)
-        self.watchdog = Watchdog(run.options.ddp_timeout, run.folder, lambda: ShardWriter.taken_in_all)
+        profile = Profile(run.options.profile, run.folder, max_steps, note, log.meter.paused, first=first)
+        self._stop = Stop(run.options.resume.exit_duration_in_mins)
+        self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.taken_in_all)
         following = objective.follower and objective.follower.reference
         self._checkpoints = Checkpoints(run, state, self.watchdog, log.note, following, log.written)
         evaluate = [Evaluate(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
@@ -120,7 +120,7 @@ class Trainer:
         learning_rate = self.state.learning_rate
         batches = objective.prepare(self.state, batches, False)
         self._logger.begin_step(self._data_wait)
-        is_passed_over = step in self.run.options.iterations_to_skip
+        is_passed_over = step in self.run.options.optimizer.iterations_to_skip
         metrics, result = train_step(
             self.state, batches, objective.loss, step, objective.output, passed_over=is_passed_over
         )
@@ -129,7 +129,7 @@ class Trainer:
         self.steps_done = step
         self.stop_reason = self._stop.reason() if step < self.max_steps else None
         saves = self._is_save_step(step)
-        eval_steps = self.run.options.eval_steps
+        eval_steps = self.run.options.training.eval_steps
         evaluates = self._val is not None and (self._is_every(eval_steps) if eval_steps else saves)
         record = StepRecord(
             step,
@@ -149,8 +149,8 @@ class Trainer:
         return self.steps_done % steps == 0 or self.steps_done == self.max_steps
 
     def _is_save_step(self, step: int) -> bool:
-        if self.run.options.save_strategy == "steps":
-            return self._is_every(self.run.options.save_steps)
+        if self.run.options.checkpoint.save_strategy == "steps":
+            return self._is_every(self.run.options.checkpoint.save_steps)
         return step == self.max_steps or self._train.epoch != self._epoch
 
     def _fail(self, error: Exception) -> None:

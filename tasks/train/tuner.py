@@ -13,6 +13,7 @@ from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.model import Model
 from ...bridge.model.trainable import count_parameters, freeze, freeze_output
+from ...bridge.option_groups import group_of
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..options import EmbeddingOptions
 from ..options.groups import ReferenceOptions
@@ -26,14 +27,17 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     Every rank calls this; errors reach every rank. Returns what a user should know of it, as lines.
     """
     options, names = run.options, tensor_names(run.model_folder)
-    if options.tuner_type == "lora":
+    if options.tuner.tuner_type == "lora":
         settings = run_on_all_ranks(lambda: _settings(run))
-        run_on_all_ranks(lambda: attach_adapters(model, run.hf_config, settings, seed=options.seed, names=names))
-        if model.lora and isinstance(options, ReferenceOptions) and not reference_apart(options):
+        run_on_all_ranks(
+            lambda: attach_adapters(model, run.hf_config, settings, seed=options.training.seed, names=names)
+        )
+        reference = group_of(options, ReferenceOptions)
+        if model.lora and reference and not reference_apart(reference):
             model.lora.switch = AdapterSwitch(model.chunks)
         _read_adapter(model, run)
     else:
-        run_on_all_ranks(lambda: freeze(model, run.hf_config, options, names=names))
+        run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, names=names))
         if isinstance(options, EmbeddingOptions):  # which does not use the output layer: it is not to decay
             freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
@@ -53,13 +57,13 @@ def _settings(run: Run) -> LoraSettings:
     """Return the options' settings, or those of the adapter that the run continues."""
     options = run.options
     if run.adapter_folder is None:
-        return LoraSettings.of_options(options)
+        return LoraSettings.of_options(options.lora)
     if _is_of_peft(run.adapter_folder):
         settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))
     else:
         settings = read_distributed_settings(run.adapter_folder)
-    dropout = settings.dropout if options.lora_dropout is None else options.lora_dropout
-    return replace(settings, dropout=dropout, dtype=options.lora_dtype)
+    dropout = settings.dropout if options.lora.lora_dropout is None else options.lora.lora_dropout
+    return replace(settings, dropout=dropout, dtype=options.lora.lora_dtype)
 
 
 def _read_adapter(model: Model, run: Run) -> None:

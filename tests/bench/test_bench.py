@@ -124,7 +124,7 @@ def test_our_flags_are_known(variant, tmp_path):
     for row in ROWS.values():
         words = systems.command(variant, row, tmp_path, tmp_path, tmp_path, gpus=8, steps=9, site=None, flags="")
         options, *_ = read_options("megatron", words[words.index("sft") :])
-        assert (options.packing, options.max_length, options.logging_steps) == (True, row.length, 1)
+        assert (options.data.packing, options.data.max_length, options.logging.logging_steps) == (True, row.length, 1)
 
 
 def test_lines_of_both_logs():

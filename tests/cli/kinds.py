@@ -27,7 +27,7 @@ def check(kind: str, model: Path, words: str = "", *, world: int = 1) -> tuple[S
     options, sources, _ = read_options(
         "megatron", [*line(kind, words), "--model", str(model), "--dataset", "d", "--train_iters", "1"]
     )
-    layout = ProcessLayout.of(options, world)
+    layout = ProcessLayout.of(options.build, world)
     return options, check_training(options, layout, gpus=0, processes=world, sources=sources)
 
 

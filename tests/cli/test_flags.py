@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from megaswift.bridge.option_groups import flag_value, flag_values
 from megaswift.cli.flags import UsageError, flags_of
 from megaswift.cli.main import COMMANDS, main, read_options
 from megaswift.tasks import options
@@ -30,24 +31,34 @@ def test_the_dialect() -> None:
         *("--micro-batch-size", "2", "--columns", '{"old": "new"}', "--save_steps", "1e3", "--strict", "TRUE"),
         *("--recompute_modules", "core_attn", "mlp"),
     )
-    assert options.dataset == ["a#5", "b c.jsonl"]
-    assert (options.lr, options.use_hf, options.packing, options.eval_iters, options.strict) == (
+    assert options.data.dataset == ["a#5", "b c.jsonl"]
+    assert (
+        options.schedule.lr,
+        options.use_hf,
+        options.data.packing,
+        options.training.eval_iters,
+        options.data.strict,
+    ) == (
         2e-5,
         True,
         False,
         -1,
         True,
     )
-    assert (options.micro_batch_size, options.columns, options.save_steps) == (2, {"old": "new"}, 1000)
-    assert options.recompute_modules == ["core_attn", "mlp"]
+    assert (options.training.micro_batch_size, options.data.columns, options.checkpoint.save_steps) == (
+        2,
+        {"old": "new"},
+        1000,
+    )
+    assert options.build.recompute_modules == ["core_attn", "mlp"]
     assert sources["lr"] == sources["packing"] == "command line"
     assert sources["min_lr"] == "default"
     assert notes == []
 
 
 def test_pt_has_its_own_defaults() -> None:
-    assert read_options("megatron", ["pt", "--model", "m"])[0].loss_scale == "all"
-    assert read_options("megatron", ["sft", "--model", "m"])[0].loss_scale == "default"
+    assert read_options("megatron", ["pt", "--model", "m"])[0].data.loss_scale == "all"
+    assert read_options("megatron", ["sft", "--model", "m"])[0].data.loss_scale == "default"
 
 
 @pytest.mark.parametrize(
@@ -88,17 +99,17 @@ def test_what_no_flag_takes(words: list[str], message: str) -> None:
 )
 def test_what_follows_from_the_tuner(words: list[str], lr: float, merge: bool | None, tmp_path: Path) -> None:
     options, sources, _ = read(*words)
-    assert (options.lr, options.merge_lora) == (lr, merge)
+    assert (options.schedule.lr, options.merge_lora) == (lr, merge)
     assert sources["lr"] == "derived"
     assert sources["merge_lora"] == ("default" if merge is None else "derived")
     save_args(tmp_path / "args.json", options, sources)
     assert json.loads((tmp_path / "args.json").read_text())["options"]["lr"] == {"value": lr, "source": "derived"}
     other = "full" if words else "lora"
     again, sources, _ = read("--config", str(tmp_path / "args.json"), "--tuner_type", other)
-    assert (again.lr, sources["lr"]) == ({"lora": 1e-4, "full": 1e-5}[other], "derived")
+    assert (again.schedule.lr, sources["lr"]) == ({"lora": 1e-4, "full": 1e-5}[other], "derived")
 
     options, sources, _ = read(*words, "--lr", "3e-5", "--merge_lora", "false")
-    assert (options.lr, options.merge_lora) == (3e-5, False)
+    assert (options.schedule.lr, options.merge_lora) == (3e-5, False)
     assert sources["lr"] == sources["merge_lora"] == "command line"
 
 
@@ -171,7 +182,7 @@ def test_a_list_that_is_given_twice(tmp_path: Path) -> None:
     assert said == "--dataset: is set twice. Lists take spaces: --dataset a b c"
     (tmp_path / "run.yaml").write_text("val_dataset: [a, b]\n")
     options, *_ = read("--config", str(tmp_path / "run.yaml"), "--val_dataset", "c", "--lr", "1", "--lr", "2")
-    assert (options.val_dataset, options.lr) == (["c"], 2.0)
+    assert (options.data.val_dataset, options.schedule.lr) == (["c"], 2.0)
 
 
 def test_a_word_that_is_no_flag() -> None:
@@ -199,7 +210,7 @@ def test_a_word_that_is_no_flag() -> None:
 )
 def test_older_names(words: list[str], name: str, value: object) -> None:
     options, sources, notes = read(*words)
-    assert getattr(options, name) == value
+    assert flag_value(options, name) == value
     assert sources[name] == "command line"
     (note,) = notes
     assert note.startswith(words[0])
@@ -265,8 +276,13 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     for words in (["sft", str(file), "--lr", "3e-5"], ["sft", "--lr", "3e-5", "--config", str(file)]):
         options, sources, notes = read_options("megatron", words)
-        assert (options.lr, options.min_lr, options.packing, options.save_steps) == (3e-5, 1e-6, True, 9)
-        assert (options.dataset, options.columns, options.report_to, options.eval_steps) == (
+        assert (options.schedule.lr, options.schedule.min_lr, options.data.packing, options.checkpoint.save_steps) == (
+            3e-5,
+            1e-6,
+            True,
+            9,
+        )
+        assert (options.data.dataset, options.data.columns, options.logging.report_to, options.training.eval_steps) == (
             ["a", "b"],
             {"old": "new"},
             [],
@@ -310,7 +326,7 @@ def test_saved_arguments_can_be_given_back(tmp_path: Path) -> None:
     options, sources, _ = read(
         "--lr", "3e-5", "--columns", '{"a": "b"}', "--hub_token", "secret", "--report_to", "none"
     )
-    options.sequence_parallel, sources["sequence_parallel"] = True, "derived"
+    options.build.sequence_parallel, sources["sequence_parallel"] = True, "derived"
     save_args(tmp_path / "args.json", options, sources, kernels="local")
     written = (tmp_path / "args.json").read_text()
     assert "secret" not in written
@@ -318,7 +334,7 @@ def test_saved_arguments_can_be_given_back(tmp_path: Path) -> None:
     assert json.loads(written)["kernels"] == "local"
 
     again, sources, _ = read_options("megatron", ["sft", "--config", str(tmp_path / "args.json"), "--no_save_optim"])
-    assert vars(again) == vars(options) | {"hub_token": None, "sequence_parallel": False}
+    assert flag_values(again) == flag_values(options) | {"hub_token": None, "sequence_parallel": False}
     assert sources["lr"] == str(tmp_path / "args.json")
     assert sources["min_lr"] == "default"
 

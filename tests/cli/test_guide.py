@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from megaswift.bridge.option_groups import flag_value
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
 from megaswift.cli.legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
@@ -38,7 +39,7 @@ def test_defaults_are_the_guides() -> None:
     different = set()
     for name, default in guide().items():
         if name in SFT:
-            ours = getattr(SftOptions(), name)  # as it is where it is left out
+            ours = flag_value(SftOptions(), name)  # as it is where it is left out
             theirs = {"None": None, "None (all)": None, "auto": None, "true": True, "false": False}
             theirs |= {"[]": [], '["core_attn"]': ["core_attn"], "all-linear": ["all-linear"]}
             wanted = theirs.get(default, default.split(" ")[0])

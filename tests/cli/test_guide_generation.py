@@ -82,10 +82,15 @@ def test_gkd_is_read(tmp_path: Path, rows: Path) -> None:
     teacher = write_model(tmp_path / "teacher", QWEN2 | {"hidden_size": 8192, "num_attention_heads": 64})
     _, words = words_of(GKD, model=str(student), teacher_model=str(teacher), dataset=str(rows))
     options, sources, notes = read_options("megatron", words[1:])
-    notes += check_training(options, ProcessLayout.of(options, 2), gpus=2, processes=2, sources=sources)
+    notes += check_training(options, ProcessLayout.of(options.build, 2), gpus=2, processes=2, sources=sources)
     assert isinstance(options, GkdOptions)
     assert notes == []
-    assert (options.lmbda, options.beta, options.temperature, options.max_completion_length) == (0.5, 0.5, 0.9, 512)
+    assert (options.lmbda, options.beta, options.sampling.temperature, options.sampling.max_completion_length) == (
+        0.5,
+        0.5,
+        0.9,
+        512,
+    )
 
 
 def test_rollout_is_read(tmp_path: Path) -> None:

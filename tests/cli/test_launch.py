@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megaswift.bridge.options import BuildOptions
 from megaswift.cli.flags import UsageError
 from megaswift.cli.launch import (
     Processes,
@@ -23,7 +24,6 @@ from megaswift.cli.launch import (
     unseen_gpus,
     visible_gpus,
 )
-from megaswift.tasks.options import SftOptions
 
 from tests.another_user import readable
 
@@ -375,7 +375,7 @@ def test_an_environment_that_is_wrong(variables: dict[str, str], message: str, m
 
 def test_what_a_run_wants_set(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
-    dense, split = SftOptions(), SftOptions(tensor_model_parallel_size=2)
+    dense, split = BuildOptions(), BuildOptions(tensor_model_parallel_size=2)
     assert environment(dense, Processes(2), gpus=0) == {"OMP_NUM_THREADS": str(max(1, cores // 2))}
     memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert environment(dense, Processes(2), gpus=2) == memory

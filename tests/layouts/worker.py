@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from megaswift.bridge.mapping.fp8 import load_as_bf16
 from megaswift.bridge.model.build import DTYPES, build_model
 from megaswift.bridge.model.model import Model
 from megaswift.bridge.model.trainable import count_parameters, freeze
+from megaswift.bridge.option_groups import compose
 from megaswift.bridge.parallel import barrier, initialize
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run.planning import length_multiple
@@ -42,26 +43,24 @@ def options_of(job: dict) -> SftOptions:
         "micro_batch_size": 1,
         "use_distributed_optimizer": False,
     }
-    unknown = job["options"].keys() - {field.name for field in fields(SftOptions)}
-    assert not unknown, unknown
-    return SftOptions(**settings | job["options"])
+    return compose(SftOptions, **settings | job["options"])
 
 
 def open_model(job: dict, options: SftOptions) -> Model:
     folder = Path(job["model"])
     dtype = DTYPES[options.torch_dtype or "float32"]
-    model = build_model(read_config(folder), options, dtype)
+    model = build_model(read_config(folder), options.build, dtype)
     with load_as_bf16(model.chunks):
         load_weights(model.chunks, read_config(folder), folder)
-    freeze(model, read_config(folder), options)
+    freeze(model, read_config(folder), options.tuner)
     return model
 
 
 def open_training(model: Model, options: SftOptions, bucket_size: int | None) -> TrainState:
-    chunks = wrap_for_data_parallelism(model, options, bucket_size=bucket_size)
-    optimizer = build_optimizer(model, chunks, options, options)
-    schedule = build_schedule(optimizer, options, options.weight_decay, ref.STEPS)
-    return TrainState(model, chunks, optimizer, schedule, options.clip_grad)
+    chunks = wrap_for_data_parallelism(model, options.build, bucket_size=bucket_size)
+    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, ref.STEPS)
+    return TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad)
 
 
 def batches_of(step: int, options: SftOptions) -> list[Batch]:
@@ -69,17 +68,17 @@ def batches_of(step: int, options: SftOptions) -> list[Batch]:
     packs = ref.samples(step)
     loss_tokens = float(sum(weights[1:].sum() for pack in packs for _, weights in pack))
     mine = packs[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
-    if not options.padding_free:
+    if not options.data.padding_free:
         mine = [[document] for pack in mine for document in pack]  # a row each
     layout = BatchLayout(
-        padding_free=options.padding_free,
-        pack_length=ref.PACK if options.packing else None,
-        length_multiple=length_multiple(options),
+        padding_free=options.data.padding_free,
+        pack_length=ref.PACK if options.data.packing else None,
+        length_multiple=length_multiple(options.build),
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )
-    size = options.micro_batch_size
-    length = None if options.padding_free else 40
+    size = options.training.micro_batch_size
+    length = None if options.data.padding_free else 40
     return [layout.batch(mine[i : i + size], loss_tokens, length) for i in range(0, len(mine), size)]
 
 
@@ -117,7 +116,7 @@ def plant(fault: str | None, model: Model) -> None:
 
 def run(job: dict) -> dict:
     options = options_of(job)
-    initialize(options, seed=7)
+    initialize(options.build, seed=7)
     model = open_model(job, options)
     plant(job.get("planted"), model)
     counts = count_parameters(model, read_config(Path(job["model"]))) if job.get("counts") else ()

@@ -35,13 +35,13 @@ FEW = 20_000  # bytes of a bucket: many, and tensors that are larger than one
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     options = options_of(job)
-    initialize(options, seed=3)
+    initialize(options.build, seed=3)
     source, dtype = Path(job["model"]), DTYPES[job.get("dtype", "float32")]
     config, lora = read_config(source), bool(job.get("lora"))
-    model = build_model(config, options, torch.float32, adapters=lora)
+    model = build_model(config, options.build, torch.float32, adapters=lora)
     load_weights(model.chunks, config, source)
     if lora:
-        attach_adapters(model, config, LoraSettings.of_options(options), seed=5)
+        attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=5)
         with torch.no_grad():
             for tensor in collect_params(model.chunks, adapters=True).values():  # B begins as zeros
                 tensor += 0.1

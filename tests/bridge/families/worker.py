@@ -32,7 +32,7 @@ from megaswift.bridge.model import build as builder
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.model import LastStage, Model
 from megaswift.bridge.model.outputs import LogProbs
-from megaswift.tasks.options import SftOptions
+from megaswift.bridge.options import BuildOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule, sft_loss
 from megaswift.templates.batching.collator import Batch, BatchLayout
@@ -46,11 +46,11 @@ from tests.layouts.worker import close
 SMALLEST_GRADIENT = 1e-6  # of the largest of all: less is rounding
 
 
-def options_of(layout: dict[str, Any]) -> SftOptions:
-    return SftOptions(micro_batch_size=1, use_distributed_optimizer=False, ddp_timeout=120, **layout)
+def options_of(layout: dict[str, Any]) -> BuildOptions:
+    return BuildOptions(use_distributed_optimizer=False, ddp_timeout=120, **layout)
 
 
-def check(folder: Path, options: SftOptions) -> dict[str, Any]:
+def check(folder: Path, options: BuildOptions) -> dict[str, Any]:
     """How far a tiny model is from its reference in the layout that is set up, and what a round trip changes.
 
     To be called by every rank; the answer is the same on all. Distances are relative, see `distance`.
@@ -71,7 +71,7 @@ def check(folder: Path, options: SftOptions) -> dict[str, Any]:
     return everyone[0] | largest
 
 
-def check_rounded(folder: Path, options: SftOptions) -> dict[str, Any]:
+def check_rounded(folder: Path, options: BuildOptions) -> dict[str, Any]:
     """The same in bf16, by the mean difference of the log-probabilities. For GPUs, whose kernels are for bf16."""
     expected = torch.load(folder / "reference.pt")
     model = open_model(folder / "fp32", options, torch.bfloat16)
@@ -87,7 +87,7 @@ def check_rounded(folder: Path, options: SftOptions) -> dict[str, Any]:
     return everyone[0] | largest
 
 
-def check_faults(folder: Path, options: SftOptions, planted: dict[str, Any]) -> dict[str, float]:
+def check_faults(folder: Path, options: BuildOptions, planted: dict[str, Any]) -> dict[str, float]:
     """How far each fault takes the model from its reference. `planted` adds to what faults.of finds, or takes away."""
     expected = torch.load(folder / "reference.pt")["log_probs"]
     source, config = folder / "fp32", read_config(folder / "fp32")
@@ -110,7 +110,7 @@ def check_faults(folder: Path, options: SftOptions, planted: dict[str, Any]) -> 
     return found
 
 
-def open_model(source: Path, options: SftOptions, dtype: torch.dtype, change: Callable | None = None) -> Model:
+def open_model(source: Path, options: BuildOptions, dtype: torch.dtype, change: Callable | None = None) -> Model:
     """The model of `source`: what loading leaves out is NaN. `change` is made to what its family describes."""
     config = read_config(source)
     family = builder.family_of(config)
@@ -126,7 +126,7 @@ def open_model(source: Path, options: SftOptions, dtype: torch.dtype, change: Ca
     return model
 
 
-def batches(options: SftOptions, *, packed: bool, places: bool = False) -> list[Batch]:
+def batches(options: BuildOptions, *, packed: bool, places: bool = False) -> list[Batch]:
     """This rank's micro batches. With `places`, a token is its number among all documents' tokens, from 1 on."""
     packs, number = reference.documents(), 1
     loss_tokens = float(sum(weights[1:].sum() for pack in packs for _, weights in pack))
@@ -151,7 +151,7 @@ def batches(options: SftOptions, *, packed: bool, places: bool = False) -> list[
 
 @torch.no_grad()
 def distance(
-    model: Model, options: SftOptions, expected: Tensor, *, packed: bool, of: Callable[[Tensor], Tensor] = torch.max
+    model: Model, options: BuildOptions, expected: Tensor, *, packed: bool, of: Callable[[Tensor], Tensor] = torch.max
 ) -> float:
     """The largest difference of a log-probability to transformers' on this rank (or that `of` them), over their
     standard deviation."""
@@ -204,7 +204,7 @@ def round_trip(model: Model, source: Path, dtype: torch.dtype, *, max_shard_byte
 
 
 def distances_of_gradients(
-    model: Model, options: SftOptions, folder: Path, expected: dict[str, Tensor]
+    model: Model, options: BuildOptions, folder: Path, expected: dict[str, Tensor]
 ) -> dict[str, Any]:
     """One step's gradients, put in the place of the weights and saved like them, beside transformers'."""
     chunks = wrap_for_data_parallelism(model, options)

@@ -86,17 +86,19 @@ def test_self_attention(device):
     from megaswift.bridge.model.build import build_model
     from megaswift.bridge.model.model import ModelInputs
     from megaswift.bridge.model.outputs import LogProbs
-    from megaswift.tasks.options import SftOptions
+    from megaswift.bridge.options import BuildOptions
 
     from tests import tiny
     from tests.layouts.worker import close
 
     about = tiny.config("qwen3_next", num_hidden_layers=2, layer_types=["full_attention"] * 2).to_dict()
-    parallel.initialize(SftOptions(), seed=1)
+    parallel.initialize(BuildOptions(), seed=1)
     tokens, results, hooked = torch.arange(24, device=device)[None] % 7, [], []
     try:
         for fusion in (False, True):
-            options = SftOptions(apply_rope_fusion=fusion, transformer_impl="local", gradient_accumulation_fusion=False)
+            options = BuildOptions(
+                apply_rope_fusion=fusion, transformer_impl="local", gradient_accumulation_fusion=False
+            )
             model = build_model(about, options, torch.float32)
             generator = torch.Generator(device).manual_seed(0)
             for parameter in model.chunks[0].parameters():

@@ -193,10 +193,10 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     from megaswift.bridge import parallel
-    from megaswift.tasks.options import SftOptions
+    from megaswift.bridge.options import BuildOptions
     from megatron.core import parallel_state
 
-    parallel.initialize(SftOptions(tensor_model_parallel_size=2), seed=1)
+    parallel.initialize(BuildOptions(tensor_model_parallel_size=2), seed=1)
     group = parallel_state.get_tensor_model_parallel_group()
     found = worst(compare(group))
     for fault in ("each rank by itself", "one rank's entropy"):

@@ -39,7 +39,7 @@ from tests.layouts.worker import batches_of, main, open_training, options_of
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     options = options_of(job)
-    initialize(options, seed=7)
+    initialize(options.build, seed=7)
     source, folder = Path(job["model"]), Path(job["folder"])
     model = open_model(source, options, None if job.get("new") else job["adapter"])
     plant(job.get("planted"), model)
@@ -50,7 +50,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         metrics, outcome = train_step(training, batches_of(step, options), sft_loss, step)
         norms.append(outcome.grad_norm)
         losses.append(sum_over_ranks(training.model.groups, metrics, ["loss"]).wait()[0])
-    log_probs = log_probs_of(training, options) if options.context_parallel_size == 1 else []
+    log_probs = log_probs_of(training, options) if options.build.context_parallel_size == 1 else []
     with training.parameters_gathered():
         for _ in range(job.get("merges", 1)):
             save(model, source, folder)
@@ -71,9 +71,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def open_model(source: Path, options: SftOptions, adapter: str | None) -> Model:
     """The model of a folder with adapters: new ones, or those of another folder."""
     config = read_config(source)
-    model = build_model(config, options, DTYPES[options.torch_dtype or "float32"], adapters=True)
+    model = build_model(config, options.build, DTYPES[options.torch_dtype or "float32"], adapters=True)
     load_weights(model.chunks, config, source)
-    attach_adapters(model, config, LoraSettings.of_options(options), seed=5)
+    attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=5)
     if adapter:
         load_adapter(model.chunks, config, model.lora, adapter)
     return model

@@ -91,7 +91,7 @@ def stand_in() -> None:
 
 def open_model(folder: Path, options, read=load_weights) -> Model:
     config = read_config(folder)
-    model = build_model(config, options, torch.bfloat16)
+    model = build_model(config, options.build, torch.bfloat16)
     for chunk in model.chunks:
         for name, module in list(chunk.decoder.named_modules()):
             if f"{name.rpartition('.')[2]}.weight" in MATRICES:
@@ -131,7 +131,7 @@ def few_values(model: Model) -> bool:
 
 def main() -> None:
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
-    initialize(options_of({"options": {}}), seed=7)
+    initialize(options_of({"options": {}}).build, seed=7)
     stand_in()
     source, found = tensors_of(folder), {}
     model = trained(folder, folder / "still", 0.0)

@@ -10,7 +10,7 @@ from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.model import ModelInputs
 from megaswift.bridge.model.outputs import LogProbs
 from megaswift.bridge.model.trainable import count_parameters, freeze
-from megaswift.tasks.options import SftOptions
+from megaswift.bridge.options import BuildOptions, LoraOptions, TrainableOptions
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -178,7 +178,7 @@ def test_trains_as_transformers_does(what, world, name, launched, references, fo
 def built(family: str, **changes):
     """A family's tiny model in one process, with random weights, and its config.json."""
     config = tiny.config(family, **changes).to_dict()
-    model = build_model(config, SftOptions(), torch.float32)
+    model = build_model(config, BuildOptions(), torch.float32)
     for parameter in model.chunks[0].parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return model, config
@@ -186,7 +186,7 @@ def built(family: str, **changes):
 
 def left(model, config, **options) -> set[str]:
     """megatron-core's names of what is trained with these options."""
-    freeze(model, config, SftOptions(**options))
+    freeze(model, config, TrainableOptions(**options))
     return {name for name, parameter in model.chunks[0].named_parameters() if parameter.requires_grad}
 
 
@@ -264,14 +264,14 @@ def test_no_option_leaves_all_trained(alone):
 def test_names_that_mean_nothing_or_a_part(options, message, alone):
     model, config = built("qwen3_moe")
     with pytest.raises(ValueError, match=re.escape(message)):
-        freeze(model, config, SftOptions(**options))
+        freeze(model, config, TrainableOptions(**options))
 
 
 def test_weights_held_in_fp8_are_not_frozen(alone):
     model, config = built("qwen3")
     model.config.fp8_param = True
     with pytest.raises(ValueError, match="--fp8_param_gather true is for weights that are all trained"):
-        freeze(model, config, SftOptions(freeze_parameters_ratio=0.5))
+        freeze(model, config, TrainableOptions(freeze_parameters_ratio=0.5))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_adapters_count_as_in_peft(options, alone):
     from peft import LoraConfig, get_peft_model
 
     model, config = built("qwen2", tie_word_embeddings=False)
-    settings = LoraSettings.of_options(SftOptions(**options))
+    settings = LoraSettings.of_options(LoraOptions(**options))
     attach_adapters(model, config, settings, seed=0)
     every = [name for name in settings.targets if not name.startswith("all")]
     every += LINEAR if "all-linear" in settings.targets else []
@@ -318,5 +318,5 @@ def test_a_frozen_matrix_has_no_product_for_its_gradient(family, alone):
     head = 2 * 48 * config["hidden_size"] * config["vocab_size"]  # its logits are computed again
     once = count(forward)
     assert backward() == 2 * once + head
-    freeze(model, config, SftOptions(freeze_parameters_ratio=1.0, trainable_parameters=["model.embed_tokens"]))
+    freeze(model, config, TrainableOptions(freeze_parameters_ratio=1.0, trainable_parameters=["model.embed_tokens"]))
     assert backward() == once + head

@@ -62,7 +62,7 @@ def test_what_is_accepted_is_checked_without_a_traceback(kind: str, dense: Path)
         for value in ("0", "1.5", "2147483647"):
             with suppress(UsageError):  # any other exception would be a traceback
                 resolved, sources = resolve(options_class, base | {flag.name: value}, None)
-                check_training(resolved, ProcessLayout.of(resolved, 1), gpus=0, processes=1, sources=sources)
+                check_training(resolved, ProcessLayout.of(resolved.build, 1), gpus=0, processes=1, sources=sources)
 
 
 @pytest.mark.parametrize(

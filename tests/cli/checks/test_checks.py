@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megaswift.bridge.option_groups import with_flags
 from megaswift.cli.checks.common import check_infer, check_lock, check_training
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
@@ -22,7 +22,7 @@ from tests.cli.conftest import DENSE, write_model
 def check(model: Path, words: str, *, world: int = 1, gpus: int = 0) -> tuple[Any, list[str]]:
     line = ["sft", "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    notes = check_training(options, ProcessLayout.of(options, world), gpus=gpus, processes=world, sources=sources)
+    notes = check_training(options, ProcessLayout.of(options.build, world), gpus=gpus, processes=world, sources=sources)
     return options, notes
 
 
@@ -162,13 +162,13 @@ def test_layouts_that_can_run(dense: Path, words: str, world: int) -> None:
 
 def test_epochs_beside_steps_are_left_out(dense: Path) -> None:
     options, notes = check(dense, "--num_train_epochs 0.5 --lr_warmup_fraction 0.05")
-    assert options.num_train_epochs is None
+    assert options.training.num_train_epochs is None
     assert notes == ["--num_train_epochs 0.5 is ignored: --train_iters 1 is set."]
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_switched_off(mixture: Path) -> None:
     options, notes = check(mixture, f"{SP} {EP} 2", world=2)
-    assert options.sequence_parallel is False
+    assert options.build.sequence_parallel is False
     (note,) = notes
     assert note.startswith("--sequence_parallel true is disabled")
 
@@ -284,7 +284,7 @@ def test_a_folder_in_which_another_run_is_at_work(dense: Path, tmp_path: Path, m
         assert other.stdout.readline() == "taken\n"
         with pytest.raises(UsageError, match=r"^--output_dir .*out: another run uses .*out\. Wait for its end, or"):
             check_lock(options)
-        check_lock(replace(options, add_version=True))
+        check_lock(with_flags(options, add_version=True))
         other.kill()
     check_lock(options)
 
@@ -322,7 +322,7 @@ def test_training_texts_beyond_the_positions(words: str, more: dict, note: str |
 
 def test_sgd_has_no_state_to_share(dense: Path) -> None:
     options, (note,) = check(dense, "--optimizer sgd")
-    assert options.use_distributed_optimizer is False  # type: ignore[attr-defined]
+    assert options.build.use_distributed_optimizer is False  # type: ignore[attr-defined]
     assert note.startswith("--use_distributed_optimizer true is disabled")
     with pytest.raises(UsageError, match="--overlap_param_gather true cannot be used with --optimizer sgd"):
         check(dense, "--optimizer sgd --overlap_grad_reduce true --overlap_param_gather true")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from megaswift.bridge.options import BuildOptions
 from megaswift.cli.flags import UsageError
-from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run.planning import length_multiple
 
 from tests.cli.checks.test_checks import CP, SP, TP, check
@@ -107,4 +107,4 @@ def test_packs_of_a_layout(dense: Path) -> None:
     ],
 )
 def test_tokens_of_a_process(flags: dict, multiple: int) -> None:
-    assert length_multiple(SftOptions(**flags)) == multiple
+    assert length_multiple(BuildOptions(**flags)) == multiple

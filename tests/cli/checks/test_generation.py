@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megaswift.bridge.option_groups import compose
 from megaswift.cli.checks.common import check_rollout, check_training
 from megaswift.cli.checks.generation import _offload, check_generation
 from megaswift.cli.checks.teacher import check_teacher
@@ -92,7 +93,9 @@ def words_of(example: str) -> tuple[dict[str, str], list[str]]:
 def check(model: Path, words: str, *, world: int = 1, kind: str = "grpo") -> tuple[Any, list[str]]:
     line = ["rlhf", "--rlhf_type", kind, "--model", str(model), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    return options, check_training(options, ProcessLayout.of(options, world), gpus=0, processes=world, sources=sources)
+    return options, check_training(
+        options, ProcessLayout.of(options.build, world), gpus=0, processes=world, sources=sources
+    )
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, vllm: bool) -> None:
@@ -117,18 +120,21 @@ def test_examples(example: str, tmp_path: Path, rows: Path) -> None:
     words[words.index("--dataset") + 1] = str(rows)
     words[words.index("--model") + 1] = str(write_model(tmp_path / "model", QWEN))
     options, sources, notes = read_options("megatron", words)
-    layout = ProcessLayout.of(options, 4)
+    layout = ProcessLayout.of(options.build, 4)
     notes += check_training(options, layout, gpus=4, processes=4, sources=sources)
     assert isinstance(options, GrpoOptions)
     assert notes == []
     assert str(layout) == "4 processes = TP 2 x PP 1 x CP 1 x DP 2"
-    assert (options.generation_batch_size, options.steps_per_generation) == (8, 1)
-    assert (options.num_generations, options.beta, options.epsilon_high) == (8, 0.04, 0.2)
-    assert (options.train_iters, options.num_train_epochs) == (None, 1)  # which the second does not say
+    assert (options.sampling.generation_batch_size, options.sampling.steps_per_generation) == (8, 1)
+    assert (options.sampling.num_generations, options.beta, options.epsilon_high) == (8, 0.04, 0.2)
+    assert (options.training.train_iters, options.training.num_train_epochs) == (
+        None,
+        1,
+    )  # which the second does not say
     served = example.endswith("(Server Mode)")
-    assert options.max_completion_length == options.cosine_max_len == (512 if served else 2048)
-    assert (options.vllm_mode, options.vllm_server_port) == ("server" if served else None, [8000])
-    assert (options.lr, sources["lr"]) == ((1e-5, "derived") if served else (5e-7, "command line"))
+    assert options.sampling.max_completion_length == options.rewards.cosine_max_len == (512 if served else 2048)
+    assert (options.engine.vllm_mode, options.engine.vllm_server_port) == ("server" if served else None, [8000])
+    assert (options.schedule.lr, sources["lr"]) == ((1e-5, "derived") if served else (5e-7, "command line"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -422,7 +428,7 @@ def test_router_replay(dense: Path, mixture: Path) -> None:
 
 
 def test_weights_in_fp8_stay() -> None:
-    options = GrpoOptions(offload_model=True, fp8_param_gather=True)
+    options = compose(GrpoOptions, offload_model=True, fp8_param_gather=True)
     with pytest.raises(
         UsageError, match=r"--offload_model true cannot be used with --fp8_param_gather true, whose weights"
     ):
@@ -430,7 +436,7 @@ def test_weights_in_fp8_stay() -> None:
 
 
 def test_nothing_leaves_where_the_student_generates_nothing() -> None:
-    options = GkdOptions(offload_optimizer=True, lmbda=0.0)
+    options = compose(GkdOptions, offload_optimizer=True, lmbda=0.0)
     with pytest.raises(UsageError, match=r"--offload_optimizer true cannot be used with --lmbda 0: the student"):
         _offload(options)
 
@@ -490,14 +496,16 @@ def test_what_follows_from_other_options(dense: Path) -> None:
     def read(words: str) -> Any:
         return check(dense, f"--reward_funcs accuracy --global_batch_size 8 {words}")[0]
 
-    assert read("--generation_batch_size 24").steps_per_generation == 3
-    assert read("--steps_per_generation 2").generation_batch_size == 16
+    assert read("--generation_batch_size 24").sampling.steps_per_generation == 3
+    assert read("--steps_per_generation 2").sampling.generation_batch_size == 16
     assert read("--epsilon 0.1").epsilon_high == 0.1
     assert read("--loss_type cispo").epsilon_high == 5.0
     assert read("--advantage_estimator rloo").scale_rewards == "none"
     assert read("--advantage_estimator rloo --scale_rewards group").scale_rewards == "group"
     assert read("--advantage_estimator reinforce_plus_plus").scale_rewards == "batch"
-    assert read("--num_generations 4 --global_batch_size 2 --steps_per_generation 2").generation_batch_size == 4
+    assert (
+        read("--num_generations 4 --global_batch_size 2 --steps_per_generation 2").sampling.generation_batch_size == 4
+    )
 
 
 def test_prompts_keep_their_ends(dense: Path) -> None:

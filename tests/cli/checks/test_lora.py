@@ -23,7 +23,7 @@ LORA = "--tuner_type lora"
 def check(words: str, model: Path | None) -> tuple[SftOptions, dict[str, str], list[str]]:
     line = ["sft", *(["--model", str(model)] if model else []), "--dataset", "d", "--train_iters", "1", *words.split()]
     options, sources, _ = read_options("megatron", line)
-    notes = check_training(options, ProcessLayout.of(options, 1), gpus=0, processes=1, sources=sources)
+    notes = check_training(options, ProcessLayout.of(options.build, 1), gpus=0, processes=1, sources=sources)
     return options, sources, notes
 
 
@@ -92,7 +92,7 @@ def test_flags_of_lora_in_a_config_file(dense: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lora_rank: 8\nmodules_to_save: []\ntarget_regex: null\n")
     assert refusal(f"--config {file}", dense).startswith("--lora_rank 8: only for --tuner_type lora")
-    assert check(f"--config {file} {LORA}", dense)[0].lora_rank == 8
+    assert check(f"--config {file} {LORA}", dense)[0].lora.lora_rank == 8
 
 
 @pytest.mark.parametrize(
@@ -198,16 +198,16 @@ def test_what_can_be_frozen(dense: Path) -> None:
 def test_the_run_starts_from_an_adapter(adapter: Path, dense: Path) -> None:
     options, _, notes = check(f"{LORA} --adapters {adapter}", None)
     assert options.model == str(dense)
-    assert (options.lora_rank, options.lora_alpha, options.lora_dropout) == (4, 16, 0.1)
-    assert options.target_modules == ["q_proj", "v_proj"]
+    assert (options.lora.lora_rank, options.lora.lora_alpha, options.lora.lora_dropout) == (4, 16, 0.1)
+    assert options.lora.target_modules == ["q_proj", "v_proj"]
     assert notes == [f"--model {dense}: the base model that --adapters {adapter} names."]
 
     same = "--lora_rank 4 --lora_alpha 16 --target_modules q_proj v_proj --lora_dropout 0.2 --lora_dtype float32"
     options, _, notes = check(f"{LORA} --adapters {adapter} {same}", dense)
-    assert (options.lora_dropout, options.lora_dtype) == (0.2, "float32")
+    assert (options.lora.lora_dropout, options.lora.lora_dtype) == (0.2, "float32")
     assert notes == []
     options, _, _ = check(f"{LORA} --adapters {adapter} --use_rslora true --lora_alpha 8", dense)  # the same scaling
-    assert (options.lora_alpha, options.use_rslora) == (8, True)
+    assert (options.lora.lora_alpha, options.lora.use_rslora) == (8, True)
 
 
 def test_args_json_tells_what_the_adapter_says(adapter: Path, rows: Path, ran: list, monkeypatch) -> None:
@@ -246,7 +246,7 @@ def test_an_adapter_of_other_targets(adapter: Path, dense: Path) -> None:
     check(f"{LORA} --adapters {adapter} --target_regex .*\\.[qv]_proj", dense)
     write_adapter(adapter, dense, modules_to_save=["lm_head"])
     options, _, _ = check(f"{LORA} --adapters {adapter} --modules_to_save output_layer", dense)
-    assert options.modules_to_save == ["lm_head"]
+    assert options.lora.modules_to_save == ["lm_head"]
 
 
 def test_folders_that_are_no_adapter(adapter: Path, dense: Path, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_adapters_in_megatron_cores_format(dense: Path, adapter: Path, tmp_path:
     write_adapter(adapter, dense, target_modules=["model.layers.3.self_attn.q_proj"])  # there each has its whole name
     shutil.copy(adapter / "adapter_config.json", there)
     options, _, _ = check(words, dense)
-    assert (options.lora_rank, options.mcore_adapter) == (4, str(there))
+    assert (options.lora.lora_rank, options.mcore_adapter) == (4, str(there))
     write_adapter(adapter, dense, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     shutil.copy(adapter / "adapter_config.json", there)  # not all of its modules are named
     _, _, (note,) = check(f"{words} --target_modules all-linear", dense)

@@ -89,7 +89,7 @@ def test_refusals(more: str, message: str, words: str, dense: Path) -> None:
 def test_what_is_accepted(words: str, dense: Path) -> None:
     more = "plugin.py --multi_turn_scheduler stepping --max_turns 3 --turn_timeout 5"
     options, _ = check(dense, f"{words}{more} --completion_length_limit_scope total --use_gym_env false")
-    assert (options.max_turns, options.turn_timeout) == (3, 5)
+    assert (options.multi_turn.max_turns, options.multi_turn.turn_timeout) == (3, 5)
     assert set(multi_turns) == {"again", "whole", "stepping"}
     assert not registered_tools
 

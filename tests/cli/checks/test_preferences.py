@@ -117,7 +117,7 @@ def test_what_dpo_can_be(words: str, dense: Path) -> None:
 def test_a_reference_that_is_not_there_to_be_offloaded(words: str, why: str, dense: Path) -> None:
     options, notes = check("kto", dense, f"{words} --offload_ref_model true")
     assert isinstance(options, KtoOptions)
-    assert options.offload_ref_model is False
+    assert options.reference.offload_ref_model is False
     assert notes == [f"--offload_ref_model true is not needed: {why}."]
 
 

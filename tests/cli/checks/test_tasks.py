@@ -42,7 +42,7 @@ def headed(tmp_path: Path) -> Path:
 )
 def test_the_type_chooses_the_options(words: list[str], name: str, stage: str, loss_scale: str) -> None:
     options, sources, notes = read_options("megatron", words)
-    assert (type(options).__name__, options.stage, options.loss_scale, notes) == (name, stage, loss_scale, [])
+    assert (type(options).__name__, options.stage, options.data.loss_scale, notes) == (name, stage, loss_scale, [])
     assert "stage" not in sources
 
 
@@ -55,7 +55,7 @@ def test_dpo() -> None:
         ),
     )
     assert (options.loss_type, options.loss_weights) == (["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0])
-    assert (options.beta, options.ref_model, options.lr) == (0.3, "r", 1e-4)
+    assert (options.beta, options.reference.ref_model, options.schedule.lr) == (0.3, "r", 1e-4)
     assert (sources["rlhf_type"], sources["lr"], sources["rpo_alpha"]) == ("command line", "derived", "default")
 
 
@@ -120,7 +120,11 @@ def test_what_a_type_does_not_take(words: str, message: str) -> None:
 def test_names_of_the_incumbent() -> None:
     words = "--ref_load r --calculate_KL true --sync_ref_model false --train_type lora --max_epochs 1"
     options, _, notes = read_options("megatron", line("kto", words))
-    assert (options.mcore_ref_model, options.tuner_type, options.num_train_epochs) == ("r", "lora", 1.0)
+    assert (options.reference.mcore_ref_model, options.tuner.tuner_type, options.training.num_train_epochs) == (
+        "r",
+        "lora",
+        1.0,
+    )
     assert [note.split()[0] for note in notes] == ["--ref_load", "--calculate_KL", "--train_type", "--max_epochs"]
 
 
@@ -225,7 +229,7 @@ def test_the_number_of_labels_is_needed_where_there_is_no_head(dense: Path, head
     assert main("megatron", [*words, str(dense)]) == 2
     assert "error: --num_labels: missing, and the model has no head" in capsys.readouterr().err
     options, sources, _ = read_options("megatron", [*words, str(headed)])
-    assert check_training(options, ProcessLayout.of(options, 1), gpus=0, processes=1, sources=sources) == []
+    assert check_training(options, ProcessLayout.of(options.build, 1), gpus=0, processes=1, sources=sources) == []
 
 
 @pytest.mark.parametrize("kind", CHOICE)
@@ -253,7 +257,7 @@ def test_adapters_beside_a_head(dense: Path, tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     for kind in ("seq_cls", "rm", "reranker"):
         options, notes = check(kind, dense, f"{LORA} --adapters {folder}")
-        assert (options.lora_rank, notes) == (4, [])
+        assert (options.lora.lora_rank, notes) == (4, [])
     assert "score" in refusal("causal_lm", dense, f"{LORA} --adapters {folder}")
     assert "score" in refusal("seq_cls", dense, f"{LORA} --target_modules score")
 

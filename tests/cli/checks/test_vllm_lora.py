@@ -72,7 +72,7 @@ def test_quantised(tmp_path: Path) -> None:
 def test_taken(words: str, dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm=True)
     options, _ = check(dense, f"{words} --reward_funcs accuracy")
-    assert options.vllm_enable_lora
+    assert options.engine.vllm_enable_lora
 
 
 def test_servers(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:

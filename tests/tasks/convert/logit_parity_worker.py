@@ -18,8 +18,8 @@ from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.mapping.local_params import collect_params
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.model import Model
+from megaswift.bridge.options import BuildOptions
 from megaswift.tasks.convert.logit_parity import PrecisionError, as_json, check_precision
-from megaswift.tasks.options import SftOptions
 from megatron.core import parallel_state
 
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -29,7 +29,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def attempt(folder: Path, options: SftOptions, fault: str | None = None) -> Any:
+def attempt(folder: Path, options: BuildOptions, fault: str | None = None) -> Any:
     """The comparisons, or the error's text. The tensor that `fault` names is wrong by a factor."""
     config = read_config(folder)
 
@@ -51,7 +51,7 @@ def attempt(folder: Path, options: SftOptions, fault: str | None = None) -> Any:
 def main(folder: Path) -> None:
     results = {}
     for name, layout in LAYOUTS:
-        options = SftOptions(**layout)
+        options = BuildOptions(**layout)
         parallel.initialize(options, seed=1)
         results[f"{name} {next(iter(layout))}"] = attempt(folder / name, options)
         if "pipeline_model_parallel_size" in layout:

@@ -64,6 +64,7 @@ def test_four_processes(place: Distilled) -> None:
 
 
 def test_layouts_that_cannot_be() -> None:
+    from megaswift.bridge.option_groups import compose
     from megaswift.cli.checks.teacher import check_teacher
     from megaswift.cli.flags import UsageError
     from megaswift.tasks.options import GkdOptions
@@ -75,7 +76,7 @@ def test_layouts_that_cannot_be() -> None:
         ({"context": 2}, 2, "--packing_length 30: not a multiple of 4"),
     ):  # fmt: skip
         named = {f"teacher_{size}_parallel_size": value for size, value in sizes.items()}
-        options = GkdOptions(model="m", teacher_model="t", packing=True, packing_length=30, **named)
+        options = compose(GkdOptions, model="m", teacher_model="t", packing=True, packing_length=30, **named)
         with pytest.raises(UsageError, match=said):
             check_teacher(options, processes)
 

@@ -138,6 +138,7 @@ def test_a_server_that_dies(place: Distilled) -> None:
 
 
 def test_flags_that_cannot_be() -> None:
+    from megaswift.bridge.option_groups import compose
     from megaswift.cli.checks.generation import check_generation
     from megaswift.cli.checks.teacher import check_teacher
     from megaswift.cli.flags import UsageError
@@ -161,11 +162,13 @@ def test_flags_that_cannot_be() -> None:
         ({}, "--teacher_model: missing.* as --teacher_model_server"),
     ):
         with pytest.raises(UsageError, match=said):
-            check_teacher(GkdOptions(model="m", **changes), 1)
-    assert check_teacher(GkdOptions(model="m", **served, seq_kd=True), 1) is None
+            check_teacher(compose(GkdOptions, model="m", **changes), 1)
+    assert check_teacher(compose(GkdOptions, model="m", **served, seq_kd=True), 1) is None
     typed = {"server_reconnect_timeout": "command line", "vllm_server_timeout": "command line"}
-    check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, **served), typed)
+    check_generation(compose(GkdOptions, model="m", use_vllm=False, server_reconnect_timeout=3.0, **served), typed)
     with pytest.raises(
         UsageError, match=r"--(vllm_server_timeout|server_reconnect_timeout) .*: only for --vllm_mode server"
     ):
-        check_generation(GkdOptions(model="m", use_vllm=False, server_reconnect_timeout=3.0, teacher_model="t"), typed)
+        check_generation(
+            compose(GkdOptions, model="m", use_vllm=False, server_reconnect_timeout=3.0, teacher_model="t"), typed
+        )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rl.policy_loss import PolicyLoss
 from megaswift.templates.batching.collator import BatchLayout
@@ -32,7 +33,7 @@ def sums(given: Sequences, ranks: int, multiple: int, **options) -> dict[str, fl
     """The shares of all micro batches and ranks, of a model that agrees with the engine."""
     found: dict[str, float] = {}
     for rank in range(ranks):
-        loss = PolicyLoss(GrpoOptions(epsilon_high=0.2, beta=0.0, **options))
+        loss = PolicyLoss(compose(GrpoOptions, epsilon_high=0.2, beta=0.0, **options))
         layout = BatchLayout(stage="prompts", pack_length=8)
         batches = BatchPlan(layout, 1, rank, ranks, multiple=multiple).batches(given)
         loss.begin_step(given, batches)

@@ -54,7 +54,7 @@ def test_plugins_register_in_both_ways(tmp_path):
     )
     check_rewards(options)
     check_rewards(options)  # once in the command, once in the run: files are imported once
-    rewards = {reward.name: reward.function for reward in load_rewards(options)}
+    rewards = {reward.name: reward.function for reward in load_rewards(options, options)}
     assert list(rewards) == options.reward_funcs
     assert rewards["length"](completions=["abcd"], other=1) == [2]
     assert rewards["starts"](completions=["abcd"], first=["a"]) == [1]
@@ -68,12 +68,12 @@ def test_a_reward_model_comes_last_where_it_is_not_named():
     assert reward_names(options) == ["format", MODEL]
     assert reward_weights(options) == [0.5, 2]
     model = sum
-    assert [reward.function for reward in load_rewards(options, model)][1] is model
+    assert [reward.function for reward in load_rewards(options, options, model)][1] is model
     named = RewardOptions(reward_funcs=[MODEL, "accuracy"], reward_model="folder")
     check_rewards(named)
     assert reward_names(named) == [MODEL, "accuracy"]
     assert reward_weights(named) == [1, 1]
-    assert isinstance(load_rewards(named, model)[1].function, Accuracy)
+    assert isinstance(load_rewards(named, named, model)[1].function, Accuracy)
 
 
 @pytest.mark.parametrize(

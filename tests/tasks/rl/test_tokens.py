@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from megaswift.tasks.options import GrpoOptions
+from megaswift.tasks.options.groups import CompletionOptions
 from megaswift.tasks.rl.sampler import Sampler
 from megaswift.templates.batching.prompt_dataloader import Prompt
 
@@ -17,7 +17,7 @@ class Engines:
 
 def test_a_token_that_the_embedding_does_not_have() -> None:
     engines: Any = Engines()
-    complete = Sampler(engines, GrpoOptions(), 0, ends=None, vocab_size=8)
+    complete = Sampler(engines, CompletionOptions(), 0, ends=None, vocab_size=8)
     assert complete([Prompt("row 1", [3, 7], {}), Prompt("row 2", [], {})]) == []
     with pytest.raises(ValueError, match=r"the tokenizer has token 8, and the model's embedding has 8 rows"):
         complete([Prompt("row 1", [8, 1], {})])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megaswift.bridge.option_groups import compose
 from megaswift.tasks.multi_turn import multi_turns, scheduler
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms
@@ -61,8 +62,8 @@ def made_with_data(
     for name, each in (("train.jsonl", rows), ("val.jsonl", more or [])):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in each))
         files.append([str(folder / name)] if each else [])
-    options = GrpoOptions(dataset=files[0], val_dataset=files[1], max_completion_length=1000, **given)
-    data = prepare(options, tokenizer, stage="prompts")
+    options = compose(GrpoOptions, dataset=files[0], val_dataset=files[1], max_completion_length=1000, **given)
+    data = prepare(options.data, tokenizer, stage="prompts")
     run: Any = SimpleNamespace(tokenizer=tokenizer, data=data, options=options, model_folder=folder)
     drawn = tokenizer(SAID + "<|im_end|>", add_special_tokens=False).input_ids
 
@@ -75,8 +76,8 @@ def made_with_data(
         Prompts(data.train, samples_each=2, shuffle=False, seed=0),  # type: ignore[arg-type]
         complete,  # type: ignore[arg-type]
         multi_turn.Texts(run, options),
-        multi_turn.MultiTurn(run, options) if options.multi_turn_scheduler else None,
-        reward_scorer.RewardScorer(run, options),
+        multi_turn.MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None,
+        reward_scorer.RewardScorer(run, options.rewards),
     )
     return worker, data
 

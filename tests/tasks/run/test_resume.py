@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from megaswift.bridge.option_groups import compose, flag_values
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.run import resume
 from megaswift.tasks.run.run_dir import STATE, best, lock_run_dir, verify_checkpoint
@@ -21,7 +22,7 @@ def save(folder, step, *, time=0.0, options=None, **state):
     (temporary / STATE).mkdir()
     told = {"step": step, "time": time or float(step), "optimizer": {}, "rng": True, "metrics": {}} | state
     (temporary / STATE / "state.json").write_text(json.dumps(told))
-    saved = {name: {"value": value} for name, value in vars(options or SftOptions()).items()}
+    saved = {name: {"value": value} for name, value in flag_values(options or SftOptions()).items()}
     (temporary / "args.json").write_text(json.dumps({"options": saved}))
     return atomic_dir.commit(temporary, path)
 
@@ -34,7 +35,7 @@ def out(tmp_path, monkeypatch):
 
 
 def options(out, wanted="auto", **more):
-    return SftOptions(output_dir=str(out), resume_from_checkpoint=wanted, **more)
+    return compose(SftOptions, output_dir=str(out), resume_from_checkpoint=wanted, **more)
 
 
 V0, V1 = "v0-20260101-000000", "v1-20260101-000000"
@@ -77,7 +78,8 @@ def test_a_run_through_a_link_is_refused_while_another_is_at_work(out, tmp_path)
     linked.symlink_to(out)
     code = (
         "import sys; from megaswift.tasks.run import resume; from megaswift.tasks.options import SftOptions;"
-        "resume.open_run_dir(SftOptions(output_dir=sys.argv[1], resume_from_checkpoint=sys.argv[2]));"
+        "from megaswift.bridge.option_groups import compose;"
+        "resume.open_run_dir(compose(SftOptions, output_dir=sys.argv[1], resume_from_checkpoint=sys.argv[2]));"
         "print('open', flush=True); sys.stdin.read()"
     )
     line = [sys.executable, "-c", code, str(linked), str(linked / V0 / older.name)]
@@ -176,7 +178,7 @@ def test_which_end_of_a_metric_is_the_best(metric, found, tmp_path):
     """The best of three stays where two are kept."""
     for step, value in ((100, 0.1), (200, 0.3), (300, 0.5)):
         newest = save(tmp_path, step, metrics={f"eval_{metric}": value})
-    resume.update_run_dir(SftOptions(model="m", metric_for_best_model=metric, save_total_limit=1), newest)
+    resume.update_run_dir(compose(SftOptions, model="m", metric_for_best_model=metric, save_total_limit=1), newest)
     assert (tmp_path / "best").resolve().name == f"checkpoint-{found}"
     assert (tmp_path / f"checkpoint-{found}").exists()
 

@@ -16,7 +16,7 @@ from megaswift.bridge.families import FAMILIES, family_of
 from megaswift.bridge.families.sequence_classification import count_labels
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.model.score_head import add_score_head
-from megaswift.tasks.options import SftOptions
+from megaswift.bridge.options import BuildOptions
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
@@ -78,7 +78,7 @@ def test_a_head_that_is_lost_is_missed(alone, causal, tmp_path):
     shutil.copytree(causal, folder)
     config = add_score_head(read_config(causal), 3)
     (folder / "config.json").write_text(json.dumps(config))
-    model = build_model(config, SftOptions(), torch.float32)
+    model = build_model(config, BuildOptions(), torch.float32)
     with pytest.raises(ValueError, match=r"lacks 1 tensor \(score.weight\)"):
         load_weights(model.chunks, config, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -97,7 +97,7 @@ def test_heads_within_vision_language_checkpoints(name, alone, tmp_path):
 
     make(tmp_path, families.tinies()[name])
     config = add_score_head(read_config(tmp_path / "fp32"), 3)
-    model = worker.open_model(tmp_path / "fp32", config, SftOptions(micro_batch_size=1))
+    model = worker.open_model(tmp_path / "fp32", config, BuildOptions())
     scores = worker.step(model, model.chunks, "scores", backward=False)
     worker.saved(model, config, tmp_path / "fp32", tmp_path / "out")
     theirs, about = AutoModelForSequenceClassification.from_pretrained(
@@ -134,7 +134,7 @@ def embeddings_of(folder: Path, tokenizer: Any, pooling: str) -> torch.Tensor:
 
     from tests.tasks.supervised import worker
 
-    model = worker.open_model(folder, read_config(folder), SftOptions())
+    model = worker.open_model(folder, read_config(folder), BuildOptions())
     pack = [(ids, torch.zeros(len(ids)).numpy()) for ids in (tokenizer(text).input_ids for text in TEXTS)]
     batch = BatchLayout().batch([pack], 1.0)
     return worker.forward(model, pooling, batch)
@@ -153,7 +153,7 @@ def test_what_adapters_of_heads_refuse(alone, causal):
     from tests.tasks.supervised.worker import LORA, open_model
 
     config = add_score_head(read_config(causal), 3)
-    model = open_model(causal, config, SftOptions(), adapters=True)
+    model = open_model(causal, config, BuildOptions(), adapters=True)
     with pytest.raises(ValueError, match=r"the head \(score\) is trained whole"):
         attach_adapters(model, config, replace(LORA, targets=("all-linear", "score")), seed=1)
     with pytest.raises(ValueError, match=r"--modules_to_save lm_head: .* is embed_tokens and the head"):

@@ -9,7 +9,7 @@ from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.layers.pooling import sum_documents
 from megaswift.bridge.model.build import build_model
-from megaswift.tasks.options import SftOptions
+from megaswift.bridge.options import BuildOptions
 from megaswift.templates.batching.collator import Batch
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_by_kernels_of_a_gpu(kind, place, alone):
-    options = SftOptions(gradient_accumulation_fusion=False)  # whose buffers are data parallelism's
+    options = BuildOptions(gradient_accumulation_fusion=False)  # whose buffers are data parallelism's
     source = place / ("scored" if kind == "scores" else "causal")
     model = build_model(read_config(source), options, torch.bfloat16)
     load_weights(model.chunks, read_config(source), source)

@@ -34,8 +34,8 @@ from megaswift.bridge.model.model import Model, ModelInputs, OutputProcessor
 from megaswift.bridge.model.outputs import Choices, DocumentScores, Embeddings, LogProbs
 from megaswift.bridge.model.score_head import add_score_head
 from megaswift.bridge.model.trainable import freeze_output
+from megaswift.bridge.options import BuildOptions
 from megaswift.bridge.parallel import barrier, initialize
-from megaswift.tasks.options import SftOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism
 from megaswift.tasks.train.step import run_schedule
 from megaswift.templates.batching.collator import Batch, BatchLayout
@@ -57,7 +57,7 @@ LORA = LoraSettings(
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    options = SftOptions(micro_batch_size=1, ddp_timeout=120, use_distributed_optimizer=False, **job["layout"])
+    options = BuildOptions(ddp_timeout=120, use_distributed_optimizer=False, **job["layout"])
     initialize(options, seed=1)
     folder, kind = Path(job["folder"]), job["kind"]
     source = folder / ("scored" if kind == "scores" else "causal")
@@ -89,7 +89,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": max(furthest), "alike": all(alike), "gradients": distances[worst], "worst": worst}
 
 
-def open_model(source: Path, config: dict[str, Any], options: SftOptions, *, adapters: bool = False) -> Model:
+def open_model(source: Path, config: dict[str, Any], options: BuildOptions, *, adapters: bool = False) -> Model:
     """What loading leaves out is NaN."""
     model = build_model(config, options, torch.float32, adapters=adapters)
     blank(model)
@@ -232,7 +232,7 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def save_all(folder: Path, destination: Path, options: SftOptions, *, lora: bool) -> dict[str, Any]:
+def save_all(folder: Path, destination: Path, options: BuildOptions, *, lora: bool) -> dict[str, Any]:
     """Into `destination`: scored, made of a model with a head; begun, of one without; both by way of megatron-core's
     format too, in mcore-...; with `lora`, an adapter beside a new head, and merged. Returns what our scores are."""
     config = read_config(folder / "causal")
@@ -266,7 +266,7 @@ def save_all(folder: Path, destination: Path, options: SftOptions, *, lora: bool
     return {"alike": same} | {name: [] if found is None else found.tolist() for name, found in told(outputs).items()}
 
 
-def save_adapted(folder: Path, destination: Path, options: SftOptions, config: dict[str, Any]) -> dict[str, Any]:
+def save_adapted(folder: Path, destination: Path, options: BuildOptions, config: dict[str, Any]) -> dict[str, Any]:
     source = folder / "causal"
     model = open_model(source, config, options, adapters=True)
     attach_adapters(model, config, LORA, seed=SEED)

@@ -1,11 +1,12 @@
 """Memory that leaves and comes back: storages without bytes, views that stay; what vLLM is given beside a trainer."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+from megaswift.bridge.option_groups import compose
+from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeeds, memory_budget
 from megaswift.tasks.rollout.scoring_client import FLAG
@@ -101,10 +102,9 @@ def test_no_room_is_an_error_with_its_cures() -> None:
 
 
 def test_out_of_memory_names_what_takes_less() -> None:
-    options = SimpleNamespace(
-        offload_model=None, offload_optimizer=True, sleep_level=0, vllm_gpu_memory_utilization=0.9,
-        offload_ref_model=False, recompute_granularity="selective", micro_batch_size=4,
-    )  # fmt: skip
+    options = compose(
+        GrpoOptions, offload_optimizer=True, sleep_level=0, vllm_gpu_memory_utilization=0.9, micro_batch_size=4
+    )
     with pytest.raises(RuntimeError, match=r"Tried to allocate 3 GiB\. To lower it, use ") as found, oom_hints(options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
     flags = (

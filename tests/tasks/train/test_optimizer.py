@@ -8,6 +8,7 @@ import transformers
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import build_model
+from megaswift.bridge.option_groups import compose
 from megaswift.bridge.options import ParallelOptions
 from megaswift.tasks.options import SftOptions
 from megaswift.tasks.options.groups import ScheduleOptions
@@ -114,12 +115,12 @@ RATES = {"lr": 0.02, "min_lr": 0.005, "weight_decay": 0.1, "lr_warmup_iters": 4,
 
 def adapted(**flags):
     """A tiny Qwen2 with adapters and trained biases, wrapped, and its optimizer."""
-    options = SftOptions(**ADAPTED | RATES | flags)
+    options = compose(SftOptions, **ADAPTED | RATES | flags)
     config = tiny.config("qwen2").to_dict()
-    model = build_model(config, options, torch.float32, adapters=True)
-    attach_adapters(model, config, LoraSettings.of_options(options), seed=0)
-    chunks = wrap_for_data_parallelism(model, options)
-    return options, model, chunks, build_optimizer(model, chunks, options, options)
+    model = build_model(config, options.build, torch.float32, adapters=True)
+    attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=0)
+    chunks = wrap_for_data_parallelism(model, options.build)
+    return options, model, chunks, build_optimizer(model, chunks, options.optimizer, options.schedule)
 
 
 def groups_of(model, optimizer) -> dict[str, dict]:
@@ -144,7 +145,7 @@ def test_b_learns_faster_in_lora_plus(kind, alone):
     assert expected["lora_B"][0] == 8 * expected["lora_A"][0]
 
     options, model, _, optimizer = adapted(lorap_lr_ratio=8.0, optimizer=kind)
-    schedule = build_schedule(optimizer, options, options.weight_decay, STEPS)
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, STEPS)
     schedule.step(4)  # the warmup
     groups = groups_of(model, optimizer)
     found = {name.split(".")[-1]: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
@@ -158,13 +159,13 @@ def test_b_learns_faster_in_lora_plus(kind, alone):
 
 def test_without_lora_plus_all_learn_alike(alone):
     options, model, _, optimizer = adapted()
-    build_schedule(optimizer, options, options.weight_decay, STEPS).step(4)
+    build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, STEPS).step(4)
     assert {group["lr"] for group in groups_of(model, optimizer).values()} == {RATES["lr"]}
 
 
 def test_magnitudes_do_not_decay(alone):
     options, model, _, optimizer = adapted(use_dora=True)
-    build_schedule(optimizer, options, options.weight_decay, STEPS)
+    build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, STEPS)
     decays = {name.split(".")[-1]: group["weight_decay"] for name, group in groups_of(model, optimizer).items()}
     assert decays == {"lora_A": 0.1, "lora_B": 0.1, "magnitude": 0.0, "bias": 0.0}
 

@@ -30,7 +30,7 @@ STEPS = 2
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     options = worker.options_of(job)
-    initialize(options, seed=7)
+    initialize(options.build, seed=7)
     source, folder = Path(job["model"]), Path(job["folder"])
     begun = Path(job["from"]) if job.get("from") else None
     config = read_config(source)
