@@ -11,12 +11,12 @@ class ModelOptions:
     """Model"""
 
     model: Annotated[str, "A Hugging Face checkpoint: a folder, or a hub id."] = ""
-    use_hf: Annotated[bool, "Take hub ids from Hugging Face (else from ModelScope, where it is installed)."] = False
+    use_hf: Annotated[bool, "Take hub ids from Hugging Face (else from ModelScope, if it is installed)."] = False
     hub_token: Annotated[str | None, "Token for gated models and datasets."] = None
     model_revision: Annotated[str | None, "Branch, tag or commit of the hub's model."] = None
     torch_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        "Type of the weights and of the arithmetic; left out: the checkpoint's own.",
+        "Type of the weights and the computation. Default: the checkpoint's.",
     ] = None
 
 
@@ -25,7 +25,7 @@ class McoreOptions:
     """Weights in megatron-core's format"""
 
     mcore_model: Annotated[
-        str | None, "A megatron-core checkpoint (with its config.json and tokenizer), in place of --model."
+        str | None, "A megatron-core checkpoint (with its config.json and tokenizer), instead of --model."
     ] = None
 
 
@@ -39,8 +39,8 @@ class AdapterOptions:
     ] = field(default_factory=list)
     merge_lora: Annotated[
         bool | None,
-        "Put the adapter into the weights: sft, pt save them as well, beside the adapter (left out: as "
-        "--save_safetensors is), export makes them (left out: of --mcore_adapter), infer runs them.",
+        "Merge the adapter into the weights. Training saves merged weights beside the adapter (default: "
+        "--save_safetensors); export writes them (default: true with --mcore_adapter); infer runs them.",
     ] = None
 
 
@@ -48,7 +48,7 @@ class AdapterOptions:
 class McoreAdapterOptions:
     """Adapters in megatron-core's format"""
 
-    mcore_adapter: Annotated[str | None, "An adapter's megatron-core checkpoint, in place of --adapters."] = None
+    mcore_adapter: Annotated[str | None, "An adapter's megatron-core checkpoint, instead of --adapters."] = None
 
 
 @dataclass
@@ -56,28 +56,28 @@ class LoraOptions:
     """LoRA (with --tuner_type lora)"""
 
     lora_rank: Annotated[int, "Rank of each adapter.", "(0, inf)"] = 8
-    lora_alpha: Annotated[float, "Adapters count this much, divided by the rank.", "(0, inf)"] = 32
+    lora_alpha: Annotated[float, "Scale of the adapters: lora_alpha / lora_rank.", "(0, inf)"] = 32
     lora_dropout: Annotated[
-        float | None, "Dropout on what goes into adapters; left out: 0.05, and 0 with experts or DoRA.", "[0, 1)"
+        float | None, "Dropout on the adapters' input. Default: 0.05; 0 with experts or DoRA.", "[0, 1)"
     ] = None
     lora_bias: Annotated[
         Literal["none", "all", "lora_only"], "Train the model's biases: none, all, or those beside adapters."
     ] = "none"
     lora_dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None, "Type of the adapters; left out: the model's."
+        Literal["bfloat16", "float16", "float32"] | None, "Type of the adapters. Default: the model's."
     ] = None
-    use_rslora: Annotated[bool, "Divide --lora_alpha by the root of the rank."] = False
-    use_dora: Annotated[bool, "DoRA: train the length of each row of a matrix apart from its direction."] = False
+    use_rslora: Annotated[bool, "Rank-stabilized LoRA: divide --lora_alpha by the square root of the rank."] = False
+    use_dora: Annotated[bool, "DoRA: train the magnitude of each weight row apart from its direction."] = False
     target_modules: Annotated[
         list[str],
-        "What has adapters: all-linear, all-router, all-embedding, or names of modules, Hugging Face's (q_proj ...) or "
-        "megatron-core's (linear_qkv ...).",
+        "Modules with adapters: all-linear, all-router, all-embedding, or names of Hugging Face (q_proj ...) "
+        "or megatron-core (linear_qkv ...).",
     ] = field(default_factory=lambda: ["all-linear"])
     target_regex: Annotated[
-        str | None, "A regular expression for whole Hugging Face module names, in place of --target_modules."
+        str | None, "A regular expression for full Hugging Face module names, instead of --target_modules."
     ] = None
     modules_to_save: Annotated[
-        list[str], "Modules that are trained whole and saved with the adapter: embed_tokens, lm_head."
+        list[str], "Modules that are fully trained and saved with the adapter: embed_tokens, lm_head."
     ] = field(default_factory=list)
 
 
@@ -85,18 +85,22 @@ class LoraOptions:
 class TrainableOptions:
     """Trained parameters"""
 
-    tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or adapters beside them."] = "full"
+    tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or LoRA adapters."] = "full"
     freeze_parameters: Annotated[
-        list[str], "Prefixes of the names, Hugging Face's or megatron-core's, of weights that stay as they are."
+        list[str], "Freeze weights whose Hugging Face or megatron-core name starts with one of these."
     ] = field(default_factory=list)
-    freeze_parameters_regex: Annotated[str | None, "The same by a regular expression that is found in a name."] = None
+    freeze_parameters_regex: Annotated[
+        str | None, "Freeze weights whose name contains a match of this regular expression."
+    ] = None
     freeze_parameters_ratio: Annotated[
-        float, "Share of the parameters that stays, counted from the embedding.", "[0, 1]"
+        float, "Freeze this share of the parameters, counted from the embedding.", "[0, 1]"
     ] = 0.0
-    trainable_parameters: Annotated[list[str], "Prefixes of the names of weights that are trained all the same."] = (
-        field(default_factory=list)
-    )
-    trainable_parameters_regex: Annotated[str | None, "The same by a regular expression."] = None
+    trainable_parameters: Annotated[
+        list[str], "Train weights whose name starts with one of these, although another flag freezes them."
+    ] = field(default_factory=list)
+    trainable_parameters_regex: Annotated[
+        str | None, "Train weights whose name contains a match of this regular expression."
+    ] = None
 
 
 @dataclass
@@ -105,7 +109,8 @@ class KernelOptions:
 
     transformer_impl: Annotated[
         Literal["auto", "transformer_engine", "local"],
-        "Layers: Transformer Engine's, or ours. auto: ours, with its attention where it is installed, and its for FP8.",
+        "Layers: Transformer Engine's, or megaswift's (local). auto: local, with Transformer Engine's "
+        "attention if it is installed, and its layers for FP8.",
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "local"], "Attention kernel."
@@ -125,20 +130,24 @@ class Fp8Options:
 
     fp8_format: Annotated[
         Literal["e4m3", "hybrid"] | None,
-        "Compute matrix products in FP8: all of it in e4m3, or gradients in e5m2 (hybrid); left out: in bf16.",
+        "Compute matrix products in FP8: all in e4m3, or gradients in e5m2 (hybrid). Default: bf16.",
     ] = None
     fp8_recipe: Annotated[
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"],
-        "Scales by past steps, by each tensor as it is, by blocks of 128, or by blocks of 32 (Blackwell's alone).",
+        "Scaling: from past steps (delayed), per tensor, per block of 128, or per block of 32 (mxfp8, Blackwell only).",
     ] = "delayed"
-    fp8_amax_history_len: Annotated[int, "delayed: micro batches whose largest values are kept.", "(0, inf)"] = 1024
+    fp8_amax_history_len: Annotated[
+        int, "delayed: number of micro batches whose largest values are kept.", "(0, inf)"
+    ] = 1024
     fp8_amax_compute_algo: Annotated[
-        Literal["max", "most_recent"], "delayed: scale by the largest of these, or by the newest."
+        Literal["max", "most_recent"], "delayed: scale by the largest or the most recent of these values."
     ] = "max"
-    fp8_param_gather: Annotated[bool, "Hold and gather these weights in FP8; masters and checkpoints are not."] = False
+    fp8_param_gather: Annotated[
+        bool, "Store and gather weights in FP8; master weights and checkpoints are not in FP8."
+    ] = False
     first_last_layers_bf16: Annotated[bool, "Compute the first and last layers in bf16 (not with delayed)."] = False
-    num_layers_at_start_in_bf16: Annotated[int, "first_last_layers_bf16: how many first ones.", "[0, inf)"] = 1
-    num_layers_at_end_in_bf16: Annotated[int, "first_last_layers_bf16: how many last ones.", "[0, inf)"] = 1
+    num_layers_at_start_in_bf16: Annotated[int, "first_last_layers_bf16: number of first layers.", "[0, inf)"] = 1
+    num_layers_at_end_in_bf16: Annotated[int, "first_last_layers_bf16: number of last layers.", "[0, inf)"] = 1
 
     @property
     def fp8_token_multiple(self) -> int:
@@ -152,26 +161,28 @@ class Fp8Options:
 class LayoutOptions:
     """Layout of the weights"""
 
-    tensor_model_parallel_size: Annotated[int, "TP: processes that share each matrix.", "(0, inf)"] = 1
-    pipeline_model_parallel_size: Annotated[int, "PP: processes that share the layers.", "(0, inf)"] = 1
+    tensor_model_parallel_size: Annotated[int, "TP: processes over which each matrix is split.", "(0, inf)"] = 1
+    pipeline_model_parallel_size: Annotated[int, "PP: processes over which the layers are split.", "(0, inf)"] = 1
     decoder_first_pipeline_num_layers: Annotated[
-        int | None, "Layers of the first PP stage, where uneven.", "(0, inf)"
+        int | None, "Layers of the first PP stage, for an uneven split.", "(0, inf)"
     ] = None
     decoder_last_pipeline_num_layers: Annotated[
-        int | None, "Layers of the last PP stage, where uneven.", "(0, inf)"
+        int | None, "Layers of the last PP stage, for an uneven split.", "(0, inf)"
     ] = None
-    expert_model_parallel_size: Annotated[int, "EP: processes that share the experts.", "(0, inf)"] = 1
-    expert_tensor_parallel_size: Annotated[int, "ETP: processes that share each expert's matrices.", "(0, inf)"] = 1
+    expert_model_parallel_size: Annotated[int, "EP: processes over which the experts are distributed.", "(0, inf)"] = 1
+    expert_tensor_parallel_size: Annotated[
+        int, "ETP: processes over which each expert's matrices are split.", "(0, inf)"
+    ] = 1
     ddp_backend: Annotated[
-        Literal["nccl", "gloo"] | None, "Communication library; left out: nccl on GPUs, gloo on a CPU."
+        Literal["nccl", "gloo"] | None, "Communication library. Default: nccl on GPUs, gloo on CPUs."
     ] = None
     preflight: Annotated[
         bool,
-        "Measure GPUs, links between them, clocks, disks and host memory of all nodes before the model is loaded, in "
-        "ten seconds, and print a table.",
+        "Check GPUs, NCCL bandwidth, clocks, disks and host memory of all nodes before the model is loaded, "
+        "in about ten seconds, and print a table.",
     ] = False
     ddp_timeout: Annotated[
-        int, "Seconds without progress after which a run ends, and writes all stacks.", "(0, inf)"
+        int, "Seconds without progress after which the run ends and writes all stack traces.", "(0, inf)"
     ] = 1800
 
 
@@ -179,29 +190,29 @@ class LayoutOptions:
 class ParallelOptions(LayoutOptions):
     """Parallelism"""
 
-    sequence_parallel: Annotated[bool, "SP: split what is between the matrices by tokens (needs TP)."] = False
+    sequence_parallel: Annotated[bool, "SP: split activations between the matrices by tokens (needs TP)."] = False
     virtual_pipeline_model_parallel_size: Annotated[
         int | None, "VPP: chunks of layers in each PP stage.", "(0, inf)"
     ] = None
     microbatch_group_size_per_vp_stage: Annotated[
-        int | None, "Micro batches that one VPP chunk takes in a row; left out: PP.", "[1, inf)"
+        int | None, "Consecutive micro batches of one VPP chunk. Default: PP.", "[1, inf)"
     ] = None
-    overlap_p2p_comm: Annotated[bool, "Overlap the sends between PP stages with computation (under VPP)."] = True
+    overlap_p2p_comm: Annotated[bool, "Overlap communication between PP stages with computation (needs VPP)."] = True
     batch_p2p_comm: Annotated[
-        bool | None, "Send to and receive from PP neighbours in one batch; left out: where they are not overlapped."
+        bool | None, "Batch sends to and receives from PP neighbours. Default: true if they are not overlapped."
     ] = None
-    context_parallel_size: Annotated[int, "CP: processes that share each sequence.", "(0, inf)"] = 1
+    context_parallel_size: Annotated[int, "CP: processes over which each sequence is split.", "(0, inf)"] = 1
     cp_comm_type: Annotated[
         Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None,
-        "How CP exchanges keys and values; a preference. Left out: p2p with Transformer Engine.",
+        "How CP exchanges keys and values; a preference. Default: p2p with Transformer Engine.",
     ] = None
-    use_distributed_optimizer: Annotated[bool, "ZeRO-1: share the optimizer's state among data-parallel ranks."] = True
+    use_distributed_optimizer: Annotated[bool, "ZeRO-1: shard the optimizer's state over data-parallel ranks."] = True
     overlap_grad_reduce: Annotated[
-        bool | None, "Reduce gradients during the backward pass; left out: where there are processes to share with."
+        bool | None, "Reduce gradients during the backward pass. Default: true with data parallelism."
     ] = None
     overlap_param_gather: Annotated[
         bool | None,
-        "Gather parameters during the forward pass (needs --overlap_grad_reduce); left out: as far as it is possible.",
+        "Gather parameters during the forward pass (needs --overlap_grad_reduce). Default: true if possible.",
     ] = None
     accumulate_allreduce_grads_in_fp32: Annotated[bool, "Accumulate and reduce gradients in fp32."] = True
 
@@ -214,7 +225,7 @@ class RecomputeOptions:
         Literal["full", "selective", "none"], "Recompute whole layers, some modules, or nothing."
     ] = "selective"
     recompute_method: Annotated[
-        Literal["uniform", "block"] | None, "full: units of N layers each, or only the first N of a stage."
+        Literal["uniform", "block"] | None, "full: recompute units of N layers, or only the first N layers of a stage."
     ] = None
     recompute_num_layers: Annotated[int | None, "full: the N of --recompute_method.", "(0, inf)"] = None
     recompute_modules: Annotated[
@@ -236,17 +247,17 @@ class MoEOptions:
     moe_router_dtype: Annotated[Literal["fp32", "fp64", "none"], "Type of the router's arithmetic."] = "fp32"
     moe_router_load_balancing_type: Annotated[
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None,
-        "How experts are kept evenly loaded; left out: the model's own way.",
+        "Load balancing of the experts. Default: the model's.",
     ] = None
     moe_aux_loss_coeff: Annotated[
-        float, "Weight of the balancing loss: higher is more even, and worse.", "[0, inf)"
+        float, "Weight of the load-balancing loss. A higher weight balances more and costs quality.", "[0, inf)"
     ] = 0.0
     moe_z_loss_coeff: Annotated[float | None, "Weight of the router's z-loss.", "[0, inf)"] = None
     moe_expert_capacity_factor: Annotated[
         float | None, "Drop an expert's tokens beyond this multiple of its even share.", "(0, inf)"
     ] = None
     moe_pad_expert_input_to_capacity: Annotated[bool, "Pad each expert's input to its capacity."] = False
-    moe_token_drop_policy: Annotated[Literal["probs", "position"], "Which tokens are dropped beyond capacity."] = (
+    moe_token_drop_policy: Annotated[Literal["probs", "position"], "Which tokens to drop beyond the capacity."] = (
         "probs"
     )
 
@@ -262,7 +273,7 @@ class PredictionLayers:
 
     mtp_num_layers: Annotated[
         int | None,
-        "Build so many of the checkpoint's layers that predict further tokens; left out: they stay as is.",
+        "Number of the checkpoint's multi-token prediction layers to build. Default: none; they are saved unchanged.",
         "[0, inf)",
     ] = None
 
@@ -271,7 +282,7 @@ class PredictionLayers:
 class PredictionOptions(PredictionLayers):
     """Multi-token prediction: training"""
 
-    mtp_loss_scaling_factor: Annotated[float, "Weight of their mean loss beside the model's own.", "[0, inf)"] = 0.1
+    mtp_loss_scaling_factor: Annotated[float, "Weight of the mean loss of multi-token prediction.", "[0, inf)"] = 0.1
 
 
 @dataclass

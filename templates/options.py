@@ -20,17 +20,15 @@ class DataOptions:
     train_dataloader_shuffle: Annotated[bool, "Shuffle the training samples anew in every epoch."] = True
     data_seed: Annotated[int, "Seed of every shuffle and of the split.", "[0, inf)"] = 42
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
-    strict: Annotated[bool, "Stop at the first row that cannot be used; else it is dropped, and the log says so."] = (
-        False
-    )
-    dataset_num_proc: Annotated[int, "Processes that tokenise.", "(0, inf)"] = 1
-    load_from_cache_file: Annotated[bool, "Use the tokens of an earlier run on the same data; false: build anew."] = (
-        True
-    )
-    streaming: Annotated[bool, "Tokenise while training, for data that fits nowhere; needs --train_iters."] = False
-    shuffle_buffer_size: Annotated[int, "Rows among which --streaming shuffles.", "(0, inf)"] = 1000
+    strict: Annotated[bool, "Stop at the first unusable row, instead of dropping and reporting it."] = False
+    dataset_num_proc: Annotated[int, "Number of tokenizing processes.", "(0, inf)"] = 1
+    load_from_cache_file: Annotated[
+        bool, "Use the token cache of an earlier run on the same data; false: rebuild it."
+    ] = True
+    streaming: Annotated[bool, "Tokenize while training, without a token cache; needs --train_iters."] = False
+    shuffle_buffer_size: Annotated[int, "streaming: size of the shuffle buffer, in rows.", "(0, inf)"] = 1000
     dataloader_num_workers: Annotated[
-        int, "Processes per rank that lay out batches ahead; 0 does it in the rank.", "[0, inf)"
+        int, "Worker processes per rank that prepare batches; 0: the rank itself does.", "[0, inf)"
     ] = 4
 
 
@@ -38,19 +36,19 @@ class DataOptions:
 class TemplateOptions:
     """Template"""
 
-    max_length: Annotated[int | None, "Longest sample in tokens; none: no bound.", "(0, inf)"] = None
+    max_length: Annotated[int | None, "Longest sample in tokens. Default: no limit.", "(0, inf)"] = None
     truncation_strategy: Annotated[
         Literal["delete", "left", "right", "split"],
-        "A sample beyond --max_length: drop it, cut its left or right end (of what is to be answered the left "
-        "alone), or cut it into pieces (pt only).",
+        "What to do with a sample longer than --max_length: drop it, truncate its left or right side "
+        "(prompts: left only), or split it (pt only).",
     ] = "delete"
-    system: Annotated[str | None, "System prompt (or a .txt or .md file of it) for the rows that have none."] = None
+    system: Annotated[str | None, "System prompt, or a .txt or .md file with it, for rows without one."] = None
     enable_thinking: Annotated[
-        bool | None, "Given to the chat template; none: its own default, for rerankers false."
+        bool | None, "Passed to the chat template. Default: the template's; false for rerankers."
     ] = None
     loss_scale: Annotated[
         Literal["default", "last_round", "all"],
-        "Train on all that the assistant says, on its answers to the last user message, or on every token.",
+        "Train on all assistant messages, on those after the last user message, or on every token.",
     ] = "default"
 
 
@@ -58,9 +56,9 @@ class TemplateOptions:
 class PackingOptions:
     """Packing"""
 
-    packing: Annotated[bool, "Pack samples into rows of one length; they do not see each other."] = False
-    packing_length: Annotated[int | None, "Length of a pack in tokens; none: --max_length.", "(0, inf)"] = None
-    padding_free: Annotated[bool, "Lay the samples of a micro batch end to end; false pads them to the longest."] = True
+    packing: Annotated[bool, "Pack samples into rows of one length, without attention between them."] = False
+    packing_length: Annotated[int | None, "Length of a pack in tokens. Default: --max_length.", "(0, inf)"] = None
+    padding_free: Annotated[bool, "Concatenate the samples of a micro batch; false: pad them to the longest."] = True
 
 
 @dataclass

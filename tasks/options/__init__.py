@@ -41,13 +41,14 @@ from .rollout import RolloutOptions as RolloutOptions  # a command's, as those b
 # The flags that choose among the option sets of a command: each set has its own as its default.
 RlhfType = Annotated[
     Literal["dpo", "kto", "rm", "grpo", "gkd"],
-    "What is trained: a policy by pairs of answers, one by single answers, a reward model, a policy by rewards of what "
-    "it generates, or a student by a teacher. Each has flags of its own: --rlhf_type kto --help shows them.",
+    "Algorithm: preference pairs (dpo), desirable and undesirable answers (kto), a reward model (rm), "
+    "rewards of generated completions (grpo), or distillation (gkd). Each has its own flags: see "
+    "--rlhf_type kto --help.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
-    "What is trained: the next token, classes or numbers, vectors, or a score of documents by a head or by two tokens. "
-    "Each has flags of its own: --task_type seq_cls --help shows them.",
+    "Task: next tokens, classification or regression, embeddings, or reranking by a score head or by two "
+    "tokens. Each has its own flags: see --task_type seq_cls --help.",
 ]
 
 
@@ -98,7 +99,11 @@ class DpoOptions(SftOptions):
     stage = "preference"
     rlhf_type: RlhfType = "dpo"
     reference: PrecomputeOptions = group(PrecomputeOptions)
-    beta: Annotated[float, "Higher: the policy stays nearer to the reference (ipo: tau).", "(0, inf)"] = 0.1
+    beta: Annotated[
+        float,
+        "Strength of the KL constraint: a higher value keeps the policy closer to the reference (ipo: tau).",
+        "(0, inf)",
+    ] = 0.1
     loss_type: Annotated[
         list[
             Literal[
@@ -106,23 +111,23 @@ class DpoOptions(SftOptions):
                 "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
             ]
         ],
-        "The loss, or several that are summed.",
+        "The loss, or several losses to sum.",
     ] = field(default_factory=lambda: ["sigmoid"])  # fmt: skip
-    loss_weights: Annotated[list[float], "The weight of each of --loss_type; left out: 1.", "(-inf, inf)"] = field(
+    loss_weights: Annotated[list[float], "Weight of each --loss_type. Default: 1.", "(-inf, inf)"] = field(
         default_factory=list
     )
     label_smoothing: Annotated[
         float,
-        "Share of the pairs taken to be the wrong way round (sigmoid, robust, exo_pair, aot, aot_unpaired).",
+        "Assumed share of swapped pairs (sigmoid, robust, exo_pair, aot, aot_unpaired).",
         "[0, 0.5)",
     ] = 0.0
     rpo_alpha: Annotated[
-        float | None, "Weight of the chosen answers' own loss per token, beside the others.", "[0, inf)"
+        float | None, "Weight of an additional cross-entropy loss on the chosen answers.", "[0, inf)"
     ] = None
     reference_free: Annotated[bool, "No reference: its log-probabilities count as 0."] = False
     f_divergence_type: Annotated[
         Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"],
-        "How the distance from the reference is measured.",
+        "Divergence between the policy and the reference.",
     ] = "reverse_kl"
     f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha.", "(-inf, inf)"] = 0.5
     discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture.", "(0, inf)"] = 0.05
@@ -136,12 +141,15 @@ class KtoOptions(SftOptions):
     stage = "kto"
     rlhf_type: RlhfType = "kto"
     reference: PrecomputeOptions = group(PrecomputeOptions)
-    beta: Annotated[float, "Higher: the policy stays nearer to the reference.", "(0, inf)"] = 0.1
+    beta: Annotated[
+        float, "Strength of the KL constraint: a higher value keeps the policy closer to the reference.", "(0, inf)"
+    ] = 0.1
     loss_type: Annotated[
-        Literal["kto", "apo_zero_unpaired"], "The loss: with a KL estimate as its zero, or without one."
+        Literal["kto", "apo_zero_unpaired"],
+        "Loss, with or without an estimate of the KL divergence as its reference point.",
     ] = "kto"
-    desirable_weight: Annotated[float, "Weight of the answers that are wanted.", "[0, inf)"] = 1.0
-    undesirable_weight: Annotated[float, "Weight of those that are not.", "[0, inf)"] = 1.0
+    desirable_weight: Annotated[float, "Weight of the desirable answers.", "[0, inf)"] = 1.0
+    undesirable_weight: Annotated[float, "Weight of the undesirable answers.", "[0, inf)"] = 1.0
     data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
 
 
@@ -153,7 +161,7 @@ class RmOptions(SftOptions):
     scores_documents = True
     rlhf_type: RlhfType = "rm"
     center_rewards_coefficient: Annotated[
-        float | None, "Weight of a loss that keeps the mean reward of a pair at 0 (0.01, for instance).", "[0, inf)"
+        float | None, "Weight of a loss that centers the rewards of a pair at 0, such as 0.01.", "[0, inf)"
     ] = None
 
 
@@ -170,60 +178,62 @@ class GrpoOptions(SftOptions):
     rewards: RewardOptions = group(RewardOptions)
     multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
-    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: there is none.", "[0, inf)"] = 0.04
-    epsilon: Annotated[float, "How far below 1 a ratio of probabilities counts.", "[0, inf)"] = 0.2
-    epsilon_high: Annotated[float | None, "How far above 1; left out: --epsilon (cispo: 5).", "[0, inf)"] = None
-    delta: Annotated[float | None, "Bound of the ratio itself, above 1 + epsilon (two-sided clipping).", "(0, inf)"] = (
-        None
-    )
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.04
+    epsilon: Annotated[float, "Lower clipping range of the probability ratio, below 1.", "[0, inf)"] = 0.2
+    epsilon_high: Annotated[
+        float | None, "Upper clipping range, above 1. Default: --epsilon (cispo: 5).", "[0, inf)"
+    ] = None
+    delta: Annotated[
+        float | None, "Upper bound of the ratio for two-sided clipping, above 1 + epsilon.", "(0, inf)"
+    ] = None
     loss_type: Annotated[
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
-        "The loss, and what it is a mean over: completions (grpo, sapo), tokens of a micro batch (bnpo), of the step "
-        "(dapo, cispo), or completions of the greatest length (dr_grpo).",
+        "Loss and its normalization: per completion (grpo, sapo), per token of a micro batch (bnpo) or of "
+        "the step (dapo, cispo), or by the maximum length (dr_grpo).",
     ] = "grpo"
-    tau_pos: Annotated[float, "sapo: temperature where the advantage is positive.", "(0, inf)"] = 1.0
-    tau_neg: Annotated[float, "sapo: where it is not.", "(0, inf)"] = 1.05
+    tau_pos: Annotated[float, "sapo: temperature for positive advantages.", "(0, inf)"] = 1.0
+    tau_neg: Annotated[float, "sapo: temperature for other advantages.", "(0, inf)"] = 1.05
     importance_sampling_level: Annotated[
-        Literal["token", "sequence", "sequence_token"], "Ratios of tokens, or of whole completions (GSPO, GSPO-token)."
+        Literal["token", "sequence", "sequence_token"],
+        "Probability ratios per token, or per completion (GSPO, GSPO-token).",
     ] = "token"
     advantage_estimator: Annotated[
-        Literal["grpo", "rloo", "reinforce_plus_plus"], "What a reward is compared with."
+        Literal["grpo", "rloo", "reinforce_plus_plus"], "Baseline that a reward is compared with."
     ] = "grpo"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
-        "What advantages are divided by: the standard deviation of the prompt's rewards, of all, or nothing; left "
-        "out: group (rloo: none, reinforce_plus_plus: batch).",
+        "Scale advantages by the standard deviation of the prompt's rewards (group), of all (batch), or not. "
+        "Default: group (rloo: none, reinforce_plus_plus: batch).",
     ] = None  # type: ignore[assignment]
-    kl_in_reward: Annotated[bool, "Take the KL divergence off the reward, in place of adding it to the loss."] = False
+    kl_in_reward: Annotated[bool, "Subtract the KL divergence from the reward instead of adding it to the loss."] = (
+        False
+    )
     dynamic_sample: Annotated[
-        bool, "Generate anew in place of prompts whose completions all have the same reward (DAPO)."
+        bool, "Replace prompts whose completions all have the same reward by other prompts (DAPO)."
     ] = False
-    max_resample_times: Annotated[int, "dynamic_sample: so often at most, for a step.", "[1, inf)"] = 3
-    overlong_filter: Annotated[bool, "Leave completions that were cut off out of the loss."] = False
+    max_resample_times: Annotated[int, "dynamic_sample: maximum number of resampling rounds of a step.", "[1, inf)"] = 3
+    overlong_filter: Annotated[bool, "Exclude truncated completions from the loss."] = False
     top_entropy_quantile: Annotated[
-        float, "Train only on this share of a step's tokens, those at which the policy was the least certain.", "(0, 1]"
+        float, "Train only on this share of a step's tokens, those with the highest entropy.", "(0, 1]"
     ] = 1.0
-    log_entropy: Annotated[bool, "Log how uncertain the policy is at its tokens."] = False
+    log_entropy: Annotated[bool, "Log the policy's entropy."] = False
     rollout_importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
-        "Weigh tokens (or completions) by the trainer's probability over the engine's, at most the threshold, or "
-        "leave out those beyond it.",
+        "Weight tokens or completions by the ratio of the trainer's to the engine's probability, truncated "
+        "at the threshold, or mask those above it.",
     ] = None
     rollout_importance_sampling_threshold: Annotated[
-        float, "The highest weight, or (mask) what is left out.", "(0, inf)"
+        float, "Threshold of --rollout_importance_sampling_mode.", "(0, inf)"
     ] = 2.0
     router_replay_mode: Annotated[
         Literal["disabled", "R2", "R3"],
-        "Of a mixture of experts: train each token by the experts that it went to in the pass before training (R2), or "
-        "in the engine that drew it (R3).",
+        "MoE: reuse the experts chosen in the forward pass before training (R2), or in the rollout engine (R3).",
     ] = "disabled"
-    async_generate: Annotated[
-        bool, "Generate for the steps to come while those at hand are trained on, by servers (--vllm_mode server)."
-    ] = False
+    async_generate: Annotated[bool, "Generate the next completions during training (needs --vllm_mode server)."] = False
     off_policy_sequence_mask_delta: Annotated[
         float | None,
-        "Leave out completions that are worse than others where the engine's log-probabilities of their tokens are "
-        "above the trainer's by more than this, in the mean (DeepSeek-V3.2).",
+        "Mask completions with a negative advantage whose mean log-probability is higher in the engine than "
+        "in the trainer by more than this (DeepSeek-V3.2).",
         "(0, inf)",
     ] = None
 
@@ -256,17 +266,17 @@ class GkdOptions(SftOptions):
     sampling: CompletionOptions = group(CompletionOptions)
     engine: EngineOptions = group(EngineOptions)
     lmbda: Annotated[
-        float, "Share of the steps that are on what the student generates, not on the data's answers.", "[0, 1]"
+        float, "Share of the steps that train on the student's completions instead of the data's answers.", "[0, 1]"
     ] = 0.5
     beta: Annotated[
         float,
-        "The divergence: 0 the teacher's from the student (forward KL), 1 the reverse, between a mixture of both.",
+        "Generalized Jensen-Shannon divergence: 0 is the forward KL divergence, 1 the reverse.",
         "[0, 1]",
     ] = 0.5
-    seq_kd: Annotated[bool, "Let the teacher generate in the place of the data's answers."] = False
+    seq_kd: Annotated[bool, "Train on the teacher's completions instead of the data's answers."] = False
     sft_alpha: Annotated[
         float,
-        "Weight of the answers' own loss per token, beside the divergence; not of what the student generates.",
+        "Weight of an additional cross-entropy loss on the answers, in steps without the student's completions.",
         "[0, inf)",
     ] = 0.0
     data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
@@ -300,12 +310,12 @@ class SeqClsOptions(SftOptions):
 
     stage = "seq_cls"
     task_type: TaskType = "seq_cls"
-    num_labels: Annotated[
-        int | None, "Outputs of the head; left out: those that the checkpoint's head has.", "(0, inf)"
-    ] = None
+    num_labels: Annotated[int | None, "Outputs of the head. Default: those of the checkpoint's head.", "(0, inf)"] = (
+        None
+    )
     problem_type: Annotated[
         Literal["single_label_classification", "multi_label_classification", "regression"] | None,
-        "One class of several, any number of them, or numbers; left out: the checkpoint's, else what the labels are.",
+        "One class, several classes, or numbers. Default: the checkpoint's, else derived from the labels.",
     ] = None
 
 
@@ -317,21 +327,23 @@ class EmbeddingOptions(SftOptions):
     task_type: TaskType = "embedding"
     loss_type: Annotated[
         Literal["infonce", "contrastive", "online_contrastive", "cosine_similarity"],
-        "Find the positive among others, or (with labels) push pairs together and apart, or to a score.",
+        "Loss: positives among negatives (infonce), labelled pairs (contrastive), or scored pairs (cosine_similarity).",
     ] = "infonce"
-    pooling: Annotated[Literal["last", "mean"], "A text's vector: its last token's, or the mean of all."] = "last"
+    pooling: Annotated[Literal["last", "mean"], "Pooling of a text's hidden states: the last token's, or the mean."] = (
+        "last"
+    )
     mrl_dims: Annotated[
         list[int],
-        "Matryoshka: train the vectors' first so many dimensions to be vectors of their own, too.",
+        "Matryoshka: also train the first N dimensions as embeddings, for each N.",
         "[1, inf)",
     ] = field(default_factory=list)
-    mrl_weights: Annotated[list[float], "The weight of each of --mrl_dims; left out: 1.", "(-inf, inf)"] = field(
+    mrl_weights: Annotated[list[float], "Weight of each of --mrl_dims. Default: 1.", "(-inf, inf)"] = field(
         default_factory=list
     )
-    infonce_temperature: Annotated[float, "infonce: similarities are divided by it.", "(0, inf)"] = 0.1
+    infonce_temperature: Annotated[float, "infonce: temperature of the similarities.", "(0, inf)"] = 0.1
     infonce_use_batch: Annotated[bool, "In-batch negatives, across data-parallel ranks."] = True
     contrastive_margin: Annotated[
-        float, "contrastive, online_contrastive: how far apart is far enough.", "[0, inf)"
+        float, "contrastive, online_contrastive: margin between the texts of a negative pair.", "[0, inf)"
     ] = 0.5
 
 
@@ -344,9 +356,9 @@ class RerankerOptions(SftOptions):
     task_type: TaskType = "reranker"
     loss_type: Annotated[
         Literal["pointwise_reranker", "listwise_reranker"],
-        "Each document is relevant or not, or the positive is found among its negatives.",
+        "Loss per document (relevant or not), or per list (the positive among its negatives).",
     ] = "pointwise_reranker"
-    listwise_temperature: Annotated[float, "listwise_reranker: scores are divided by it.", "(0, inf)"] = 1.0
+    listwise_temperature: Annotated[float, "listwise_reranker: temperature of the scores.", "(0, inf)"] = 1.0
 
 
 @dataclass
@@ -355,8 +367,8 @@ class GenerativeRerankerOptions(RerankerOptions):
 
     scores_documents = False
     task_type: TaskType = "generative_reranker"
-    positive_token: Annotated[str, "The token that says a document is relevant."] = "yes"
-    negative_token: Annotated[str, "The one that says it is not."] = "no"
+    positive_token: Annotated[str, "Token for a relevant document."] = "yes"
+    negative_token: Annotated[str, "Token for an irrelevant document."] = "no"
 
 
 @dataclass
@@ -375,7 +387,7 @@ class MegatronExportOptions(ExportOptions, LayoutOptions):
     """megatron export"""
 
     # A process may write for long, and others wait for it.
-    ddp_timeout: Annotated[int, "Seconds after which a collective that waits is an error.", "(0, inf)"] = 18_000_000
+    ddp_timeout: Annotated[int, "Timeout of collectives, in seconds.", "(0, inf)"] = 18_000_000
 
 
 @dataclass

@@ -9,13 +9,13 @@ class TurnOptions:
     """Turns"""
 
     multi_turn_scheduler: Annotated[
-        str | None, "What answers the model, which then goes on: tools, or a plugin's; left out: one answer a prompt."
+        str | None, "Scheduler of multi-turn episodes: tools, or a plugin's. Default: single-turn."
     ] = None
     max_turns: Annotated[
-        int | None, "Answers of an episode, at most; left out: as many as fit into --max_completion_length.", "(0, inf)"
+        int | None, "Maximum turns of an episode. Default: as many as fit into --max_completion_length.", "(0, inf)"
     ] = None
     turn_timeout: Annotated[
         float,
-        "Seconds until a scheduler that has not answered ends the run; tools: until the model is told so.",
+        "Timeout of a scheduler in seconds; then the run fails (tools: the model gets an error message).",
         "(0, 1e9]",
     ] = 60.0

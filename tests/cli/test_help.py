@@ -58,7 +58,7 @@ def test_help_shows_each_flag_with_type_and_default_in_its_group(capsys) -> None
         assert printed.count(f"\n  --{flag.name} {flag.metavar}") == 1
         assert f"\n{flag.group}:\n" in printed
     lines = " ".join(printed.split())
-    assert "--lr number Highest learning rate; left out: 1e-5, and 1e-4 with LoRA." in lines
+    assert "--lr number Peak learning rate. Default: 1e-5; 1e-4 with LoRA." in lines
     assert "--min_lr number Lowest learning rate, where the decay ends. [0.0]" in lines
     assert "--optimizer adam|sgd adam is AdamW. [adam]" in lines
     assert lines.index("Parallelism:") < lines.index("--context_parallel_size int") < lines.index("Recompute")
