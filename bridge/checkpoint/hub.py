@@ -43,7 +43,7 @@ def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
     if not adapters:
         return None
     if len(adapters) > 1:
-        raise ValueError(f"--adapters {' '.join(adapters)}: give one. Several are not added up")
+        raise ValueError(f"--adapters {' '.join(adapters)}: only one adapter is supported. Set one")
     return _folder("--adapters", adapters[0], options, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
 
 
@@ -65,14 +65,14 @@ def base_of(adapter: Path, config: HfConfig) -> str:
     """
     name = config.get("base_model_name_or_path")
     if not name:
-        raise ValueError(f"{adapter / ADAPTER_CONFIG} does not name the model that it is of: give --model")
+        raise ValueError(f"{adapter / ADAPTER_CONFIG} does not name its base model. Set --model")
     folder = Path(name).expanduser()
     if not folder.is_dir() and not _is_hub_id(name):
-        raise FileNotFoundError(f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is gone: give --model")
+        raise FileNotFoundError(f"{adapter / ADAPTER_CONFIG}: its base model, {name}, does not exist. Set --model")
     if (folder / LATEST).is_file():
         raise ValueError(
-            f"{adapter / ADAPTER_CONFIG}: the model that it is of, {name}, is in megatron-core's format: give it as "
-            "--mcore_model where a command has that, or the model's Hugging Face checkpoint as --model"
+            f"{adapter / ADAPTER_CONFIG}: its base model, {name}, is in megatron-core's format. Set it as "
+            "--mcore_model, or the model's Hugging Face checkpoint as --model"
         )
     return name
 
@@ -82,7 +82,7 @@ def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if not _is_hub_id(name):
-        raise FileNotFoundError(f"{flag} {name}: no such folder (what a hub has is named owner/name)")
+        raise FileNotFoundError(f"{flag} {name}: no such folder. Set a folder, or a hub id (owner/name)")
     if options.use_hf:
         hub = "Hugging Face"
         from huggingface_hub import snapshot_download
@@ -90,8 +90,8 @@ def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path
         hub = "ModelScope"
         if importlib.util.find_spec("modelscope") is None:
             raise ImportError(
-                f"{flag} {name} is no local folder. Give --use_hf true to take it from Hugging Face, "
-                "or `pip install modelscope` to take it from ModelScope"
+                f"{flag} {name} no such folder. Set --use_hf true to download it from Hugging Face, "
+                "or `pip install modelscope` to download it from ModelScope"
             )
         from modelscope import snapshot_download  # type: ignore[import-not-found]
     try:
@@ -99,8 +99,8 @@ def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path
     except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
         reason = " ".join(str(error).split())
         raise OSError(
-            f"{flag} {name}: {hub} did not give it ({reason}). Look at the name, the network and, for what is "
-            "not public, --hub_token; or give a folder"
+            f"{flag} {name}: cannot be downloaded from {hub} ({reason}). Check the name, the network and, for a "
+            "private one, --hub_token, or set a folder"
         ) from error
 
 
@@ -148,15 +148,15 @@ def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{flag} {folder}: no such folder. Give that of a megatron-core checkpoint")
+        raise FileNotFoundError(f"{flag} {folder}: no such folder. Set that of a megatron-core checkpoint")
     tracker, inside = folder / LATEST, folder
     if tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
         if text != "release" and not text.isdigit():
-            raise ValueError(f"{tracker} says {text!r}: the number of an iteration, or release, is needed")
+            raise ValueError(f"{tracker} has {text!r} instead of an iteration's number or release. Fix it")
         inside = folder / (text if text == "release" else f"iter_{int(text):07}")
         if not inside.is_dir():
-            raise ValueError(f"{tracker} says {text}, and there is no {inside.name} beside it: copy the folder again")
+            raise ValueError(f"{tracker} names {text}, but {inside.name} is missing beside it. Copy the folder again")
     lacking = [name for name in (".metadata", "metadata.json") if not (inside / name).is_file()]
     if not lacking:
         _check_format(inside / "metadata.json")
@@ -165,11 +165,11 @@ def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
     if any(inside.glob("*.distcp")):
         hint = f": {inside.name} has *.distcp files, and no {' nor '.join(lacking)}. Copy the folder again"
     elif any(inside.glob("mp_rank_00*")):
-        hint = ". It is in Megatron-LM's older format: save it by Megatron-LM with --ckpt-format torch_dist"
+        hint = ". It is in Megatron-LM's older format. Save it with Megatron-LM's --ckpt-format torch_dist"
     elif (inside / ADAPTER_WEIGHTS).is_file():
-        hint = ". It is an adapter in PEFT's format: give it as --adapters"
+        hint = ". It is an adapter in PEFT's format. Set it as --adapters"
     elif any(inside.glob("*.safetensors")):
-        hint = ". It is a Hugging Face checkpoint: give it as --model"
+        hint = ". It is a Hugging Face checkpoint. Set it as --model"
     elif candidates := sorted(
         (file for name in (f"*/{LATEST}", f"*/*/{LATEST}", "*/metadata.json") for file in folder.glob(name)),
         key=lambda file: file.stat().st_mtime,
@@ -177,7 +177,7 @@ def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
         hint = f". Is it {candidates[-1].parent} that you mean?"
         if candidates[-1].name != LATEST and (folder / "config.json").is_file():
             hint = (
-                f". {candidates[-1].parent.name} is, and no {LATEST} that names it: write the iteration's number there"
+                f". {candidates[-1].parent.name} is one, but no {LATEST} names it. Write the iteration's number there"
             )
     raise ValueError(f"{flag} {folder}: no megatron-core distributed checkpoint there{hint}")
 
@@ -186,9 +186,9 @@ def _check_format(path: Path) -> None:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not tell the checkpoint's format ({error!r}): copy the folder again") from None
+        raise ValueError(f"{path} has no checkpoint format ({error!r}). Copy the folder again") from None
     if stored != "torch_dist":
-        raise ValueError(f"{path} tells of the format {stored!r}: save it by Megatron-LM with --ckpt-format torch_dist")
+        raise ValueError(f"{path} has the format {stored!r}. Save it with Megatron-LM's --ckpt-format torch_dist")
 
 
 def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
@@ -198,7 +198,7 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
     """
     path = Path(folder) / "config.json"
     if mcore and not path.is_file() and (Path(folder) / ADAPTER_CONFIG).is_file():
-        raise FileNotFoundError(f"--mcore_model {folder}: is an adapter. Give it as --mcore_adapter.")
+        raise FileNotFoundError(f"--mcore_model {folder}: is an adapter. Set it as --mcore_adapter.")
     if mcore and not path.is_file():
         above = f" Is it {path.parents[1]} that you mean?" if (path.parents[1] / "config.json").is_file() else ""
         raise FileNotFoundError(
@@ -209,7 +209,7 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
         inside = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
         inside.sort(key=lambda file: file.stat().st_mtime)
         hint = f". Is it {inside[-1].parent} that you mean?" if inside else ""
-        raise FileNotFoundError(f"--model {folder}: no config.json there, so it is no Hugging Face checkpoint{hint}")
+        raise FileNotFoundError(f"--model {folder}: it has no config.json, so it is no Hugging Face checkpoint{hint}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -277,7 +277,7 @@ def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: copy the adapter again") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object: copy the adapter again")
+        raise ValueError(f"{path} not a JSON object. Copy the adapter again")
     for name, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
@@ -289,27 +289,27 @@ def _mcore_hint(folder: Path) -> str:
     above = folder.parent
     if (above / ADAPTER_CONFIG).is_file():
         return f". Is it {above} that you mean?"
-    return ", so it is no adapter's. A whole model is given as --mcore_model"
+    return ", so it is no adapter. Set a full model as --mcore_model"
 
 
 def _adapter_hint(folder: Path) -> str:
     """Return a hint for a folder without an adapter."""
     if any(folder.glob("adapter_model.bin")):
-        return ". Its adapter_model.bin is not read: load it with PEFT and save it again, as safetensors"
+        return ". adapter_model.bin is not supported. Load it with PEFT and save it as safetensors"
     inside = [file for above in ("", "*/") for file in folder.glob(f"{above}checkpoint-*/{ADAPTER_WEIGHTS}")]
     if inside:
         return f". Is it {max(inside, key=lambda file: file.stat().st_mtime).parent} that you mean?"
     if (folder / LATEST).is_file():
-        return ". It is in megatron-core's format: give it as --mcore_adapter where a command has that"
+        return ". It is in megatron-core's format. Set it as --mcore_adapter"
     if (folder / "config.json").is_file():
-        return ". It is a whole model: give it as --model"
-    return ": give the folder of an adapter in PEFT's format"
+        return ". It is a full model. Set it as --model"
+    return ". Set the folder of an adapter in PEFT's format"
 
 
 def _fault(config: object) -> str | None:
     """Return the reason why a config.json is invalid for any family."""
     if not isinstance(config, dict):
-        return "is no JSON object"
+        return "is not a JSON object"
     text = config.get("text_config")
     if not isinstance(text, dict | None):
         return f"has text_config {text!r}, which must be an object"

@@ -109,7 +109,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
             plan.skipped_modules += [name for name in matrix.names if name not in plan.skipped_modules]
             continue
         if matrix.key == OUTPUT and architecture.num_labels is not None:
-            raise ValueError("the head (score) is trained whole beside adapters: leave it out of --target_modules")
+            raise ValueError("the head (score) is fully trained beside adapters. Remove it from --target_modules")
         if matrix.key == OUTPUT:
             raise ValueError(
                 "the output layer (lm_head) takes no adapter: train it whole by --modules_to_save lm_head, or leave it "

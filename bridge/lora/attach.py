@@ -42,7 +42,9 @@ def attach_adapters(
     plan = plan_adapters(entries, settings, architecture)
     dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
     if dtype not in (model.config.params_dtype, torch.float32):  # the optimizer has masters for one half precision
-        raise ValueError(f"--lora_dtype {settings.dtype} beside a model in another type: give float32, or leave it out")
+        raise ValueError(
+            f"--lora_dtype {settings.dtype} cannot be used with a model of another type. Set float32, or remove it"
+        )
     for chunk in model.chunks:
         for name, parameter in list(chunk.named_parameters()):
             key, view = next(by_key(chunk, name, parameter))
@@ -116,7 +118,7 @@ def _check_rank(
     spans = entry.spans(shard.shape, shard_position(key, entry)[0], architecture)
     for name, shape in entry.hf_shapes(shard.shape, spans).items():
         if settings.rank > min(shape):
-            raise ValueError(f"--lora_rank {settings.rank} is larger than {name} {list(shape)}: give a lower one")
+            raise ValueError(f"--lora_rank {settings.rank} is larger than {name} {list(shape)}. Set a lower one")
 
 
 @torch.no_grad()

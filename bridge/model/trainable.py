@@ -48,7 +48,7 @@ def freeze(model: Model, hf_config: HfConfig, options: TrainableOptions, *, name
     if not any((*freezing, *thawing, options.freeze_parameters_ratio)):
         return
     if model.config.fp8_param:
-        raise ValueError("--fp8_param_gather true is for weights that are all trained: leave it out with frozen ones")
+        raise ValueError("--fp8_param_gather true cannot be used with frozen weights. Remove it")
     entries = expand_mappings(family_of(hf_config), hf_config, model.architecture, names)
     sizes = {weight: size for weight, (size, _) in _weights(model, entries).items()}
     named = _names(entries, sizes, model.architecture)

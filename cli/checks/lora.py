@@ -61,7 +61,7 @@ def _freezing(options: SftOptions) -> None:
     trained = next((name for name in THAWING if flag_value(options, name)), None)
     if trained and not any(flag_value(options, name) for name in FREEZING):
         raise UsageError(
-            f"{written(trained, options)}: nothing is frozen, so all weights are trained. Give "
+            f"{written(trained, options)}: nothing is frozen, so all weights are trained. Set "
             "--freeze_parameters_ratio 1 as well, to train these alone."
         )
     if ratio == 1 and not trained:

@@ -38,7 +38,7 @@ class Served:
         self.reader = run_on_all_ranks(connect, gloo_group())
         broadcast_from_rank0(lambda: self.reader.check_vocabulary(run.tokenizer), gloo_group())
         if self.top > vocab_size:
-            raise ValueError(f"--gkd_logits_topk {self.top}: there are {vocab_size} tokens. Give fewer")
+            raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {vocab_size} tokens. Set fewer")
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         """Places are asked for where the label behind them is trained on."""

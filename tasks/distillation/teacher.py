@@ -70,7 +70,7 @@ class Teacher:
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
         if self.top and self.top > self.vocab_size:
-            raise ValueError(f"--gkd_logits_topk {self.top}: there are {self.vocab_size} tokens. Give fewer")
+            raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {self.vocab_size} tokens. Set fewer")
         if self._groups is None:
             if is_pp_last_stage(student.groups.pp) and not self.top:
                 rows, group = len(student.output_matrix()), student.groups.tp

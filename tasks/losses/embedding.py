@@ -16,7 +16,7 @@ def matryoshka(embeddings: Tensor, dims: Sequence[int]) -> list[Tensor]:
     width = embeddings.shape[-1]
     for dim in dims:
         if not 1 <= dim <= width:
-            raise ValueError(f"--mrl_dims {dim}: the model's embeddings have {width} entries. Give 1 to {width}.")
+            raise ValueError(f"--mrl_dims {dim}: the model's embeddings have {width} entries. Set 1 to {width}.")
     return [F.normalize(embeddings[..., :dim], dim=-1) for dim in dims]
 
 

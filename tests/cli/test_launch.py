@@ -291,7 +291,7 @@ def test_an_error_is_said_once_and_ends_all(stand_in: Path, dense: Path, monkeyp
     monkeypatch.setenv("STAND_IN_DOES", "refuse")
     done = subprocess.run([MEGATRON, *line(dense)], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.count("error: --model /no/such/folder: no config.json there") == 1
+    assert done.stderr.count("error: --model /no/such/folder: it has no config.json") == 1
     assert "Traceback" not in done.stderr
     assert "closing signal" not in done.stderr  # torchrun's own account
     assert done.stderr.count("--save_interval 3 is an older spelling") == 1  # before the processes, not in each

@@ -293,23 +293,23 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"--adapters .*nowhere: no such folder"):
         failing(tmp_path / "nowhere")
     with pytest.raises(
-        FileNotFoundError, match=r"no adapter_config\.json in it\. It is a whole model: give it as --model"
+        FileNotFoundError, match=r"no adapter_config\.json in it\. It is a full model\. Set it as --model"
     ):
         failing(model)
     with pytest.raises(FileNotFoundError, match=r"config\.json in it\. Is it .*checkpoint-2 that you mean\?"):
         failing(tmp_path)
     with pytest.raises(
-        FileNotFoundError, match=r"orphan.adapter_config.json: the model that it is of, /gone, is gone: give --model"
+        FileNotFoundError, match=r"orphan.adapter_config.json: its base model, /gone, does not exist. Set --model"
     ):
         failing(changed("orphan", base_model_name_or_path="/gone"), model="")
-    with pytest.raises(ValueError, match=r"does not name the model that it is of: give --model"):
+    with pytest.raises(ValueError, match=r"does not name its base model. Set --model"):
         failing(changed("nameless", base_model_name_or_path=None), model="")
     mcore = tmp_path / "mcore"
     mcore.mkdir()
     (mcore / "latest_checkpointed_iteration.txt").touch()
-    with pytest.raises(ValueError, match=r"of, .*mcore, is in megatron-core's format: .* checkpoint as --model"):
+    with pytest.raises(ValueError, match=r"its base model, .*mcore, is in megatron-core's format.* as --model"):
         failing(changed("of mcore", base_model_name_or_path=str(mcore)), model="")
-    with pytest.raises(FileNotFoundError, match=r"It is in megatron-core's format: give it as --mcore_adapter"):
+    with pytest.raises(FileNotFoundError, match=r"It is in megatron-core's format. Set it as --mcore_adapter"):
         failing(mcore)
     broken = changed("broken")
     (broken / "adapter_config.json").write_text("{")
@@ -320,7 +320,7 @@ def test_adapters_that_cannot_be(model, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a whole safetensors file"):
         failing(short)
     (short / "adapter_model.safetensors").rename(short / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin is not read: load it with PEFT and save it again"):
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin is not supported. Load it with PEFT and save it"):
         failing(short)
 
     lacking, more = changed("lacking"), changed("more")

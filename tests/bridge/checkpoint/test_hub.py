@@ -64,7 +64,7 @@ def test_of_an_adapter_only_its_own_files_are_fetched(asked, tmp_path):
     assert "revision" not in asked  # that of the model
     assert adapter_folder(options, [str(tmp_path)]) == tmp_path
     assert adapter_folder(options, []) is None
-    with pytest.raises(ValueError, match=r"--adapters a/b c/d: give one"):
+    with pytest.raises(ValueError, match=r"--adapters a/b c/d: only one adapter"):
         adapter_folder(options, ["a/b", "c/d"])
     with pytest.raises(FileNotFoundError, match=r"--adapters \./nowhere: no such folder"):
         adapter_folder(options, ["./nowhere"])
@@ -99,13 +99,13 @@ def test_what_is_neither_folder_nor_hub_id(name):
 
 
 def test_config_that_is_missing_or_broken(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
+    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"is not valid JSON .* copy it again"):
         read_config(tmp_path)
     for text, fault in (
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"text_config": [1]}', r"has text_config \[1\], which must be an object"),
         ('{"vocab_size": "x"}', "has vocab_size 'x', which must be a whole number above 0"),
         ('{"rms_norm_eps": NaN}', "has rms_norm_eps nan, which must be a finite number"),
@@ -134,7 +134,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise RuntimeError("no\nnetwork")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(OSError, match=r"--model o/n: Hugging Face did not give it \(no network\)\. Look at the name"):
+    with pytest.raises(OSError, match=r"--model o/n: cannot be downloaded from Hugging Face \(no network\)\. Check"):
         model_folder(ModelOptions(model="o/n", use_hf=True))
 
 

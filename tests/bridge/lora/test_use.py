@@ -292,5 +292,5 @@ def test_adapters_that_do_not_fit_leave_nothing(place: Path) -> None:
         assert "Traceback" not in printed
     config["base_model_name_or_path"] = "/gone"
     (changed / "adapter_config.json").write_text(json.dumps(config))
-    assert "the model that it is of, /gone, is gone: give --model" in run(place, f"{line} changed", fails=True)
+    assert "its base model, /gone, does not exist. Set --model" in run(place, f"{line} changed", fails=True)
     assert not visible(place, "never")

@@ -270,7 +270,7 @@ def test_names_that_mean_nothing_or_a_part(options, message, alone):
 def test_weights_held_in_fp8_are_not_frozen(alone):
     model, config = built("qwen3")
     model.config.fp8_param = True
-    with pytest.raises(ValueError, match="--fp8_param_gather true is for weights that are all trained"):
+    with pytest.raises(ValueError, match="--fp8_param_gather true cannot be used with frozen weights"):
         freeze(model, config, TrainableOptions(freeze_parameters_ratio=0.5))
 
 

@@ -215,7 +215,7 @@ def test_the_model_is_needed(capsys) -> None:
 def test_a_folder_without_a_config(tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     assert main("megatron", ["sft", "--model", str(tmp_path / "empty")]) == 2
-    assert f"--model {tmp_path / 'empty'}: no config.json there" in capsys.readouterr().err
+    assert f"--model {tmp_path / 'empty'}: it has no config.json" in capsys.readouterr().err
 
 
 def test_a_config_that_is_broken(tmp_path: Path, capsys) -> None:

@@ -258,7 +258,7 @@ def test_folders_that_are_no_adapter(adapter: Path, dense: Path, tmp_path: Path)
             f"--adapters {name}: no such folder. Set the folder of an adapter (a run's checkpoint-N), or a hub"
             in said(name)
         )
-    assert f"--adapters {dense}: there is no adapter_config.json in it. It is a whole model" in said(dense)
+    assert f"--adapters {dense}: there is no adapter_config.json in it. It is a full model" in said(dense)
     run = tmp_path / "run"
     run.mkdir()
     shutil.copytree(adapter, run / "checkpoint-7")
@@ -278,7 +278,7 @@ def test_an_adapter_given_as_a_model(adapter: Path, tmp_path: Path) -> None:
     assert refusal("", adapter) == f"--model {adapter}: is an adapter. Set it as --adapters."
     delta = mcore(tmp_path / "delta", None)
     shutil.copy(adapter / "adapter_config.json", delta)
-    said = f"--mcore_model {delta}: is an adapter. Give it as --mcore_adapter."
+    said = f"--mcore_model {delta}: is an adapter. Set it as --mcore_adapter."
     assert refusal(f"{LORA} --mcore_model {delta}", None) == said
 
 
@@ -290,12 +290,12 @@ def test_a_base_that_is_gone(dense: Path, tmp_path: Path, ran: list, capsys) -> 
         ("swift", "infer"),
     ):
         program, *words = command
-        for folder, why in ((gone, f"{tmp_path / 'gone'}, is gone"), (none, "does not name the model")):
+        for folder, why in ((gone, f"{tmp_path / 'gone'}, does not exist"), (none, "does not name its base model")):
             assert main(program, [*words, "--adapters", str(folder)]) == 2
             printed = capsys.readouterr().err
             assert str(folder) in printed
             assert why in printed
-            assert "the model that it is of" in printed
+            assert "its base model" in printed
     assert main("swift", ["infer", "--adapters", str(gone), "--model", str(dense)]) == 0
     assert f"--adapters {gone}: made for another model, {tmp_path / 'gone'}. It is applied to --model {dense}." in (
         capsys.readouterr().err

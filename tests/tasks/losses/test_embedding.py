@@ -166,7 +166,7 @@ def test_matryoshka_gives_vectors_of_length_one():
 
 @pytest.mark.parametrize("dim", [0, 13])
 def test_matryoshka_has_bounds(dim):
-    with pytest.raises(ValueError, match=f"--mrl_dims {dim}: the model's embeddings have 12 entries. Give 1 to 12."):
+    with pytest.raises(ValueError, match=f"--mrl_dims {dim}: the model's embeddings have 12 entries. Set 1 to 12."):
         embedding.matryoshka(vectors(2)[0], [4, dim])
 
 

@@ -154,7 +154,7 @@ def test_what_adapters_of_heads_refuse(alone, causal):
 
     config = add_score_head(read_config(causal), 3)
     model = open_model(causal, config, BuildOptions(), adapters=True)
-    with pytest.raises(ValueError, match=r"the head \(score\) is trained whole"):
+    with pytest.raises(ValueError, match=r"the head \(score\) is fully trained"):
         attach_adapters(model, config, replace(LORA, targets=("all-linear", "score")), seed=1)
     with pytest.raises(ValueError, match=r"--modules_to_save lm_head: .* is embed_tokens and the head"):
         attach_adapters(model, config, replace(LORA, modules_to_save=("lm_head",)), seed=1)

@@ -181,5 +181,5 @@ def test_frozen_weights_have_neither_gradients_nor_state(alone):
 
 
 def test_adapters_in_a_half_precision_of_their_own_are_refused(alone):
-    with pytest.raises(ValueError, match="--lora_dtype float16 beside a model in another type: give float32"):
+    with pytest.raises(ValueError, match=r"--lora_dtype float16 cannot be used with a model of another type\. Set"):
         adapted(lora_dtype="float16")
