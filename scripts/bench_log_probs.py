@@ -82,7 +82,7 @@ def once(way: str, inputs: tuple[Tensor, Tensor, Tensor], slopes: Tensor) -> tup
 
 
 def measure(way: str, shape: Shape, folder: str) -> Measured:
-    """One way, in a process that does nothing else."""
+    """Return one way, in a process that does nothing else."""
     backend = "nccl" if shape.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/{way}", rank=0, world_size=1)
     generator = torch.Generator(shape.device).manual_seed(0)
@@ -117,7 +117,7 @@ def _in_use(device: str) -> int:
 
 
 def _peak(device: str) -> int:
-    """The process's own, on a CPU: inputs and imports have taken less, where logits are large."""
+    """Return the process's own, on a CPU: inputs and imports have taken less, where logits are large."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

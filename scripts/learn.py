@@ -61,7 +61,7 @@ def both(pair: Pair) -> list[Row]:
 
 
 def preferences(pair: Pair) -> list[Row]:
-    """The order that was asked for is better: the same words are in both answers."""
+    """Return pairs of answers with the same words: the chosen one has the requested order."""
     return [{"messages": said(pair, " ".join(pair)), "rejected_response": " ".join(pair[::-1])}]
 
 
@@ -80,7 +80,7 @@ def translations(pair: Pair) -> list[Row]:
 
 
 def rankings(pair: Pair) -> list[Row]:
-    """The same words in the other order, among texts with one of them or none."""
+    """Return the same words in the other order, among texts with one of them or none."""
     one, other = others(pair)
     texts = [f"{pair[1]} {pair[0]}", f"{pair[1]} {one}", f"{other} {pair[0]}", f"{one} {other}"]
     query, positive, *negatives = ([{"role": "user", "content": text}] for text in (" ".join(pair), *texts))

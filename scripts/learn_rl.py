@@ -90,7 +90,7 @@ def rewards(folder: Path) -> list[float]:
 
 @torch.no_grad()
 def right(folder: Path) -> float:
-    """The probability that a checkpoint's answer to a question is right, by transformers."""
+    """Return the probability that a checkpoint's answer to a question is right, by transformers."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []

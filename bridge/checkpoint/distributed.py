@@ -272,7 +272,7 @@ def _arguments(config: TransformerConfig, architecture: Architecture) -> Namespa
 
 
 def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors in a checkpoint, by name. Raises ValueError where it cannot be read."""
+    """Return the shapes of the model's tensors in a checkpoint, by name. Raises ValueError where it cannot be read."""
     return {name: tuple(entry.size) for name, entry in _tensors(folder).items() if "optimizer." not in name}
 
 

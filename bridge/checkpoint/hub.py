@@ -26,7 +26,7 @@ _COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 
 
 def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
-    """The folder of `--model`; a hub's, without `weights`, holds its small files alone.
+    """Return the folder of `--model`; a hub's, without `weights`, holds its small files alone.
 
     Raises FileNotFoundError, ImportError or (where a hub does not give it) OSError, each with a cure.
     """
@@ -36,7 +36,7 @@ def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
 
 
 def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
-    """The folder of `--adapters`, None where none is given; of a hub's, the adapter's own files alone are fetched.
+    """Return the folder of `--adapters`; None without one. Of a hub id, only the adapter's files are downloaded.
 
     Raises what `model_folder` raises, and ValueError for several.
     """
@@ -48,7 +48,7 @@ def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
 
 
 def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
-    """`options` with the model that an adapter is of as `--model`, where neither that nor `--mcore_model` is given.
+    """Return `options` with the adapter's base model as `--model`, if no model is set.
 
     Raises what `read_adapter_config` and `base_of` raise.
     """
@@ -59,7 +59,7 @@ def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
 
 
 def base_of(adapter: Path, config: HfConfig) -> str:
-    """The model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
+    """Return the model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
 
     Raises ValueError or FileNotFoundError where it says none, or one that is gone or no Hugging Face checkpoint.
     """
@@ -78,7 +78,7 @@ def base_of(adapter: Path, config: HfConfig) -> str:
 
 
 def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path:
-    """A folder that is there, or a hub's of which `filters` select the files for snapshot_download."""
+    """Return a folder that is there, or a hub's of which `filters` select the files for snapshot_download."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if not _is_hub_id(name):
@@ -130,7 +130,7 @@ def in_mcore_format(folder: Path) -> bool:
 
 
 def source_folder(options: ModelOptions, mcore_model: str | None, *, weights: bool = True) -> Path:
-    """The folder with config.json, tokenizer and weights: `--mcore_model` where it is given, else `--model`'s.
+    """Return the folder with config.json, tokenizer and weights: `--mcore_model` where it is given, else `--model`'s.
 
     Raises what `mcore_folder` and `model_folder` raise.
     """
@@ -192,7 +192,7 @@ def _check_format(path: Path) -> None:
 
 
 def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
-    """The raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
+    """Return the raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
 
     Raises FileNotFoundError or ValueError with a cure.
     """
@@ -260,7 +260,7 @@ def positions_of(model: HfConfig) -> int | None:
 
 
 def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
-    """The raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
+    """Return the raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
 
     `mcore`: of `--mcore_adapter`. Raises FileNotFoundError or ValueError with a cure.
     """

@@ -34,7 +34,7 @@ class WeightSource(Protocol):
 
 
 def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
-    """The tensors of a model folder, by the names and in the values that they have unquantised.
+    """Return the tensors of a model folder, by the names and in the values that they have unquantised.
 
     Raises ValueError for a way of quantising that is not known, and as SafetensorsFolder does.
     """

@@ -148,12 +148,12 @@ class SafetensorsFolder:
 
 
 def take_every(tensor: Tensor, dim: int, step: int) -> Tensor:
-    """Every `step`-th position of `tensor` along `dim`, as a view."""
+    """Return every `step`-th position of `tensor` along `dim`, as a view."""
     return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
 
 def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
-    """A tensor whose bytes lie in a file in runs of equal length, which start at these offsets."""
+    """Return a tensor whose bytes lie in a file in runs of equal length, which start at these offsets."""
     tensor = torch.empty(shape, dtype=dtype)
     if not tensor.numel():
         return tensor
@@ -175,7 +175,7 @@ def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequ
 
 
 def unindexed_files(folder: Path) -> list[str]:
-    """The safetensors files of a folder that its index does not name; none where it has no index."""
+    """Return the safetensors files of a folder that its index does not name; none where it has no index."""
     index = folder / INDEX
     if not index.is_file():
         return []
@@ -184,7 +184,7 @@ def unindexed_files(folder: Path) -> list[str]:
 
 
 def tensor_names(folder: str | Path) -> Collection[str]:
-    """The names of a model folder's tensors: those before its conversion, where it has no safetensors."""
+    """Return the names of a model folder's tensors: those before its conversion, where it has no safetensors."""
     folder = Path(folder)
     if not has_weights(folder):
         proof = folder / "conversion.json"
@@ -202,7 +202,7 @@ def check_headers(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, by the format's own rules.
+    """Return the tensors of one safetensors file, by the format's own rules.
 
     Raises ValueError where it is cut short or is not one: its header is over MAX_HEADER, nested, or has other types
     than it should, or its tensors do not fill the rest of the file one after the other.
@@ -225,7 +225,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, StoredTensor]:
-    """The tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
+    """Return the tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
     header.pop("__metadata__", None)
     tensors, places = {}, []
     for name, about in header.items():
@@ -315,7 +315,7 @@ class _Hashed:
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """A tensor's bytes in `dtype`, a block at a time: so no copy of the whole of it is made."""
+    """Yield a tensor's bytes in `dtype`, a block at a time: so no copy of the whole of it is made."""
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     rows = max(1, BLOCK // max(1, tensor[:1].numel() * dtype.itemsize))
     for part in tensor.split(rows):

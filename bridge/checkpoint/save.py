@@ -197,7 +197,7 @@ def plan_jobs(
     dtype: torch.dtype | None,
     merges: Mapping[ParamKey, Callable[[Tensor], Tensor]],
 ) -> list[tuple[list[GatherJob], ProcessGroup, ProcessGroup]]:
-    """All that this rank saves or helps to save: jobs, the ranks that do them together, and those that could instead.
+    """Return what this rank helps to save: jobs, the group that does them together, and the group of possible writers.
 
     First what is no expert's, then experts whose tensors stand alone, then experts stacked.
     """
@@ -235,7 +235,7 @@ def _holders(expert: int, entry: MappingEntry) -> range:
 
 
 def batch_jobs(jobs: list[GatherJob], max_bytes: int) -> Iterator[list[GatherJob]]:
-    """The jobs in runs of at most `max_bytes`."""
+    """Yield the jobs in runs of at most `max_bytes`."""
     run, size = [], 0
     for job in jobs:
         if run and size + job.bytes > max_bytes:
@@ -250,7 +250,7 @@ def batch_jobs(jobs: list[GatherJob], max_bytes: int) -> Iterator[list[GatherJob
 def _in_turn(
     files: list[list[tuple[str, list[GatherJob]]]],
 ) -> Iterator[tuple[int, tuple[str, list[GatherJob]] | None, GatherJob]]:
-    """The jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
+    """Yield the jobs of each rank's files, one of each rank in turn, so that all of them write at the same time.
 
     As (rank, the file that begins with this job, job).
     """
@@ -269,7 +269,7 @@ def init_communicator(group: ProcessGroup) -> None:
 
 
 def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
+    """Yield the Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; none on the others."""
     names = list(job.specs)
     # Stacked tensors are written one after another: the experts come once for each.
     for turn in [names] if len(job.pieces) == 1 else [[name] for name in names]:
@@ -281,7 +281,7 @@ def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tup
 
 
 def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tensor]:
-    """The shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
+    """Return the shards of all holders, in order, on rank `writer`; elsewhere the rank's own."""
     here, holders = group.rank(), piece.holders or (writer,)
     shard = piece.merge(piece.shard) if piece.merge and here in (writer, *holders) else piece.shard
     shards, exchange = [shard], []
@@ -297,7 +297,7 @@ def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tenso
 
 
 def _runs(piece: TensorShards, shards: list[Tensor], part: int) -> list[Tensor]:
-    """One Hugging Face tensor (or its place in a stacked one): its values in order, uncopied where they lie so."""
+    """Return the values of one Hugging Face tensor (or its part of a stacked one) in order, as views if possible."""
     entry, size = piece.entry, shards[0].shape[piece.entry.dim]
     pieces = []
     for rank, shard in enumerate(shards):

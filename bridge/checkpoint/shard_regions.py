@@ -64,7 +64,7 @@ class TrainedParams:
     def regions(
         self, parameter: Tensor, start: int, runs: Mapping[str, Tensor], *, sharded: bool
     ) -> Iterator[ShardRegion]:
-        """The boxes of `runs`, each [elements]: what belongs to the parameter's elements from `start` on.
+        """Yield the boxes of `runs`, each [elements]: what belongs to the parameter's elements from `start` on.
 
         A box's name has its run's in front. `sharded`: each data-parallel rank has elements of its own.
         """
@@ -89,7 +89,7 @@ class TrainedParams:
         return not (copied or split or (data and not sharded))
 
     def _pieces(self, key: ParamKey, shape: Sequence[int]) -> list[tuple[range, int]]:
-        """The runs of the whole tensor that a shard is made of, without the vocabulary's padding.
+        """Return the runs of the whole tensor that a shard is made of, without the vocabulary's padding.
 
         Each by its places in the shard, along the split dimension, and its first place in the whole tensor.
         """
@@ -105,7 +105,7 @@ def _name(key: ParamKey) -> str:
 
 
 def regions_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
-    """The boxes that elements start..stop of a tensor make up, one after another.
+    """Yield the boxes that elements start..stop of a tensor make up, one after another.
 
     Whole rows in the middle; of a row at either end what is inside, in the same way.
     """
@@ -176,12 +176,12 @@ def _slices(region: Region, origin: Region) -> tuple[slice, ...]:
 
 
 def _from(region: Region, origin: Region) -> Region:
-    """A region as it is counted from where another starts."""
+    """Return a region as it is counted from where another starts."""
     return tuple(range(a.start - b.start, a.stop - b.start) for a, b in zip(region, origin, strict=True))
 
 
 def _read(stored: StoredTensor, region: Region) -> Tensor:
-    """A region of a tensor of a file: only its bytes, or, where they are short runs, with what is between them."""
+    """Read a region of a stored tensor: only its bytes, or, for short runs, also those between them."""
     extent = tuple(map(len, region))
     cut = max((dim for dim, size in enumerate(stored.shape) if extent[dim] != size), default=0)  # the last not whole
     if cut and math.prod(extent[cut:]) * stored.dtype.itemsize < SHORTEST:

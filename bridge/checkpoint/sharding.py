@@ -65,7 +65,7 @@ def sharded_state(
 def sharded_adapter(
     chunks: Sequence[GPTModel], hf_config: HfConfig, plan: AdapterPlan
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """The same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
+    """Return the same of an adapter's checkpoint: the adapters of `chunks`, and what is trained whole beside them."""
     architecture = describe_chunks(chunks, hf_config)
     entries, naming = plan.all_entries, name_adapter(plan)
     trained = (param for param in iter_params(chunks) if plan.modules_to_save.keys() & param.views.keys())
@@ -117,7 +117,7 @@ def name_adapter(plan: AdapterPlan) -> Naming:
 
 
 def with_tied(names: dict[ParamKey, str], entries: ParamTable) -> dict[ParamKey, str]:
-    """A copy of the embedding, for the output layer, has the embedding's name."""
+    """Return the names, with the embedding's for an output layer that is a copy of it."""
     tied = OUTPUT in names and entries[OUTPUT] == entries.get(EMBEDDING)
     return names | {OUTPUT: names[EMBEDDING]} if tied else names
 

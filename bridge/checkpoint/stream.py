@@ -62,8 +62,9 @@ def stream_weights(
     merge: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model that all ranks' `chunks` are, tensor by tensor, by the names of `source`: each whole, on this rank's
-    device, in `dtype` (or fp32, where its row says so).
+    """Yield each tensor of the model of all ranks' `chunks`, by the names of `source`.
+
+    Each is whole, on this rank's device, in `dtype` (or in fp32 if its mapping says so).
 
     To be called by every rank, and read to its end by every rank: all get the same tensors in the same order. They are
     copies. `merge`: with the adapters in the weights, which stay as they are. Tensors of `source` that the model is
@@ -82,7 +83,7 @@ def stream_weights(
 def stream_adapter(
     chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, *, bucket_bytes: int = BUCKET
 ) -> Iterator[tuple[str, Tensor]]:
-    """The adapters of all ranks' `chunks`, and what is trained whole beside them: names and tensors of PEFT's format.
+    """Yield the adapters of all ranks' `chunks`, and fully trained modules: names and tensors in PEFT's format.
 
     As `stream_weights`, each in its own dtype.
     """
@@ -138,7 +139,7 @@ def _buckets(
 
 
 def _streamed(buckets: Iterable[_Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one bucket while the next one is on its way."""
+    """Yield the tensors of one bucket while the next one is on its way."""
     before: _Sent | None = None
     for bucket in buckets:
         now = _send(bucket)

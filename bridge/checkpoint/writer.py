@@ -166,7 +166,7 @@ class StagedFolder:
     within: str = ""  # where in a larger folder this one is
 
     def report(self) -> RankReport:
-        """This rank's, once its files are on the disk. Raises what its writer met."""
+        """Return this rank's, once its files are on the disk. Raises what its writer met."""
         self.writer.finish()
         if self.writer.error is not None:
             raise self.writer.error

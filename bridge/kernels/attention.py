@@ -54,7 +54,7 @@ def attend_back(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. grad like output; key_tiles as `tiles`, of keys."""
+    """Return the gradients of query, key and value. grad like output; key_tiles as `tiles`, of keys."""
     tokens, heads, dim = query.shape
     grad_query = query.new_empty(tokens, heads, dim)
     # A key meets the queries of several heads: where they are many, programs share them out.

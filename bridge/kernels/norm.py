@@ -16,12 +16,12 @@ PROGRAMS = 2
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
-    """x [..., size] / sqrt(mean(x^2) + eps) * weight, or 1 + weight where that is zero-centred; computed in fp32."""
+    """Return x / sqrt(mean(x^2) + eps) * weight (1 + weight if zero-centred), computed in fp32. x: [..., size]"""
     return cast(Tensor, _RMSNorm.apply(x, weight, eps, zero_centred, False))
 
 
 def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> tuple[Tensor, Tensor]:
-    """The same, and x for the residual stream, whose gradient the backward pass then adds to the norm's."""
+    """Return `rms_norm`'s result, and x for the residual stream, whose gradient is added in the backward pass."""
     return cast(tuple[Tensor, Tensor], _RMSNorm.apply(x, weight, eps, zero_centred, True))
 
 

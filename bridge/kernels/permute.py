@@ -47,7 +47,7 @@ def chunk_sort_map(counts: Tensor, rows: int) -> Tensor:
 
 
 def permute(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's row, and its weights, at its places.
+    """Return each token's row, and its weights, at its places.
 
     x [tokens, width]; places int32 and weights [tokens, topk] -> [tokens * topk, width], [tokens * topk].
     """
@@ -55,7 +55,7 @@ def permute(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]
 
 
 def unpermute(rows: Tensor, places: Tensor) -> Tensor:
-    """The sum, in fp32, of each token's rows: rows [tokens * topk, width], places [tokens, topk] -> [tokens, width]"""
+    """Sum each token's rows in fp32: rows [tokens * topk, width], places [tokens, topk] -> [tokens, width]."""
     return cast(Tensor, _Unpermute.apply(rows, places))
 
 

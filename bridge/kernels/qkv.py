@@ -112,7 +112,7 @@ def _strides(cos: Tensor | None) -> tuple[int, ...]:
 def _launch(
     heads: Heads, tokens: int, weight: Tensor | None, cos: Tensor | None, tile: int, warps: int
 ) -> tuple[tuple[int, int], LaunchArgs]:
-    """The grid, and what the kernels are compiled for."""
+    """Return the grid, and what the kernels are compiled for."""
     planes = 1 << (heads.dim // 2 - 1).bit_length()
     block = max(tile // planes, 1)
     constants = {

@@ -25,7 +25,7 @@ class RoutingForm(NamedTuple):
 def route(
     logits: Tensor, bias: Tensor | None, form: RoutingForm, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The weights of each token's experts, best first, and their numbers.
+    """Return the weights of each token's experts, best first, and their numbers.
 
     logits [tokens, experts] -> both [tokens, topk], in the logits' type and in int32. The best have the highest logits,
     or, with `bias` [experts], the highest sums of score and bias. Computed in fp32. `given` [tokens, topk]: experts to

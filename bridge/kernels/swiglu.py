@@ -57,7 +57,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], LaunchArgs]:
-    """The grid and the blocks: columns by the largest power of two that divides the width, from 128 to 1024."""
+    """Return the grid and the blocks: columns by the largest power of two that divides the width, from 128 to 1024."""
     columns = min(max(width & -width, 128), 1024)
     across = 1 if whole_rows else -(-width // columns)
     down = TILE // columns

@@ -150,7 +150,7 @@ class CoreAttention(MegatronModule):
         return apply_rotary(x, rotary)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """All [sequence, batch, heads, dim]."""
+        """Return all [sequence, batch, heads, dim]."""
         outputs = []
         dropout = self.dropout if self.training else 0.0
         for q, k, v in zip(

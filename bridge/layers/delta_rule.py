@@ -114,7 +114,7 @@ def _neighbours(steps: list[int]) -> list[tuple[slice, slice]]:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, runs: DeltaLayout) -> Tensor:
-    """The gated delta rule over the runs, in fp32; queries and keys are normalised here.
+    """Return the gated delta rule over the runs, in fp32; queries and keys are normalised here.
 
     query, key [tokens, groups, key dim]; value [tokens, groups, heads, value dim]; decay (log, <= 0) and beta
     [tokens, groups, heads] -> the shape and dtype of value

@@ -34,7 +34,7 @@ def divergence(
     accumulate: bool = False,
     scored: Tensor | None = None,
 ) -> Tensor:
-    """The divergence at each position, in nats: fp32 [batch, sequence], the same on every tensor-parallel rank.
+    """Return the divergence at each position, in nats: fp32 [batch, sequence], the same on every tensor-parallel rank.
 
     hidden, weight, group, sequence_parallel, accumulate, scored: as of `label_log_probs`; the teacher's alike, with a
     hidden size of its own, and without gradients. `vocab_size`: the smaller one of both models; what is beyond has no
@@ -104,7 +104,7 @@ def top_log_probs(
     temperature: float = 1.0,
     scored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each position, from the likeliest on: log-probabilities fp32 and ids int64,
+    """Return the k likeliest tokens of each position, from the likeliest on: log-probabilities fp32 and ids int64,
     [batch, sequence, k] each, the same on every tensor-parallel rank. Arguments as of `label_log_probs`; k is at most
     vocab_size."""
     rows = select_rows(
@@ -126,8 +126,11 @@ def top_log_probs(
 
 
 def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
-    """An output matrix split anew: `rows` of it on each tensor-parallel rank, those beyond its end 0. Every rank of
-    the group calls this; weight [rows of this rank now, hidden_size]; no gradients."""
+    """Return an output matrix in another split: `rows` on each tensor-parallel rank, zeros beyond its end.
+
+    Every rank of the group calls this. No gradients.
+    weight: [this rank's present rows, hidden_size]
+    """
     if rows == len(weight):
         return weight.detach()
     gathered = torch.cat(_gathered(weight.detach(), group)) if dist.get_world_size(group) > 1 else weight.detach()
@@ -139,12 +142,12 @@ def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """The generalised divergence of log-probabilities [..., tokens], which autograd knows: see `divergence`."""
+    """Return the generalised divergence of log-probabilities [..., tokens], which autograd knows: see `divergence`."""
     return _terms(student, teacher, beta)[0]
 
 
 def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The divergence, and its part KL(student | mixture), which is not computed where beta is 0."""
+    """Return the divergence, and its part KL(student | mixture), which is not computed where beta is 0."""
     if beta == 0:
         forward = (teacher.exp() * (teacher - student)).sum(-1)
         return forward, torch.zeros_like(forward)

@@ -30,7 +30,7 @@ class _Fused(NamedTuple):
 
 @cache
 def _fla() -> _Fused | None:
-    """The kernels of flash-linear-attention, where it is installed."""
+    """Return the kernels of flash-linear-attention, where it is installed."""
     if find_spec("fla") is None:
         return None
     from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
@@ -195,13 +195,13 @@ class GatedDeltaNet(MegatronModule):
         return (normed * F.silu(gate.float())).to(x.dtype)
 
     def _to_heads(self, x: Tensor, runs: DeltaLayout) -> Tensor:
-        """[sequence / CP, rows, groups, channels] -> [sequence, rows, groups / CP, channels], in documents' order."""
+        """Exchange [sequence / CP, rows, groups, ...] for [sequence, rows, groups / CP, ...], in document order."""
         ranks = self.cp_group.size()
         x = x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # whom it goes to, first
         return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, not_none(runs.natural))
 
     def _to_positions(self, x: Tensor, runs: DeltaLayout) -> Tensor:
-        """The way back: [sequence, rows, groups / CP, ...] -> [sequence / CP, rows, groups, ...]"""
+        """Exchange [sequence, rows, groups / CP, ...] for [sequence / CP, rows, groups, ...]."""
         ranks = self.cp_group.size()
         x = x.index_select(0, not_none(runs.ranked)).unflatten(0, (ranks, -1)).contiguous()
         return all_to_all(self.cp_group, x).movedim(0, 2).flatten(2, 3)

@@ -45,8 +45,11 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.sorts_chunks = self.ranks > 1 and experts > 1
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states [..., hidden_size]; routing_map and probs [tokens, topk]: the numbers of each token's experts,
-        and their weights -> rows sorted by expert, and their weights"""
+        """Return the rows sorted by expert, and their weights.
+
+        hidden_states: [..., hidden_size]
+        routing_map, probs: [tokens, topk], each token's experts and their weights
+        """
         from ..kernels.permute import permute, sort_map
 
         self.hidden_shape, self.probs = hidden_states.shape, probs
@@ -59,8 +62,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return permute(hidden_states.flatten(0, -2), self.places, probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and weights as they came from all ranks -> rows sorted by expert, each expert's number of them, and the
-        weights"""
+        """Sort the received rows by expert. Return them, the number of rows of each expert, and the weights."""
         from ..kernels.permute import chunk_sort_map, permute
 
         rows, weights, counts = global_input_tokens, global_probs, cast(Tensor, self.tokens_per_expert)
@@ -76,7 +78,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return rows, counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' rows -> rows as they came from all ranks"""
+        """Return the experts' rows in the order in which they were received."""
         from ..kernels.permute import unpermute
 
         if self.sorts_chunks:
@@ -91,7 +93,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """The rows of this rank's tokens, back from the experts -> each token's sum, shaped as the layer's input"""
+        """Return the sum of each token's returned rows, in the shape of the layer's input."""
         from ..kernels.permute import unpermute
 
         output = unpermute(permutated_local_input_tokens, self.places).view(self.hidden_shape)

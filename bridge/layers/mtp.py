@@ -62,7 +62,7 @@ class MtpBlock(MegatronModule):
         self.layers = torch.nn.ModuleList(MtpLayer(config, depth + 1, layer, norm) for depth in range(depths))
 
     def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
-        """The hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
+        """Return the hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
         depths = []
         for layer in self.layers:
             tokens = shift_left(tokens, documents)

@@ -97,7 +97,7 @@ def _tiles(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _held(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
-    """The parts of a document that a rank holds: its positions, in the rank's order."""
+    """Return the parts of a document that a rank holds: its positions, in the rank's order."""
     if cp_size == 1:
         return [(0, length)]
     part = length // (2 * cp_size)
@@ -142,7 +142,7 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy: nothing waits for the device. A tensor that is there already is itself."""
+    """Return an asynchronous copy: nothing waits for the device. A tensor that is there already is itself."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

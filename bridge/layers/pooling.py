@@ -40,7 +40,7 @@ def sum_documents(values: Tensor, spans: Tensor, segments: Tensor) -> Tensor:
 
 
 def last_tokens(hidden: Tensor, ends: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """The hidden state of each document's last token: [documents, hidden_size] in fp32.
+    """Return the hidden state of each document's last token: [documents, hidden_size] in fp32.
 
     hidden [local length (/ TP under sequence parallelism), 1, hidden_size]; ends [documents], on the CPU: where in the
     local row the last token is, -1 where another context-parallel rank has it.
@@ -62,7 +62,7 @@ def mean_tokens(
     *,
     sequence_parallel: bool,
 ) -> Tensor:
-    """The mean of the hidden states of each document's tokens: [documents, hidden_size] in fp32.
+    """Return the mean of the hidden states of each document's tokens: [documents, hidden_size] in fp32.
 
     hidden as in `last_tokens`; positions [local length, 1] within documents; spans and segments as in `document_sums`;
     lengths: of the documents, without padding.

@@ -21,7 +21,7 @@ class BranchEnd(torch.nn.Module):
         return partial(self._add, training)
 
     def _add(self, training: bool, branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        """The branch's output and bias, and residual, all [sequence, batch, hidden_size]."""
+        """Return the branch's output and bias, and residual, all [sequence, batch, hidden_size]."""
         x, bias = branch
         if bias is not None:
             x = x + bias

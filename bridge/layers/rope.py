@@ -45,7 +45,7 @@ def make_rotary_rule(rope: Rope, device: torch.device) -> RotaryRule:
 
 
 def inverse_frequencies(dim: int, base: float, scaling: HfConfig | None) -> Tensor:
-    """The rotation speeds of the `dim / 2` planes, fp32, as transformers' rope functions give them.
+    """Return the rotation speeds of the `dim / 2` planes, fp32, as transformers' rope functions give them.
 
     `scaling` is None or {"rope_type": ...} with the keys of a Hugging Face config, none left out. Linear; Llama 3
     (https://arxiv.org/abs/2407.21783: long waves are stretched by `factor`, short ones kept, those between blended);
@@ -93,7 +93,7 @@ def _yarn_kept(dim: int, base: float, scaling: HfConfig) -> Tensor:
 def make_rotary_tables(
     position_ids: Tensor, rope: RotaryRule, long: Callable[[int], Tensor | bool], dtype: torch.dtype
 ) -> RotaryTables:
-    """The turns of position_ids [batch, sequence].
+    """Return the turns of position_ids [batch, sequence].
 
     long(length) tells which tokens are of documents longer than that: all or none, or [sequence].
     """

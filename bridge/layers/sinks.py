@@ -73,7 +73,7 @@ def _own(segments: Segments, scale: float) -> tuple[Forward, Backward]:
 
 
 def _torch(segments: Segments, scale: float) -> tuple[Forward, Backward]:
-    """The kernels themselves, since torch's `varlen_attn` wants as many groups as heads."""
+    """Return the kernels themselves, since torch's `varlen_attn` wants as many groups as heads."""
     causal, left = (True, -1) if segments.window is None else (False, segments.window - 1)
     lengths = (segments.query_ends, segments.key_ends, max(segments.queries), max(segments.keys), 0.0, causal)
     reach: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": 0}

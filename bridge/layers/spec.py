@@ -36,7 +36,7 @@ from .self_attention import FusedSelfAttention, fuses
 def block_spec(
     config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and virtual stage), dense or MoE as `config.moe_layer_freq` says."""
+    """Return the layers of this pipeline stage (and virtual stage), dense or MoE as `config.moe_layer_freq` says."""
     frequency = config.moe_layer_freq
     if config.num_moe_experts is None:
         pattern = [False] * config.num_layers
@@ -55,7 +55,7 @@ def block_spec(
 
 
 def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, NormBuilder]:
-    """A layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
+    """Return a layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
     norm = _norm(config, transformer_engine)
     return _layer(config, config.num_moe_experts is not None, transformer_engine), norm
 

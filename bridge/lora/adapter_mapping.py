@@ -137,7 +137,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
 
 
 def modules_of(folder: Path, names: Iterable[str]) -> list[str]:
-    """The modules that have adapters in `folder`, by the `names` of the tensors in its file.
+    """Return the modules that have adapters in `folder`, by the `names` of the tensors in its file.
 
     Of experts in PEFT's fused form megatron-core's names. Raises ValueError where not both matrices of experts have
     adapters, for one alone might be either.
@@ -182,7 +182,7 @@ def _refuse_stacked(matrix: _Matrix, settings: LoraSettings) -> None:
 
 
 def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
-    """The rows of one adapter."""
+    """Return the rows of one adapter."""
     (name, layer, expert), kind = matrix.key, matrix.entry.kind
     base = name.removesuffix("weight") + "adapter."
     modules = [PREFIX + matrix.names[part] for part in chosen]
@@ -209,7 +209,7 @@ def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> Para
 
 
 def _one_after_the_other(parts: int) -> ShardingKind:
-    """Every rank holds all of them."""
+    """Return the sharding of concatenated parts, of which every rank holds all."""
 
     def spans(length: int, ranks: int, architecture: Architecture) -> list[Span]:
         return [Span(part, 0, length // parts) for part in range(parts)]

@@ -62,8 +62,7 @@ class _Adapter(nn.Module):
             parameter.sequence_parallel = partial  # type: ignore[attr-defined]
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [..., parts * rank, inputs] and B [..., outputs, parts * rank]: the scaling times B @ A is what is added to
-        the matrix."""
+        """Return A [..., parts * rank, inputs] and B [..., outputs, parts * rank] of weight + scaling * B @ A."""
         a, b = self.lora_A, self.lora_B
         if not self.sharding.exchanges and self.sharding.split is not None:
             # Each process has a part of the outputs, or of their sum: so is the gradient of what is not split.
@@ -189,7 +188,7 @@ class ExpertsAdapter(_Adapter):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int = 0) -> Tensor:
-        """The same of one expert, by its number in this process."""
+        """Return the same of one expert, by its number in this process."""
         a, wide = self.factors(torch.float32)
         return torch.addmm(weight.float(), wide[expert], a[expert], alpha=self.scaling)
 
@@ -229,7 +228,7 @@ class EmbeddingAdapter(nn.Module):
 
 
 def _squares(weight: Tensor) -> Tensor:
-    """The sum of each row's squares, fp32, without a copy of the whole in fp32."""
+    """Return the sum of each row's squares, fp32, without a copy of the whole in fp32."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
 
 

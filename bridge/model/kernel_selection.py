@@ -53,7 +53,7 @@ class Kernels:
 
 
 def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
-    """The nearest to the options that this machine has, for a model of `architecture` in `dtype`.
+    """Return the nearest to the options that this machine has, for a model of `architecture` in `dtype`.
 
     Raises ValueError where Transformer Engine is asked for by name, or FP8, and cannot be used.
     """

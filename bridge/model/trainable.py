@@ -89,7 +89,7 @@ def count_parameters(model: Model, hf_config: HfConfig) -> tuple[int, int]:
 
 
 def _weights(model: Model, entries: ParamTable) -> dict[ParamKey, tuple[int, bool]]:
-    """Every weight of the model: its size without padding, and whether it is trained."""
+    """Return every weight of the model: its size without padding, and whether it is trained."""
     experts = model.architecture.transformer.get("num_moe_experts") or 1
     here = {}
     for chunk in model.chunks:
@@ -105,7 +105,7 @@ def _weights(model: Model, entries: ParamTable) -> dict[ParamKey, tuple[int, boo
 
 
 def _held(chunk: GPTModel, architecture: Architecture) -> Iterator[tuple[ParamKey, Tensor, ParamKey, Tensor]]:
-    """The parameters of a chunk: each with its weight, and with a key of the table and what of it the key is for."""
+    """Yield each parameter of a chunk with its weight, a key of the table, and the key's part of the parameter."""
     for name, parameter in chunk.named_parameters():
         key, shard = next(by_key(chunk, name, parameter))
         yield _weight_of(key, architecture), parameter, key, shard
@@ -140,7 +140,7 @@ def _first_ones(sizes: Mapping[ParamKey, int], ordered: Sequence[ParamKey], rati
 
 
 def _meant(named: Mapping[ParamKey, _Names], prefixes: Sequence[str], regex: str | None, *, flag: str) -> set[ParamKey]:
-    """The weights whose own name, or all of whose parts', begin with a prefix or have the expression in them."""
+    """Return the weights whose own name, or all of whose parts', begin with a prefix or have the expression in them."""
     tests: dict[str, Callable[[str], object]] = {f"{flag} {prefix}": _begins(prefix) for prefix in prefixes}
     if regex:
         tests[f"{flag}_regex {regex}"] = re.compile(regex).search

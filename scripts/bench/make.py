@@ -28,7 +28,7 @@ WRITERS = 4
 
 
 def places(name: str, work: Path) -> tuple[Path, Path]:
-    """The checkpoint's folder and the file of the text."""
+    """Return the checkpoint's folder and the file of the text."""
     documents = ROWS[name].documents
     return work / name, work / ("text.jsonl" if documents is None else f"text-{documents}.jsonl")
 
@@ -46,7 +46,7 @@ def make(row: Row, folder: Path, data: Path) -> None:
 
 
 def conversations(root: Path) -> Iterator[dict[str, Any]]:
-    """A chat for each documented function and class of the Python files below `root`, tests left out."""
+    """Yield a chat for each documented function and class of the Python files below `root`, tests left out."""
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.parts or "test" in str(path.relative_to(root)):
             continue
@@ -91,7 +91,7 @@ def write_tokenizer(folder: Path, data: Path, size: int) -> None:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of Qwen3 and Qwen3-MoE, by the names that their files have."""
+    """Return the tensors of Qwen3 and Qwen3-MoE, by the names that their files have."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}

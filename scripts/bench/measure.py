@@ -87,7 +87,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one (Linux)."""
+    """Return the processes below one (Linux)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -38,7 +38,7 @@ Step = Callable[[int], object]
 
 
 def ours() -> Step:
-    """A training step by number. The process must be a job of one: see bridge/parallel.py."""
+    """Return a training step by number. The process must be a job of one: see bridge/parallel.py."""
     options = compose(SftOptions, lr_decay_style="constant")
     initialize(options.build, seed=1)
     model = build_model(CONFIG, options.build, torch.float32)
@@ -55,7 +55,7 @@ def ours() -> Step:
 
 
 def bare() -> Step:
-    """The same step in plain PyTorch."""
+    """Return the same step in plain PyTorch."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1)
     made = [(batch.tokens, batch.labels) for batch in batches()]

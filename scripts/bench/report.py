@@ -37,7 +37,7 @@ def name_of(run: Run) -> str:
 
 
 def chosen(runs: list[Run]) -> list[Run]:
-    """One run of each thing, in the order of rows and systems."""
+    """Return one run of each thing, in the order of rows and systems."""
     found: dict[tuple[str, str, str, int], Run] = {}
     for run in runs:
         key = run["row"], run["system"], run["flags"], run["gpus"]
@@ -48,7 +48,7 @@ def chosen(runs: list[Run]) -> list[Run]:
 
 
 def measured(run: Run) -> list[dict[str, Any]]:
-    """The steps behind the warm-up, each with its `seconds` (and, of ours, its real tokens)."""
+    """Return the steps behind the warm-up, each with its `seconds` (and, of ours, its real tokens)."""
     pairs = zip(run["steps"], run["steps"][1:], strict=False)
     found = [step | {"seconds": step["at"] - before["at"], "before": before} for before, step in pairs]
     return [step for step in found if run["warmup"] < step["step"] <= run["last_step"]]
@@ -103,7 +103,7 @@ def baselines(run: Run, runs: list[Run]) -> list[Run]:
 
 
 def markdown(runs: list[Run]) -> str:
-    """The whole fragment: what was measured where, the table, the losses."""
+    """Return the whole fragment: what was measured where, the table, the losses."""
     everything, runs = runs, chosen(runs)
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for run in runs:
@@ -136,7 +136,7 @@ def cells(run: Run, found: dict[str, Any]) -> list[str]:
 
 
 def losses(runs: list[Run]) -> list[str]:
-    """The losses of each row's systems, step by step."""
+    """Return the losses of each row's systems, step by step."""
     lines = ["Losses of the same steps (each system shuffles its packs by itself: a step's documents differ).", ""]
     for row in dict.fromkeys(run["row"] for run in runs):
         curves = [run for run in runs if run["row"] == row and run["steps"]]

@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 @cache
 def device() -> str:
-    """The first GPU's name, or the processor's kind."""
+    """Return the first GPU's name, or the processor's kind."""
     if not visible_gpus():
         return platform.machine()
     for ask in (

@@ -85,7 +85,7 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
 
 
 def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | None:
-    """A row of a logging.jsonl as {step, loss, grad_norm, memory_gib[, tokens, flops]}; None where it is of no step.
+    """Return a line of logging.jsonl as {step, loss, grad_norm, memory_gib[, tokens, flops]}; None if it has no step.
 
     Memory is `torch.cuda.max_memory_reserved` in both. `tokens`: real ones, of all GPUs, since the start. `flops`: of
     the step, by megaswift/tasks/observability/flops.py.

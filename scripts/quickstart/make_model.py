@@ -25,7 +25,7 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts, with ChatML's special tokens and template."""
+    """Return a byte-level BPE of these texts, with ChatML's special tokens and template."""
     bpe = Tokenizer(models.BPE())
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # pyright: ignore[reportAttributeAccessIssue]

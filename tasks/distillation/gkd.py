@@ -169,7 +169,7 @@ class Gkd:
         return loss, metrics | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
 
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """The same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
+        """Return the same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
         prompt_batches = val.once(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)

@@ -95,8 +95,10 @@ class Apart:
         return [concat_indices(of_rank) for of_rank in have], torch.cat(rows)
 
     def matrix_for(self, student: Model) -> Tensor | None:
-        """Its output matrix, as many rows of it on each rank as the student's has there, those beyond its end 0; on
-        the student's last pipeline stage. Called in the student's process groups."""
+        """Return the teacher's output matrix with the student's rows per rank, zeros beyond its end.
+
+        On the student's last pipeline stage, elsewhere None. Called in the student's process groups.
+        """
         groups = self._model.groups
         held = self._model.output_matrix().detach() if is_pp_last_stage(groups.pp) else None
         first_copy = groups.dp_cp.rank() == 0

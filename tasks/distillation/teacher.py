@@ -96,7 +96,7 @@ class Teacher:
         return [replace(b, extras=TeacherExtras(values)) for b, values in zip(batches, outputs, strict=True)]
 
     def _pass(self, batches: list[Batch]) -> list[Tensor]:
-        """Its own passes over micro batches of its own layout."""
+        """Return its own passes over micro batches of its own layout."""
         output = HiddenStates(self._likeliest if self.top else _as_they_are)
         with self.there():
             return forward_only(self.model, self.model.chunks, batches, lambda batch: output)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def multi_hot(labels: Tensor, num_labels: int) -> Tensor:
-    """The classes of each sample, [samples, k] with NaN where it has fewer -> [samples, num_labels] of 0 and 1.
+    """Return the classes of each sample, [samples, k] with NaN where it has fewer -> [samples, num_labels] of 0 and 1.
 
     Raises ValueError for a number that is no class.
     """
@@ -20,7 +20,7 @@ def multi_hot(labels: Tensor, num_labels: int) -> Tensor:
 
 
 def class_numbers(labels: Tensor, num_labels: int) -> Tensor:
-    """The class of each sample, [samples, 1] floats -> [samples] int64. Raises ValueError for a number that is none."""
+    """Convert classes [samples, 1] from floats to int64 [samples]. Raises ValueError for a number that is no class."""
     if labels.shape[1:] != (1,):
         raise ValueError(
             f"--problem_type single_label_classification: a row has {labels.shape[1]} labels, and needs one. "

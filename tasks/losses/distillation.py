@@ -8,7 +8,7 @@ from .tokens import cross_entropy
 def distillation_loss(
     divergences: Tensor, weights: Tensor, loss_tokens: float, *, log_probs: Tensor | None = None, sft_alpha: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of the mean divergence over the trained tokens of the global batch, and its metrics.
+    """Return this rank's share of the mean divergence over the trained tokens of the global batch, and its metrics.
 
     divergences [rows, length]: of the student from the teacher (bridge/layers/divergence.py); weights [rows, length]:
     of the tokens; loss_tokens: their sum over the global batch. `sft_alpha` times the mean cross entropy of the labels

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def matryoshka(embeddings: Tensor, dims: Sequence[int]) -> list[Tensor]:
-    """The first entries of each embedding, for each of `dims`, at length 1: [samples, dim] each.
+    """Return the first entries of each embedding, for each of `dims`, at length 1: [samples, dim] each.
 
     A loss over all of them (https://arxiv.org/abs/2205.13147) trains embeddings that may be cut short afterwards.
     Raises ValueError for a dim that the embeddings do not have.

@@ -75,7 +75,7 @@ class Terms(NamedTuple):
 
 
 def spread(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The standard deviation (unbiased) of the rewards of each sample's group: [samples]; 0 in a group of one."""
+    """Return the unbiased standard deviation of the rewards of each sample's group: [samples]; 0 for a group of one."""
     count, mean = _of_groups(rewards, groups)
     return (_sums((rewards - mean) ** 2, groups) / (count - 1).clamp(min=1)).sqrt()
 
@@ -163,7 +163,7 @@ def policy_losses(
     entropies: Tensor | None = None,
     least_entropy: Tensor | float | None = None,
 ) -> Terms:
-    """The loss of each token, and what is logged of it.
+    """Return the loss of each token, and what is logged of it.
 
     log_probs [tokens] fp32, of the model as it is; advantages [tokens], usually its sample's; and of each token its
     log-probability by `old`, the policy that has sampled it (None: this one), by the reference, and by the engine, and
@@ -199,7 +199,7 @@ def policy_losses(
 
 
 def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions) -> Tensor:
-    """An unbiased estimate of KL(policy | reference) from each token, never below 0: [tokens]. It is k3 of
+    """Return an unbiased estimate of KL(policy | reference) from each token, never below 0: [tokens]. It is k3 of
     http://joschu.net/blog/kl-approx.html."""
     difference = _trained(ref - log_probs, completions).clamp(max=LARGEST_EXPONENT)
     return difference.expm1() - difference
@@ -208,7 +208,7 @@ def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions) -> Tensor:
 def normalised(
     terms: Terms, policy: Policy, completions: Completions, totals: Totals
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of the loss over the global batch, and of each metric's mean: scalars.
+    """Return this rank's share of the loss over the global batch, and of each metric's mean: scalars.
 
     grpo, sapo: the mean over samples of the means over their tokens. dapo, cispo: the mean over all tokens. dr_grpo:
     the sum over max_completion_length, a sample. bnpo: the mean over micro batches of the means over their tokens.

@@ -101,7 +101,7 @@ def _hinge(found: _Compared, options: Dpo) -> Tensor:
 
 
 def _by_token(found: _Compared) -> Tensor:
-    """The difference of scores, each divided by its answer's tokens."""
+    """Return the difference of scores, each divided by its answer's tokens."""
     chosen_tokens, rejected_tokens = found.pairs.chosen_tokens.clamp(min=1), found.pairs.rejected_tokens.clamp(min=1)
     return found.chosen / chosen_tokens - found.rejected / rejected_tokens
 

@@ -156,7 +156,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
 
 
 def _besides(batches: list[Batch]) -> list[Batch]:
-    """The same prompts with answers to others."""
+    """Return the same prompts with answers to others."""
     return [batch.mismatched for batch in batches if batch.mismatched is not None]
 
 
@@ -176,7 +176,7 @@ def _kto_means(sums: dict[str, float], weight: float) -> dict[str, float]:
 
 
 def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """A reward model: the better answer scores higher (Bradley and Terry's model of preferences)."""
+    """Return a reward model: the better answer scores higher (Bradley and Terry's model of preferences)."""
     options = run.options
     assert isinstance(options, RmOptions)
 

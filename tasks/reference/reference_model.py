@@ -82,7 +82,7 @@ def sums_by_document(batch: Batch, values: Tensor) -> Tensor:
 
 
 def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Batches, val: Batches | None) -> Reference:
-    """The reference that the options ask for, of a `model` that is to be trained. Every rank calls this.
+    """Return the reference that the options ask for, of a `model` that is to be trained. Every rank calls this.
 
     Before there is an optimizer: what is computed beforehand then has room for a second model.
     """
@@ -125,7 +125,7 @@ def _without_adapters(model: Model, of: Of) -> Sums:
 
 
 def _build(run: Run, options: ReferenceOptions) -> tuple[Model, str]:
-    """A model of its own, of which nothing is trained."""
+    """Return a model of its own, of which nothing is trained."""
     if options.sync_ref_model and run.resumed and (followed := run.resumed.folder / REFERENCE).is_dir():
         model, _ = build_frozen(run, {"model": str(followed), "mcore_model": None}, None, [])
         return model, f"as {run.resumed.checkpoint.name} has it, and it follows the model"

@@ -55,11 +55,11 @@ class Sampler:
         return other
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """One of each."""
+        """Return one completion of each prompt."""
         return self.of([prompt.tokens for prompt in prompts])
 
     def of(self, tokens: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
-        """One behind each of these; `limits`: how many tokens each may have, where that is less than the options'.
+        """Return one completion of each tokenized prompt; `limits`: its longest, if below --max_completion_length.
 
         Raises ValueError for a token that the model does not have.
         """

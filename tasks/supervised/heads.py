@@ -119,7 +119,7 @@ def _infonce(
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
     others = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = all_gather_objects(vectors, others, grouping.documents_per_rank, groups.dp)
+        candidates, usable, first = _gather_documents(vectors, others, grouping.documents_per_rank, groups.dp)
         mask = to_device(usable, vectors.device).expand(len(anchors), -1)
     else:
         candidates, first = vectors, 0
@@ -132,9 +132,11 @@ def _infonce(
     return {"loss": losses, "accuracy": (nearest == target).float()}
 
 
-def all_gather_objects(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
-    """The vectors of the documents of all data-parallel ranks, [ranks x most, dimensions], with gradients for all;
-    which of them are to be looked for; and where this rank's begin."""
+def _gather_documents(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
+    """Gather document vectors over data-parallel ranks.
+
+    Returns them, [ranks x most, dimensions] with gradients; which of them are negatives; and where this rank's begin.
+    """
     if dist.get_world_size(group) == 1:
         return vectors, others, 0
     most, rank = max(peers), dist.get_rank(group)

@@ -126,7 +126,7 @@ class Checkpoints:
         self.last, self._failed = _named(saving.paths), False
 
     def _stage(self, step: int, folder: Path) -> list[StagedFolder]:
-        """The weights, or the adapter alone, in the format that is asked for."""
+        """Return the weights, or the adapter alone, in the format that is asked for."""
         run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
         if lora and run.options.checkpoint.save_safetensors:
             return [
@@ -143,7 +143,7 @@ class Checkpoints:
         return []
 
     def _stage_weights(self, folder: Path) -> StagedFolder:
-        """The weights as a Hugging Face folder; with LoRA merged, from copies of them."""
+        """Return the weights as a Hugging Face folder; with LoRA merged, from copies of them."""
         run = self._run
         staged = stage_weights(
             self._training.model.chunks,
@@ -281,7 +281,7 @@ def _embedding(staged: StagedFolder, folder: Path, options: EmbeddingOptions) ->
 
 
 def _named(paths: list[Path]) -> dict[str, Path]:
-    """A checkpoint, and its merged weights where it has some."""
+    """Return a checkpoint, and its merged weights where it has some."""
     return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
 
 

@@ -140,7 +140,7 @@ def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
 
 
 def optimizer_state(training: TrainState) -> Iterator[Tensor]:
-    """The optimizer's state and fp32 masters; not those that are (parts of) the parameters."""
+    """Yield the optimizer's state and fp32 masters; not those that are (parts of) the parameters."""
     weight_storages = _distinct(weights(training))
     for part in parts(training.optimizer):
         if part.optimizer is None:
@@ -157,7 +157,7 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The tensors' storages, each once, without those that have no memory of their own here (of a file, say)."""
+    """Return the tensors' storages, each once, without those that have no memory of their own here (of a file, say)."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -31,7 +31,7 @@ from .adamw import AdamW
 def wrap_for_data_parallelism(
     model: Model, options: ParallelOptions, *, bucket_size: int | None = None
 ) -> list[DistributedDataParallel]:
-    """The model's chunks with their gradient buffers, and the schedule's hooks in `model.config`.
+    """Return the model's chunks with their gradient buffers, and the schedule's hooks in `model.config`.
 
     `bucket_size`: parameters that are reduced and gathered together; None: megatron-core's choice.
     """
@@ -143,7 +143,7 @@ def _use_our_own(part: Any, *, in_fp8: bool) -> None:
 def build_schedule(
     optimizer: MegatronOptimizer, options: ScheduleOptions, weight_decay: float, max_steps: int
 ) -> OptimizerParamScheduler:
-    """The learning rate of each step. Raises ValueError where the warmup does not fit into the run."""
+    """Return the learning rate of each step. Raises ValueError where the warmup does not fit into the run."""
     decay_steps = options.lr_decay_iters or max_steps
     warmup_steps = options.lr_warmup_iters
     if options.lr_warmup_fraction is not None:
@@ -231,7 +231,7 @@ class Shard(NamedTuple):
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """The state of `optimizer`: views of what it updates."""
+    """Yield the state of `optimizer`: views of what it updates."""
     for part in parts(optimizer):
         if part.optimizer is None:
             continue
@@ -243,7 +243,7 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
 
 
 def _with_mains(part: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Each parameter of the model with what is updated for it: a master in fp32, or (a part of) itself."""
+    """Yield each parameter of the model with what is updated for it: a master in fp32, or (a part of) itself."""
     if isinstance(part, FP32Optimizer):
         yield from ((each, each) for group in part.param_groups for each in group["params"])
         return

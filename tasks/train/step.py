@@ -192,7 +192,7 @@ def train_step(
     *,
     passed_over: bool = False,
 ) -> tuple[dict[str, Tensor], StepResult]:
-    """One optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
+    """Return one optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
 
     passed_over: the weights stay as they are.
 
@@ -226,7 +226,7 @@ def train_step(
 
 
 def _loss_of_all_ranks(groups: ProcessGroupCollection, metrics: dict[str, Tensor]) -> Tensor:
-    """The loss of the global batch, fp32 [] on the device."""
+    """Return the loss of the global batch, fp32 [] on the device."""
     counts = "loss" in metrics and groups.tp.rank() == 0
     loss = metrics["loss"].float().clone() if counts else torch.zeros((), device=runtime.device())
     dist.all_reduce(loss)
@@ -260,7 +260,7 @@ def run_again(training: TrainState, loss: Loss, output: Output = log_probs) -> s
 def evaluate_step(
     training: TrainState, batches: list[Batch], loss: Loss, output: Output = log_probs
 ) -> dict[str, Tensor]:
-    """The metrics of a global batch, by the same schedule without its backward half."""
+    """Return the metrics of a global batch, by the same schedule without its backward half."""
     for chunk in training.chunks:
         chunk.eval()
     return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, output=output)
@@ -374,7 +374,7 @@ def _check_vocabulary(batches: list[Batch], size: int) -> None:
 
 
 def _to_device(batch: Batch) -> Batch:
-    """The tensors that the model computes with move; what tells documents apart stays where it is read, on the CPU."""
+    """Move the tensors of the computation to the device; document boundaries stay on the CPU, where they are read."""
     device = runtime.device()
     if device.type == "cpu":
         return batch
@@ -384,7 +384,7 @@ def _to_device(batch: Batch) -> Batch:
 
 
 def _ranks_where(condition: bool) -> str:
-    """The numbers of the ranks on which `condition` holds, as text. Every rank calls this."""
+    """Return the numbers of the ranks on which `condition` holds, as text. Every rank calls this."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, condition)
     return ", ".join(str(rank) for rank, holds in enumerate(everyone) if holds)

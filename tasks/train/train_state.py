@@ -109,7 +109,7 @@ def load_rng(folder: Path, rank: int) -> None:
 
 
 def _boxes(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
-    """All that this rank's optimizer holds."""
+    """Yield all that this rank's optimizer holds."""
     model = training.model
     trained = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
     for parameter, start, state, sharded in shards(training.optimizer):
@@ -133,7 +133,7 @@ def _load_numbers(training: TrainState, numbers: dict[str, Any]) -> None:
 
 
 def _in_fp8(training: TrainState) -> Iterator[tuple[str, Any]]:
-    """The modules that may have scales, by the names of these."""
+    """Yield the modules that may have scales, by the names of these."""
     for number, chunk in enumerate(training.model.chunks if training.model.config.fp8 else ()):
         for name, module in chunk.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
