@@ -1,12 +1,13 @@
 """Options by composition: a command's options are groups, and each field of a group is one flag. No torch.
 
-@dataclass
-class SftOptions:
-    schedule: ScheduleOptions = group(ScheduleOptions)
+    @dataclass
+    class SftOptions:
+        schedule: ScheduleOptions = group(ScheduleOptions)
 
-options = compose(SftOptions, lr=1e-4)      # flags by name, whatever group they are in
-options.schedule.lr
-flag_values(options)["lr"]
+    options = compose(SftOptions, lr=1e-4)
+    options.schedule.lr == flag_values(options)["lr"]
+
+The names of flags are unique in a command. The option classes of commands are in tasks/options.
 """
 
 import dataclasses
@@ -52,14 +53,6 @@ def flag_value(options: object, name: str, *default: object) -> Any:
         return default[0]
     owner = paths[name]
     return getattr(getattr(options, owner) if owner else options, name)
-
-
-def set_flags(options: object, **flags: object) -> None:
-    """Set flags by name. Raises KeyError for a name that the options lack."""
-    paths = flag_paths(type(options))
-    for name, value in flags.items():
-        owner = paths[name]
-        setattr(getattr(options, owner) if owner else options, name, value)
 
 
 def compose[T](options: type[T], **flags: object) -> T:
