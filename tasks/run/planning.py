@@ -165,35 +165,41 @@ def batches_of(
     pad_token_id: int = 0,
 ) -> "Batches | Prompts":
     """Return the micro batches of one rank of a layout, or the prompts for a task that generates."""
-    data = options.data
+    from ...templates.batching.collator import BatchLayout, StepDivision
     from ...templates.batching.dataloader import Batches
     from ...templates.batching.prompt_dataloader import Prompts
 
+    data = options.data
     if sampling := group_of(options, CompletionOptions):
         per_prompt = sampling.num_generations * sampling.num_iterations if isinstance(sampling, SamplingOptions) else 1
         return Prompts(store, samples_each=per_prompt, shuffle=shuffle, seed=data.data_seed)  # type: ignore[arg-type]
 
+    training = options.training
     return Batches(
         store,
-        micro_batch_size=options.training.micro_batch_size,
-        global_batch_size=options.training.global_batch_size,
-        data_parallel_rank=data_rank,
-        data_parallel_size=layout.data,
-        context_parallel_rank=context_rank,
-        context_parallel_size=layout.context,
-        length_multiple=length_multiple(options.build),
-        equal_lengths=layout.pipeline > 1,
-        equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
-        packing=data.packing,
-        padding_free=data.padding_free,
-        max_length=data.packing_length or data.max_length,
+        BatchLayout(
+            padding_free=data.padding_free,
+            pack_length=(data.packing_length or data.max_length) if data.packing else None,
+            length_multiple=length_multiple(options.build),
+            context_parallel_rank=context_rank,
+            context_parallel_size=layout.context,
+            pad_token_id=pad_token_id,
+            stage=store.stage,
+        ),
+        StepDivision(
+            training.micro_batch_size,
+            training.global_batch_size,
+            rank=data_rank,
+            ranks=layout.data,
+            equal_lengths=layout.pipeline > 1,
+            equal_over_ranks=layout.expert > 1 and options.build.exchanges_equal_rows,
+        ),
         shuffle=shuffle,
         seed=data.data_seed,
         # The number of workers of a stream decides which rows each reads: it must be the same on all ranks.
         num_workers=data.dataloader_num_workers
         if data.streaming
         else min(data.dataloader_num_workers, cores_of_a_rank()),
-        pad_token_id=pad_token_id,
     )
 
 

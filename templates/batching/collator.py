@@ -84,6 +84,36 @@ class Batch(Portable):
 
 
 @dataclass(frozen=True)
+class StepDivision:
+    """Division of each step's samples into micro batches of the data-parallel ranks.
+
+    equal_lengths: pad the rows of all micro batches of a step to the longest of them
+    equal_over_ranks: pad the rows of a micro batch to the longest of any rank
+    Raises ValueError, naming the flags, if the sizes do not fit together.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    rank: int = 0
+    ranks: int = 1
+    equal_lengths: bool = False
+    equal_over_ranks: bool = False
+
+    def __post_init__(self) -> None:
+        share = self.micro_batch_size * self.ranks
+        if self.global_batch_size % share:
+            raise ValueError(
+                f"--global_batch_size {self.global_batch_size}: not a multiple of --micro_batch_size "
+                f"{self.micro_batch_size} x {self.ranks} data-parallel ranks = {share}. Set a multiple."
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro batches of a step and rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.ranks)
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """Shape of micro batches: packed or padded rows, their multiples, and this rank's context-parallel shard.
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..dataset.store import TokenizedSample, TokenStore
 from ..formats.schemas import ALONE
 from ..json_types import JsonObject
-from .collator import Batch, BatchLayout, GlobalTotals
+from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
 from .sample_order import Epochs
 from .streaming import StreamedBatches, TokenStream
 
@@ -26,10 +26,6 @@ class Batches:
     """Micro batches of one data-parallel rank, as seen by one rank of its context-parallel group.
 
     store: from `prepare`
-    max_length: length of a pack
-    length_multiple: divisor of every row's local length
-    equal_lengths: pad the rows of all micro batches of a step to the longest of them
-    equal_over_ranks: pad the rows of a micro batch to the longest of any rank
     With a stream, `loss_tokens` and `loss_samples` count this rank's share (`loss_tokens_are_local`), and the trainer
     sums them over ranks.
     Raises ValueError, naming the flags, if the sizes do not fit together.
@@ -38,68 +34,39 @@ class Batches:
     def __init__(
         self,
         store: TokenStore | TokenStream,
+        layout: BatchLayout,
+        division: StepDivision,
         *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        context_parallel_rank: int = 0,
-        context_parallel_size: int = 1,
-        length_multiple: int = 1,
-        equal_lengths: bool = False,
-        equal_over_ranks: bool = False,
-        packing: bool = False,
-        padding_free: bool = True,
-        max_length: int | None = None,
         shuffle: bool = True,
         seed: int = 42,
         num_workers: int = 0,
-        pad_token_id: int = 0,
     ):
-        if global_batch_size % (micro_batch_size * data_parallel_size):
-            raise ValueError(
-                f"--global_batch_size {global_batch_size}: not a multiple of --micro_batch_size {micro_batch_size} x "
-                f"{data_parallel_size} data-parallel ranks = {micro_batch_size * data_parallel_size}. Set a multiple."
-            )
-        if packing and not padding_free:
+        if layout.pack_length and not layout.padding_free:
             raise ValueError("--packing true cannot be used with --padding_free false. Remove one of them.")
-        if store.stage not in ALONE and not padding_free:
+        if store.stage not in ALONE and not layout.padding_free:
             raise ValueError(f"--padding_free false cannot be used with {store.stage} data. Remove it.")
-        pack_length = max_length if packing else None
-        if packing and not pack_length:
-            raise ValueError("--packing true needs the length of a pack. Set --packing_length or --max_length.")
-        self.layout = BatchLayout(
-            padding_free=padding_free,
-            pack_length=pack_length,
-            length_multiple=length_multiple,
-            context_parallel_rank=context_parallel_rank,
-            context_parallel_size=context_parallel_size,
-            pad_token_id=pad_token_id,
-            stage=store.stage,
-        )
-        if pack_length and pack_length % self.layout.row_multiple:
+        if layout.pack_length and layout.pack_length % layout.row_multiple:
             raise ValueError(
-                f"--packing_length (or --max_length) {pack_length}: not a multiple of {self.layout.row_multiple}, as "
-                f"--context_parallel_size {context_parallel_size} and sequence parallelism require. "
-                f"Set {-(-pack_length // self.layout.row_multiple) * self.layout.row_multiple}."
+                f"--packing_length (or --max_length) {layout.pack_length}: not a multiple of {layout.row_multiple}, as "
+                f"--context_parallel_size {layout.context_parallel_size} and sequence parallelism require. "
+                f"Set {-(-layout.pack_length // layout.row_multiple) * layout.row_multiple}."
             )
-        self.num_workers = num_workers
-        self.micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
+        self.layout, self.num_workers = layout, num_workers
+        self.micro_batches = division.micro_batches
         self.consumed_steps = 0
         self.loss_tokens_are_local = isinstance(store, TokenStream)
         if isinstance(store, TokenStream):
-            if (equal_lengths or equal_over_ranks) and not packing:
-                feature = "pipeline parallelism" if equal_lengths else "this exchange of tokens between experts"
+            if (division.equal_lengths or division.equal_over_ranks) and not layout.pack_length:
+                feature = (
+                    "pipeline parallelism" if division.equal_lengths else "this exchange of tokens between experts"
+                )
                 raise ValueError(f"--streaming true with {feature} needs rows of one length. Set --packing true.")
+            workers = max(num_workers, 1)
             self.plan: PlannedBatches | StreamedBatches = StreamedBatches(
-                store, self.layout, micro_batch_size, data_parallel_rank, data_parallel_size, max(num_workers, 1),
-                shuffle, seed,
-            )  # fmt: skip
+                store, layout, division, workers=workers, shuffle=shuffle, seed=seed
+            )
         else:
-            self.plan = PlannedBatches(
-                store, self.layout, micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size,
-                equal_lengths, equal_over_ranks, shuffle, seed,
-            )  # fmt: skip
+            self.plan = PlannedBatches(store, layout, division, shuffle=shuffle, seed=seed)
         # None (and 0 stored samples) for a stream.
         self.samples = self.plan.samples  # of an epoch; packs, if packed
         self.steps_per_epoch = self.plan.steps_per_epoch
@@ -199,29 +166,14 @@ class Batches:
 class PlannedBatches(Dataset):
     """Micro batches by number, from a store of known lengths. Epochs follow each other without a gap."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        layout: BatchLayout,
-        micro_batch_size: int,
-        global_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        equal_lengths: bool,
-        equal_over_ranks: bool,
-        shuffle: bool,
-        seed: int,
-    ):
+    def __init__(self, store: TokenStore, layout: BatchLayout, division: StepDivision, *, shuffle: bool, seed: int):
         if len(store) == 0:
             raise ValueError("the dataset holds no sample")
-        self.store, self.layout = store, layout
-        self.equal_lengths, self.equal_over_ranks = equal_lengths, equal_over_ranks
-        self.global_batch_size = global_batch_size
-        self.shape = (-1, data_parallel_size, micro_batch_size)  # micro batches, ranks, samples
-        self.rank = data_parallel_rank
+        self.store, self.layout, self.division = store, layout, division
+        self.shape = (-1, division.ranks, division.micro_batch_size)  # micro batches, ranks, samples
         self.epochs = Epochs(store, layout, shuffle, seed)
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
-        self.steps_per_epoch = -(-self.samples // global_batch_size)
+        self.steps_per_epoch = -(-self.samples // division.global_batch_size)
         self.label_width = 0
         if layout.stage not in ALONE:  # computed once, before the loader forks its workers
             self.label_width, self.counts = store.label_width, store.document_counts
@@ -229,8 +181,8 @@ class PlannedBatches(Dataset):
     def __getitem__(self, number: tuple[int, int, bool]) -> Batch:
         step, micro_batch, once = number
         samples = self._samples(step, once).reshape(self.shape)
-        row_lengths = self._row_lengths(samples)[:, self.rank]  # [micro batches]
-        packs = self._packs(samples[micro_batch, self.rank])
+        row_lengths = self._row_lengths(samples)[:, self.division.rank]  # [micro batches]
+        packs = self._packs(samples[micro_batch, self.division.rank])
         return self.layout.collate(
             [[TokenizedSample(self.store.row(item), self.store.label(item), item) for item in pack] for pack in packs],
             self._totals(samples, micro_batch),
@@ -268,7 +220,8 @@ class PlannedBatches(Dataset):
 
     def _samples(self, step: int, once: bool) -> np.ndarray:
         """Return the sample numbers of a global batch, -1 for a filler: [global batch]."""
-        positions = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        size = self.division.global_batch_size
+        positions = np.arange(step * size, (step + 1) * size)
         if once:
             return np.where(positions < self.samples, positions, -1)
         return self.epochs.numbers(positions)
@@ -277,9 +230,9 @@ class PlannedBatches(Dataset):
         """Return row lengths: [..., micro batches, ranks, samples] -> [..., micro batches, ranks]."""
         lengths = np.where(samples >= 0, self.epochs.all.lengths[samples], self.layout.pack_length or 0)
         rows = self.layout.row_length(lengths)
-        if self.equal_lengths:
+        if self.division.equal_lengths:
             rows = np.broadcast_to(rows.max(-2, keepdims=True), rows.shape)
-        if self.equal_over_ranks:
+        if self.division.equal_over_ranks:
             rows = np.broadcast_to(rows.max(-1, keepdims=True), rows.shape)
         return rows
 

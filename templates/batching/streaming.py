@@ -20,7 +20,7 @@ from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject
 from ..options import TemplateOptions
-from .collator import Batch, BatchLayout, GlobalTotals, total_weight
+from .collator import Batch, BatchLayout, GlobalTotals, StepDivision, total_weight
 from .sample_order import PackingRule, differences
 from .stream_cursor import Block, Cursor, CursorTracker, CursorUpdate, DocumentName, StreamLane, reshard
 
@@ -280,16 +280,16 @@ class StreamedBatches(IterableDataset):
         self,
         stream: TokenStream,
         layout: BatchLayout,
-        micro_batch_size: int,
-        rank: int,
-        ranks: int,
+        division: StepDivision,
+        *,
         workers: int,
         shuffle: bool,
         seed: int,
     ):
-        self.stream, self.layout, self.micro_batch_size = stream, layout, micro_batch_size
-        self.rank, self.ranks, self.workers, self.shuffle, self.seed = rank, ranks, workers, shuffle, seed
-        self._begin([Cursor(rank * workers + worker, ranks * workers) for worker in range(workers)], 0)
+        self.stream, self.layout, self.division = stream, layout, division
+        self.workers, self.shuffle, self.seed = workers, shuffle, seed
+        readers = division.ranks * workers
+        self._begin([Cursor(division.rank * workers + worker, readers) for worker in range(workers)], 0)
 
     def _begin(self, cursors: list[Cursor], turn: int) -> None:
         """Set the cursors of this rank's workers, and the worker that is next."""
@@ -302,7 +302,7 @@ class StreamedBatches(IterableDataset):
         cursor = self.starts[(self.turn + (worker.id if worker else 0)) % self.workers]
         samples = _SamplePacker(StreamShard(self.stream, cursor, self.shuffle, self.seed), self.layout, self.seed)
         while True:
-            micro_batch = [next(samples) for _ in range(self.micro_batch_size)]
+            micro_batch = [next(samples) for _ in range(self.division.micro_batch_size)]
             update = samples.update()
             totals = GlobalTotals(total_weight(micro_batch), float(sum(map(len, micro_batch))))
             yield self.layout.collate(micro_batch, totals), update
@@ -316,7 +316,7 @@ class StreamedBatches(IterableDataset):
     def position(self, micro_batches: int) -> JsonObject:
         """Return the position after this many micro batches, without the cursors of each rank."""
         return self._fingerprint | {
-            "ranks": self.ranks,
+            "ranks": self.division.ranks,
             "workers": self.workers,
             "turn": (self.turn + micro_batches) % self.workers,
             "packing": list(PackingRule.of(self.layout)),
@@ -326,7 +326,7 @@ class StreamedBatches(IterableDataset):
         """Return the cursors of this rank's workers after the micro batches passed to `trackers`."""
         arrays = {}
         for worker, tracker in enumerate(self.trackers.values()):
-            arrays |= tracker.cursor.to_arrays(_name(self.rank, worker))
+            arrays |= tracker.cursor.to_arrays(_name(self.division.rank, worker))
         return arrays
 
     def resume(self, position: JsonObject, arrays: dict[str, np.ndarray]) -> list[str]:
@@ -334,15 +334,16 @@ class StreamedBatches(IterableDataset):
         if differing := differences(position, self._fingerprint):
             raise ValueError(f"the stream is not the checkpoint's: {differing}")
         ranks, workers = position["ranks"], position["workers"]
-        current = {"ranks": self.ranks, "workers": self.workers, "packing": list(PackingRule.of(self.layout))}
+        current = {"ranks": self.division.ranks, "workers": self.workers, "packing": list(PackingRule.of(self.layout))}
         if not (differing := differences(position, current)):
-            names = [_name(self.rank, worker) for worker in range(workers)]
+            names = [_name(self.division.rank, worker) for worker in range(workers)]
             self._begin([Cursor.from_arrays(arrays, name) for name in names], position["turn"])
             return []
         names = [_name(rank, worker) for rank in range(ranks) for worker in range(workers)]
         cursors = [Cursor.from_arrays(arrays, name) for name in names]
-        resharded = reshard(cursors, len(self.stream.sources), self.ranks * self.workers)
-        self._begin(resharded[self.rank * self.workers : (self.rank + 1) * self.workers], 0)
+        resharded = reshard(cursors, len(self.stream.sources), self.division.ranks * self.workers)
+        first = self.division.rank * self.workers
+        self._begin(resharded[first : first + self.workers], 0)
         return [f"the rows left of this epoch of the stream are redistributed ({differing})"]
 
     @property

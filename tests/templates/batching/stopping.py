@@ -1,11 +1,12 @@
 """Documents that say where they are from, and what of a run's data a checkpoint would hold."""
 
 import json
+from dataclasses import fields
 from itertools import islice
 
 import numpy as np
 import torch
-from megaswift.templates.batching.collator import Portable
+from megaswift.templates.batching.collator import BatchLayout, Portable, StepDivision
 from megaswift.templates.batching.dataloader import Batches
 
 
@@ -76,8 +77,17 @@ class Groups:
 
 
 def make(store, rank=0, ranks=1, **options) -> Batches:
-    options = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **options}
-    return Batches(store, data_parallel_rank=rank, data_parallel_size=ranks, **options)
+    return make_batches(store, rank, ranks, **{"micro_batch_size": 2, "global_batch_size": 8, "seed": 3, **options})
+
+
+def make_batches(store, rank=0, ranks=1, *, packing=False, max_length=None, **options) -> Batches:
+    """Batches of options that are fields of BatchLayout or StepDivision, or the loader's own."""
+    layout, division = (
+        {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+        for kind in (BatchLayout, StepDivision)
+    )
+    layout |= {"stage": store.stage, "pack_length": max_length if packing else None}
+    return Batches(store, BatchLayout(**layout), StepDivision(rank=rank, ranks=ranks, **division), **options)
 
 
 def take(batches: Batches, steps: int) -> list:

@@ -200,7 +200,6 @@ def test_padding_share(name):
             {"global_batch_size": 9},
             "--global_batch_size 9: not a multiple of --micro_batch_size 2 x 1 data-parallel",
         ),
-        ({"packing": True}, "needs the length of a pack. Set --packing_length or --max_length"),
         ({"packing": True, "max_length": 48, "padding_free": False}, "cannot be used with --padding_free false"),
         ({"packing": True, "max_length": 50, "context_parallel_size": 2}, "not a multiple of 4, .*Set 52"),
     ],

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megaswift.templates.batching.dataloader import Batches
 from megaswift.templates.batching.streaming import TokenStream
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
 
-from tests.templates.batching.stopping import Documents, Groups, Stopped, make, plain, same, take
+from tests.templates.batching.stopping import Documents, Groups, Stopped, make, make_batches, plain, same, take
 
 STAGES = ["preference", "kto", "seq_cls", "embedding", "reranker"]
 
@@ -229,7 +228,7 @@ def test_streams(tmp_path, make_tokenizer, stage, options):
     planned = prepare(PrepareOptions(**given), tokenizer, stage=stage).train
     sizes = {"micro_batch_size": 1, "global_batch_size": 1, "shuffle": False}
     usual = sorted(samples([batch for step in make(planned, **sizes).once() for batch in step]))
-    batches = Batches(stream(), data_parallel_rank=0, data_parallel_size=1, **sizes)
+    batches = make_batches(stream(), **sizes)
     whole = list(islice(batches.steps(), len(usual)))
     assert sorted(sample for step in whole for sample in samples(step)) == usual
     whole = take(make(stream(), **options), 10)

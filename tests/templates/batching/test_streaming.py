@@ -7,9 +7,10 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
-from megaswift.templates.batching.dataloader import Batches
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
+
+from tests.templates.batching.stopping import make_batches
 
 
 @pytest.fixture
@@ -28,10 +29,8 @@ def make(data, tokenizer, rank=0, ranks=1, *, shuffle=True, num_workers=0, optio
         **(options or {}),
     }
     store = prepare(PrepareOptions(**options, shuffle_buffer_size=16), tokenizer, stage="sft").train
-    return Batches(
-        store, micro_batch_size=2, global_batch_size=4, data_parallel_rank=rank, data_parallel_size=ranks,
-        shuffle=shuffle, num_workers=num_workers, **more,
-    )  # fmt: skip
+    sizes = {"micro_batch_size": 2, "global_batch_size": 4, "shuffle": shuffle, "num_workers": num_workers}
+    return make_batches(store, rank, ranks, **sizes, **more)
 
 
 def rows(steps, tokenizer) -> list[int]:
@@ -72,10 +71,8 @@ def test_a_hubs_stream_is_shared_too(make_tokenizer, monkeypatch, files, num_wor
     store = prepare(options, make_tokenizer(), stage="sft", use_hf=True).train
     seen = []
     for rank in range(2):
-        batches = Batches(
-            store, micro_batch_size=1, global_batch_size=2, data_parallel_rank=rank, data_parallel_size=2,
-            shuffle=False, num_workers=num_workers,
-        )  # fmt: skip
+        sizes = {"micro_batch_size": 1, "global_batch_size": 2, "shuffle": False, "num_workers": num_workers}
+        batches = make_batches(store, rank, 2, **sizes)
         seen += rows(islice(batches.steps(), 20), make_tokenizer())
     assert sorted(seen) == list(range(40))
 
