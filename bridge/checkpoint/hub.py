@@ -90,7 +90,7 @@ def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path
         hub = "ModelScope"
         if importlib.util.find_spec("modelscope") is None:
             raise ImportError(
-                f"{flag} {name} no such folder. Set --use_hf true to download it from Hugging Face, "
+                f"{flag} {name}: no such folder. Set --use_hf true to download it from Hugging Face, "
                 "or `pip install modelscope` to download it from ModelScope"
             )
         from modelscope import snapshot_download  # type: ignore[import-not-found]
@@ -277,7 +277,7 @@ def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: copy the adapter again") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} not a JSON object. Copy the adapter again")
+        raise ValueError(f"{path} is not a JSON object. Copy the adapter again")
     for name, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:

@@ -236,7 +236,7 @@ def _fp8(options: SftOptions, gpus: int) -> None:
     build = options.build
     if build.fp8_format is None:
         for field in fields(Fp8Options):
-            if (value := getattr(options.build, field.name)) != field.default:
+            if (value := getattr(build, field.name)) != field.default:
                 raise UsageError(f"--{field.name} {show(value)} needs --fp8_format. Set it, as in --fp8_format hybrid.")
         return
     flag = f"--fp8_format {build.fp8_format}"
@@ -370,7 +370,7 @@ def _lengths(options: SftOptions) -> None:
 
 def _positions(options: SftOptions, model: HfConfig | None) -> Iterator[str]:
     data = options.data
-    length = data.max_length or (data.packing_length if data.packing else None) or 0  # of a document
+    length = data.max_length or (data.packing_length if data.packing else None) or 0
     flags = f"--max_length {data.max_length}" if data.max_length else f"--packing_length {data.packing_length}"
     sampling = group_of(options, CompletionOptions)
     if sampling and options.generates:

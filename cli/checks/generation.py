@@ -100,9 +100,8 @@ def _engine(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     typed = _typed(OF_SERVERS, sources)
     _timeouts(options, typed)
     if isinstance(options, GkdOptions) and options.teacher.teacher_model_server:
-        typed = [
-            name for name in typed if name not in ("vllm_server_timeout", "server_reconnect_timeout")
-        ]  # the teacher's too
+        shared = "vllm_server_timeout", "server_reconnect_timeout"  # also read for the teacher's server
+        typed = [name for name in typed if name not in shared]
     has_address = bool(engine.vllm_server_host or engine.vllm_server_base_url) and engine.use_vllm is not False
     served = engine.vllm_mode == "server" or (engine.vllm_mode is None and has_address)
     if typed and not served:
@@ -111,7 +110,7 @@ def _engine(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
         raise UsageError(f"--vllm_mode {engine.vllm_mode} cannot be used with --use_vllm false. Remove one of them.")
     if served:
         with usage_errors():
-            server_urls(options.engine)
+            server_urls(engine)
     if isinstance(options, GrpoOptions) and options.async_generate:
         _async(options, served=served)
     check_key("vllm_server_api_key", engine.vllm_server_api_key)

@@ -40,12 +40,13 @@ def place_data(run: Run, train: Batches) -> list[str]:
 def steps_left(run: Run, train: Batches) -> int:
     """Return the number of the run's last step."""
     options = run.options
-    goes_by_samples = not flag_value(options, "dynamic_sample", False)  # which takes other prompts in the place of some
+    # With --dynamic_sample, steps do not follow the count of samples: some prompts are replaced.
+    counts_samples = not flag_value(options, "dynamic_sample", False)
     if (
         run.resumed is None
         or options.training.train_iters is not None
         or options.training.num_train_epochs is None
-        or not goes_by_samples
+        or not counts_samples
     ):
         return steps_of(options.training, train.samples)
     samples = train.samples_until(options.training.num_train_epochs)
