@@ -36,6 +36,7 @@ from starlette.requests import ClientDisconnect
 from ...templates.json_types import Json, JsonObject
 from .backend import Backend
 from .bodies import Fields, Limits, RequestError, client_gone, invalid_request, json_body, printable
+from .claim import Claim
 from .compatibility import adapter_mismatch, vocab_mismatch
 from .completion_json import as_json
 from .metrics import CONTENT_TYPE, COUNTERS, as_text
@@ -48,7 +49,6 @@ from .weight_buckets import (
     decode_table,
     is_local,
     parse_entry,
-    process_start_time,
     receive_body,
 )
 
@@ -76,13 +76,10 @@ class Server:
         `positions`: longest text of the model, in tokens.
         `hosts`: names by which clients may call this server; None: any.
         """
-        self.backend, self.model, self.silence, self.vocab_size = backend, model, silence, vocab_size
+        self.backend, self.model, self.vocab_size = backend, model, vocab_size
         self.limits = Limits(vocab_size, positions)
         self._key, self._hosts = api_key, hosts
-        self._run: str | None = None  # token of the run with the claim
-        self._client_name = ""  # the run's description of itself
-        self._process: tuple[int, str] | None = None  # id and start time of its process, if on this host
-        self._last_seen = 0.0  # time of its last request
+        self.owner = Claim(silence)
         self.version: str | None = None  # the run's name of the weights; None: those of the model's folder
         self._invalid_reason: str | None = None  # why the present weights must not be used
         self._generating = 0  # requests in progress
@@ -155,19 +152,7 @@ class Server:
 
     async def _check_run(self, http: Http) -> None:
         """Reject requests of other runs than the one with the claim, and renew its claim."""
-        token = http.headers.get("x-run", "")
-        if self._run is None:
-            raise RequestError(403, "unclaimed", "no run has claimed this server: POST /claim first")
-        if not hmac.compare_digest(token.encode(), self._run.encode()):
-            raise RequestError(403, "claimed", self._claim_error())
-        self._last_seen = time.monotonic()
-
-    def _claim_error(self) -> str:
-        ago = time.monotonic() - self._last_seen
-        return (
-            f"another run has claimed this server ({self._client_name}; last request {ago:.0f} s ago). It is free when "
-            f"that run ends, or {self.silence:.0f} s after its last request. Start another server, or end that run."
-        )
+        self.owner.check(http.headers.get("x-run", ""))
 
     async def claim(self, http: Http) -> JsonObject:
         """Claim the server or renew the claim: {run, who, adapters, vocab_size, probe: {pid, fd, bytes, secret} or
@@ -187,22 +172,22 @@ class Server:
             raise invalid_request(mismatch)
         probe = _probe_of(fields.raw("probe", None))
         await self._release_if_ended()
-        if self._run is not None and not hmac.compare_digest(run.encode(), self._run.encode()):
-            if time.monotonic() - self._last_seen < self.silence:
-                raise RequestError(409, "claimed", self._claim_error())
-            await self._release(f"{self._client_name} has been silent for {self.silence:.0f} s")
-        new = self._run is None
+        if self.owner.run is not None and not self.owner.is_held_by(run):
+            if not self.owner.is_silent():
+                raise self.owner.error(409)
+            await self._release_silent()
+        new = self.owner.run is None
         if new:
             log.info("claimed by %s", who)
-            self._run, self._client_name, self._process = run, who, None
-        self._last_seen = time.monotonic()
+            self.owner.take(run, who)
+        self.owner.renew()
         local = probe is not None and is_local(*probe)
-        if probe and local and (start := process_start_time(probe[0])):
-            self._process = probe[0], start
+        if probe and local:
+            self.owner.set_process(probe[0])
         return {
             "new": new,
             "local": local,
-            "silence": self.silence,
+            "silence": self.owner.silence,
             "backend": self.backend.name,
             "nccl": self.backend.nccl,
             "gpus": await self.backend.gpus(),
@@ -211,21 +196,23 @@ class Server:
 
     async def release(self) -> JsonObject:
         """Release the claim of the run."""
-        await self._release(f"released by {self._client_name}")
+        await self._release(f"released by {self.owner.who}")
         return {}
 
     async def _release(self, reason: str) -> None:
         log.info("released: %s", reason)
-        self._run = self._process = None
+        self.owner.end()
         if self._updating:
             await self._abort_update()
         if self.version is not None and self._invalid_reason is None:
-            self._invalid_reason = f"its weights are those of an ended run ({self._client_name})"
+            self._invalid_reason = f"its weights are those of an ended run ({self.owner.who})"
 
     async def _release_if_ended(self) -> None:
-        """Release the claim at once if the run's process was on this host and has ended."""
-        if self._process is not None and process_start_time(self._process[0]) != self._process[1]:
-            await self._release(f"{self._client_name} has ended")
+        if self.owner.has_ended():
+            await self._release(f"{self.owner.who} has ended")
+
+    async def _release_silent(self) -> None:
+        await self._release(f"{self.owner.who} has been silent for {self.owner.silence:.0f} s")
 
     async def _watch(self) -> None:
         """Release the claim of a run that has ended or fallen silent, so that nothing waits for its update.
@@ -233,15 +220,15 @@ class Server:
         Ends the server when its engine has failed, so that a supervisor can restart it.
         """
         while True:
-            await asyncio.sleep(min(POLL, self.silence / 4))
+            await asyncio.sleep(min(POLL, self.owner.silence / 4))
             if self.backend.failed():
                 log.critical("the engine has failed: see the error above")
                 signal.raise_signal(signal.SIGTERM)
                 return
             try:
                 await self._release_if_ended()
-                if self._run is not None and time.monotonic() - self._last_seen > self.silence:
-                    await self._release(f"{self._client_name} has been silent for {self.silence:.0f} s")
+                if self.owner.is_silent():
+                    await self._release_silent()
             except Exception:
                 log.exception("releasing the claim failed")
 
@@ -253,7 +240,7 @@ class Server:
             "workers": self.backend.workers,
             "version": self.version,
             "unfit": self._invalid_reason,
-            "run": self._client_name if self._run is not None else None,
+            "run": self.owner.who if self.owner.run is not None else None,
             "generating": self._generating,
         }
 
@@ -316,7 +303,7 @@ class Server:
     def check_base_weights(self) -> None:
         """Raise RequestError where the weights are not those of the model's folder."""
         if self._asleep or self.version is not None or self._invalid_reason:
-            who = self._client_name or "a run"
+            who = self.owner.who or "a run"
             raise RequestError(
                 409, "order", f"this server has weights of a training run ({who}), or none: use a server of the teacher"
             )
@@ -378,7 +365,7 @@ class Server:
         if not isinstance(item, list) or len(item) != 3 or not all(type(number) is int for number in item):
             raise invalid_request("place must be null, or the numbers [pid, fd, bytes]")
         handle = MemoryHandle(*item)  # pyright: ignore[reportArgumentType]
-        if self._process is None or handle.pid != self._process[0] or handle.bytes < count:
+        if not self.owner.is_process(handle.pid) or handle.bytes < count:
             raise invalid_request("place must be memory of the process whose probe was read at /claim")
         return Bucket(entries, handle, bytes=count)
 

@@ -120,5 +120,5 @@ def test_a_server_is_released(place: Place, monkeypatch) -> None:
         flags = f"--use_vllm true --vllm_mode server --vllm_server_base_url {url}"
         printed = place.megatron(place.line(flags, "failed"), code=1, script=FAILS)
         assert "--lr 1: a fault before the first step" in printed
-        assert server._last_seen > 0  # it had been claimed
-        assert server._run is None
+        assert server.owner.last_request > 0  # it had been claimed
+        assert server.owner.run is None

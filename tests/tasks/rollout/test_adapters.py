@@ -46,7 +46,7 @@ def test_what_a_server_takes(room: int, sent: int, message: str | None) -> None:
         if message:
             with pytest.raises(ValueError, match=message):
                 ServerEngine([url], timeout=10, adapters=sent)
-            assert server._run is None  # free for others
+            assert server.owner.run is None  # free for others
             return
         client = ServerEngine([url], timeout=10, adapters=sent)
         client.update(tensors().items())

@@ -48,7 +48,7 @@ def test_nobody_claims_a_server_by_asking() -> None:
     with serving() as (url, _, server):
         reader = ScoringClient(url)
         ask(reader)
-        assert server._run is None
+        assert server.owner.run is None
         client = ServerEngine([url], timeout=10.0)
         ask(reader)  # it has another's run, and its own weights
         client.update([("scale", torch.tensor(1.5))])

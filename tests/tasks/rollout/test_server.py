@@ -175,10 +175,10 @@ def test_a_server_of_another_model() -> None:
     with serving(vocab_size=151936) as (url, _, server):
         with pytest.raises(ValueError, match="a vocabulary of 151936 tokens, and the trained one has 152064"):
             ServerEngine([url], timeout=5.0, vocab_size=152064)
-        assert server._run is None
+        assert server.owner.run is None
         for known in (151936, None):
             with connected(url, vocab_size=known):
-                assert server._run is not None
+                assert server.owner.run is not None
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:

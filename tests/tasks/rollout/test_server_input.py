@@ -173,7 +173,7 @@ def test_claims_that_cannot_be(body: Any, said: str, server, capfd) -> None:
     answer = httpx.post(f"{server[0]}/claim", json=body)
     assert answer.status_code == 422
     assert said in answer.json()["error"]
-    assert server[1]._run is None
+    assert server[1].owner.run is None
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_pages_in_a_browser_are_refused() -> None:
                 httpx.get(f"{url}/health", headers=headers),
             ):
                 assert (answer.status_code, answer.json()["kind"]) == (403, kind)
-        assert server._run is None
+        assert server.owner.run is None
         for name in ("127.0.0.1", "localhost", "[::1]", "LOCALHOST"):
             assert httpx.get(f"{url}/health", headers={"host": f"{name}:{port}"}).is_success
         curl = ["curl", "-s", "-H", "content-type: application/json", "-d", '{"run": "x", "who": "x"}', f"{url}/claim"]
@@ -344,13 +344,13 @@ time.sleep(100)
         process = subprocess.Popen([sys.executable, "-c", claim, url], stdout=subprocess.PIPE, text=True)
         assert process.stdout
         assert process.stdout.readline() == "claimed\n"
-        assert server._run is not None
+        assert server.owner.run is not None
         process.kill()
         process.wait()
         end = time.monotonic() + 5
-        while server._run is not None and time.monotonic() < end:
+        while server.owner.run is not None and time.monotonic() < end:
             time.sleep(0.05)
-        assert server._run is None
+        assert server.owner.run is None
 
 
 HALF = b"POST /generate HTTP/1.1\r\nhost: x\r\n"
