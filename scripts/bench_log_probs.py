@@ -52,14 +52,9 @@ def naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """As `naive`."""
-    return logprobs.label_log_probs(
-        hidden[:, None],
-        weight,
-        labels[None],
-        vocab_size=len(weight),
-        group=dist.group.WORLD,
-        sequence_parallel=False,
-    )[0]
+    assert dist.group.WORLD is not None
+    output = logprobs.OutputMatrix(weight, len(weight), dist.group.WORLD)
+    return logprobs.label_log_probs(hidden[:, None], output, labels[None])[0]
 
 
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

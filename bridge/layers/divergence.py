@@ -1,139 +1,110 @@
-"""Divergence of a student's next-token distributions from a teacher's, straight from the hidden states of both.
+"""Divergence of a student's next-token distributions from a teacher's, from the hidden states of both.
 
 The generalised Jensen-Shannon divergence of GKD (https://arxiv.org/abs/2306.13649, equation 1), vocabulary-parallel and
-in chunks: no rank has the logits of more than one chunk of tokens, of either model, and the backward pass computes them
-again. Or over the teacher's k likeliest tokens alone, for teachers of which nothing else is known, or that are gone.
+in chunks: no rank has the logits of more than one chunk of tokens, of either model, and the backward pass recomputes
+them. `top_divergence` needs only the teacher's k likeliest tokens, as a server returns them.
 
-Student and teacher share a vocabulary, and the tensor-parallel ranks it is split over: `with_rows` makes it so.
+Student and teacher share a vocabulary and its split over tensor-parallel ranks: `reshard_rows` makes it so.
 """
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.weight_gradient import accumulate_product, has_main_grad, mark_grad_added
-from .logprobs import chunk_logits, over_ranks, select_rows
+from .logprobs import OutputMatrix, chunk_logits, over_ranks
 
-CHUNK_LOGITS = 2**27  # logits of a model that are there at once: half a GiB in fp32, a few times
+CHUNK_LOGITS = 2**27  # logits of a chunk: half a GiB in fp32, a few times
 
 
 def divergence(
     hidden: Tensor,
-    weight: Tensor,
+    student: OutputMatrix,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     *,
-    vocab_size: int,
-    group,
-    sequence_parallel: bool,
     beta: float,
     temperatures: tuple[float, float] = (1.0, 1.0),
-    accumulate: bool = False,
-    scored: Tensor | None = None,
 ) -> Tensor:
     """Return the divergence at each position, in nats: fp32 [batch, sequence], the same on every tensor-parallel rank.
 
-    hidden, weight, group, sequence_parallel, accumulate, scored: as of `label_log_probs`; the teacher's alike, with a
-    hidden size of its own, and without gradients. `vocab_size`: the smaller one of both models; what is beyond has no
-    part in either distribution. `temperatures`: what the student's and the teacher's logits are divided by.
-    `beta`: 0 is the forward KL(teacher | student), 1 the reverse one; between, with the mixture
+    hidden, teacher_hidden: see `OutputMatrix.rows`; each model has a hidden size of its own. Without gradients for the
+    teacher. `student.vocab_size` is the smaller one of both models: neither distribution has further tokens.
+    temperatures: divide the student's and the teacher's logits.
+    beta: 0 is the forward KL(teacher | student), 1 the reverse one; between, with the mixture
     m = beta teacher + (1 - beta) student: beta KL(teacher | m) + (1 - beta) KL(student | m).
     Raises ValueError where the two matrices have different numbers of rows.
     """
-    if len(weight) != len(teacher_weight):
+    if len(student.weight) != len(teacher_weight):
         raise ValueError(
             f"--teacher_model: its output matrix has {len(teacher_weight)} rows on this rank, the student's "
-            f"{len(weight)}: give the teacher's through with_rows."
+            f"{len(student.weight)}. Reshard it with reshard_rows."
         )
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "group": group,
-        "sequence_parallel": sequence_parallel,
-        "scored": scored,
-    }
-    rows = select_rows(hidden, weight, **sizes)
+    rows = student.rows(hidden)
     with torch.no_grad():
-        teacher = select_rows(teacher_hidden, teacher_weight, **sizes)
+        teacher_rows = replace(student, weight=teacher_weight).rows(teacher_hidden)
     divergences = _Divergence.apply(
-        rows.hidden, weight, teacher.hidden, teacher_weight, rows.columns, temperatures, beta, group, accumulate
+        rows.hidden, student.weight, teacher_rows.hidden, teacher_weight, student, temperatures, beta
     )
     return rows.scatter(divergences)  # type: ignore[arg-type]
 
 
 def top_divergence(
     hidden: Tensor,
-    weight: Tensor,
+    student: OutputMatrix,
     teacher_log_probs: Tensor,
     ids: Tensor,
     *,
-    vocab_size: int,
-    group,
-    sequence_parallel: bool,
     beta: float,
     temperatures: tuple[float, float] = (1.0, 1.0),
-    accumulate: bool = False,
-    scored: Tensor | None = None,
 ) -> Tensor:
     """Return the `divergence` between both distributions over the k tokens `ids` of each position.
 
-    teacher_log_probs, ids [batch, sequence, k]: of the teacher's likeliest tokens, each once, at temperature 1. What
-    either model gives to other tokens is left out: both are normalised over the k tokens, after the temperatures (so
-    the divergence says nothing of how much of the student's mass lies elsewhere).
+    teacher_log_probs, ids [batch, sequence, k]: the teacher's likeliest tokens, each once, at temperature 1.
+    Both distributions are normalised over the k tokens, after the temperatures: the divergence does not depend on the
+    mass that the student gives to other tokens.
     """
-    rows = select_rows(
-        hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
-    )
-    logits = _LogitsOf.apply(rows.hidden, weight, rows.select(ids), rows.columns, group, accumulate)
-    student = (logits / temperatures[0]).log_softmax(-1)  # type: ignore[operator]
-    teacher = (rows.select(teacher_log_probs).float() / temperatures[1]).log_softmax(-1)
-    return rows.scatter(jensen_shannon(student, teacher, beta))
+    rows = student.rows(hidden)
+    logits = _LogitsOf.apply(rows.hidden, student.weight, rows.select(ids), student)
+    log_probs = (logits / temperatures[0]).log_softmax(-1)  # type: ignore[operator]
+    teacher_log_probs = (rows.select(teacher_log_probs).float() / temperatures[1]).log_softmax(-1)
+    return rows.scatter(jensen_shannon(log_probs, teacher_log_probs, beta))
 
 
 @torch.no_grad()
-def top_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    *,
-    vocab_size: int,
-    group,
-    sequence_parallel: bool,
-    temperature: float = 1.0,
-    scored: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest tokens of each position, from the likeliest on: log-probabilities fp32 and ids int64,
-    [batch, sequence, k] each, the same on every tensor-parallel rank. Arguments as of `label_log_probs`; k is at most
-    vocab_size."""
-    rows = select_rows(
-        hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
-    )
-    first, local_k = dist.get_rank(group) * len(weight), min(k, rows.columns)
+def top_log_probs(hidden: Tensor, output: OutputMatrix, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of each position, in falling order: log-probabilities fp32 and ids int64.
+
+    Both [batch, sequence, k], the same on every tensor-parallel rank. k is at most the vocabulary's size.
+    """
+    rows, group = output.rows(hidden), output.group
+    local_k = min(k, output.columns)
     values = rows.hidden.new_full((len(rows.hidden), k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros_like(values, dtype=torch.int64)
-    for part in _chunks(rows.hidden, weight):
-        logits = chunk_logits(rows.hidden[part], weight, rows.columns).div_(temperature)
+    for part in _chunks(rows.hidden, output.weight):
+        logits = chunk_logits(rows.hidden[part], output.weight, output.columns).div_(temperature)
         log_probs = logits.sub_(_normalizer(logits, group)[:, None])
         values[part, :local_k], columns = log_probs.topk(local_k)
-        ids[part, :local_k] = columns + first
+        ids[part, :local_k] = columns + output.first
     if dist.get_world_size(group) > 1:
-        values, ids = (torch.cat(_gathered(each, group), dim=1) for each in (values, ids))
-        values, places = values.topk(k)
-        ids = ids.gather(1, places)
+        values, ids = (torch.cat(_all_gather(tensor, group), dim=1) for tensor in (values, ids))
+        values, indices = values.topk(k)
+        ids = ids.gather(1, indices)
     return rows.scatter(values), rows.scatter(ids)
 
 
 def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
-    """Return an output matrix in another split: `rows` on each tensor-parallel rank, zeros beyond its end.
+    """Return this rank's part of an output matrix with `rows` on each tensor-parallel rank, zeros beyond its end.
 
     Every rank of the group calls this. No gradients.
-    weight: [this rank's present rows, hidden_size]
+    weight: [rows of this rank so far, hidden_size]
     """
     if rows == len(weight):
         return weight.detach()
-    gathered = torch.cat(_gathered(weight.detach(), group)) if dist.get_world_size(group) > 1 else weight.detach()
+    gathered = torch.cat(_all_gather(weight.detach(), group)) if dist.get_world_size(group) > 1 else weight.detach()
     first = dist.get_rank(group) * rows
     shard = weight.new_zeros(rows, weight.shape[1])
     rows_here = gathered[first : first + rows]
@@ -142,12 +113,12 @@ def reshard_rows(weight: Tensor, rows: int, group) -> Tensor:
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the generalised divergence of log-probabilities [..., tokens], which autograd knows: see `divergence`."""
+    """Return the generalised divergence of log-probabilities [..., tokens], differentiable: see `divergence`."""
     return _terms(student, teacher, beta)[0]
 
 
 def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the divergence, and its part KL(student | mixture), which is not computed where beta is 0."""
+    """Return the divergence and KL(student | mixture), which is 0 where beta is 0."""
     if beta == 0:
         forward = (teacher.exp() * (teacher - student)).sum(-1)
         return forward, torch.zeros_like(forward)
@@ -160,16 +131,16 @@ def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tenso
 
 
 def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """log(beta teacher + (1 - beta) student), of log-probabilities; beta above 0."""
+    """Return log(beta teacher + (1 - beta) student) of log-probabilities; beta above 0."""
     if beta == 1:
         return teacher
     return torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
 
 
 class _Divergence(torch.autograd.Function):
-    """[tokens] of hidden [tokens, hidden_size], this rank's weight and `columns`, and the teacher's; see `divergence`.
+    """`divergence` [tokens] of hidden states [tokens, hidden_size] and both models' weights on this rank.
 
-    By the student's logits z, with p the student and q the teacher, the slope is (p - q) where beta is 0, else
+    The gradient by the student's logits, with p the student and q the teacher, is p - q where beta is 0, else
     w p (log p - log m - KL(p | m)), w = 1 - beta, or 1 where beta is 1 (and m = q).
     """
 
@@ -180,12 +151,11 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
-        columns: int,
+        output: OutputMatrix,
         temperatures: tuple[float, float],
         beta: float,
-        group,
-        accumulate: bool,
     ) -> Tensor:
+        columns, group = output.columns, output.group
         normalizers = hidden.new_empty(2, len(hidden), dtype=torch.float32)  # the student's and the teacher's
         sums = torch.zeros_like(normalizers)  # the divergence, and KL(p | m)
         for part in _chunks(hidden, weight):
@@ -197,7 +167,7 @@ class _Divergence(torch.autograd.Function):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(sums, group=group)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, normalizers, sums[1])
-        ctx.columns, ctx.temperatures, ctx.beta, ctx.accumulate = columns, temperatures, beta, accumulate
+        ctx.columns, ctx.temperatures, ctx.beta, ctx.accumulate = columns, temperatures, beta, output.accumulate
         return sums[0]
 
     @staticmethod
@@ -215,34 +185,35 @@ class _Divergence(torch.autograd.Function):
                 excess = (student - _mixture(student, teacher, ctx.beta)).sub_(divergences[part, None])
                 slope = student.exp_().mul_(excess)
             gradients.add(part, slope.mul_(grad[part, None] * (share / ctx.temperatures[0])))
-        return *gradients.found(), *[None] * 7
+        return *gradients.totals(), *[None] * 5
 
 
 class _LogitsOf(torch.autograd.Function):
-    """Logits fp32 [tokens, k] of the ids [tokens, k], of hidden [tokens, hidden_size] and this rank's weight."""
+    """Logits fp32 [tokens, k] of the ids [tokens, k], from hidden [tokens, hidden_size] and this rank's weight."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, columns: int, group, accumulate: bool) -> Tensor:
-        local = ids - dist.get_rank(group) * len(weight)
-        held = (local >= 0) & (local < columns)  # whose logits this rank has
-        local = torch.where(held, local, 0)
+    def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, output: OutputMatrix) -> Tensor:
+        columns, group = output.columns, output.group
+        local = ids - output.first
+        is_local = (local >= 0) & (local < columns)
+        local = torch.where(is_local, local, 0)
         chosen = torch.zeros_like(ids, dtype=torch.float32)
         for part in _chunks(hidden, weight) if columns else []:
-            chosen[part] = chunk_logits(hidden[part], weight, columns).gather(1, local[part]) * held[part]
+            chosen[part] = chunk_logits(hidden[part], weight, columns).gather(1, local[part]) * is_local[part]
         if dist.get_world_size(group) > 1:
             dist.all_reduce(chosen, group=group)
-        ctx.save_for_backward(hidden, weight, local, held)
-        ctx.columns, ctx.accumulate = columns, accumulate
+        ctx.save_for_backward(hidden, weight, local, is_local)
+        ctx.columns, ctx.accumulate = columns, output.accumulate
         return chosen
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        hidden, weight, local, held = ctx.saved_tensors
+        hidden, weight, local, is_local = ctx.saved_tensors
         gradients = _Gradients(ctx, hidden, weight)
         for part in _chunks(hidden, weight) if ctx.columns else []:
             slope = hidden.new_zeros(len(hidden[part]), ctx.columns, dtype=torch.float32)
-            gradients.add(part, slope.scatter_add_(1, local[part], grad[part] * held[part]))
-        return *gradients.found(), *[None] * 4
+            gradients.add(part, slope.scatter_add_(1, local[part], grad[part] * is_local[part]))
+        return *gradients.totals(), *[None] * 2
 
 
 class _Gradients:
@@ -265,23 +236,22 @@ class _Gradients:
         if self._total is not None:
             accumulate_product(self._total[: len(self._used)], slope, self._inputs[part])
 
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
+    def totals(self) -> tuple[Tensor | None, Tensor | None]:
         if self._total is None:
             return self._hidden, None
         return self._hidden, mark_grad_added(self._weight) if self._accumulates else self._total.to(self._weight.dtype)
 
 
 def _normalizer(logits: Tensor, group) -> Tensor:
-    """log sum exp over the columns [tokens, columns] of all tensor-parallel ranks: [tokens]."""
-    local = torch.logsumexp(logits, dim=-1)  # -infinity of no columns
+    """Return log sum exp over the columns [tokens, columns] of all tensor-parallel ranks: [tokens]."""
+    local = torch.logsumexp(logits, dim=-1)  # -inf without columns
     return over_ranks(local, torch.zeros_like(local), None, group)[0]
 
 
-def _gathered(values: Tensor, group) -> list[Tensor]:
-    """Gather values of all ranks, in their order."""
-    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, values.contiguous(), group=group)
-    return everyone
+def _all_gather(values: Tensor, group) -> list[Tensor]:
+    shards = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, values.contiguous(), group=group)
+    return shards
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

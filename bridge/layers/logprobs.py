@@ -1,8 +1,8 @@
-"""Log-probabilities of the labels, straight from the hidden states: vocabulary-parallel and in chunks.
+"""Log-probabilities of labels from hidden states, vocabulary-parallel and in chunks.
 
-No rank ever holds the logits of more than one chunk of tokens. The backward pass computes a chunk's logits again, which
-costs one more product with the output matrix and saves keeping [tokens, vocabulary]. The fused kernels have no logits
-in fp32 at all, and keep them where they are small: see fused/log_probs.py. Entropies come from the same logits.
+No rank holds the logits of more than one chunk of tokens. The backward pass recomputes a chunk's logits: one more
+product with the output matrix, instead of [tokens, vocabulary] in memory. The fused kernels (kernels/log_probs.py)
+need no logits in fp32, and keep those that are small. Entropies come from the same logits.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,10 @@ CHUNK_TOKENS = 4096
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """fp32 logits [tokens, columns]: products in the weights' dtype; the padding of the vocabulary (the last rows of
-    `weight`) is left out, so that it never enters a softmax."""
+    """Return fp32 logits [tokens, columns], from products in the weights' dtype.
+
+    The vocabulary's padding (the last rows of `weight`) is excluded, so that no softmax sees it.
+    """
     return (hidden @ weight[:columns].t()).float()
 
 
@@ -33,8 +35,8 @@ class _LabelLogProbs(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, columns: int, group, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         local_labels = labels - dist.get_rank(group) * weight.shape[0]
-        held = (local_labels >= 0) & (local_labels < columns)  # whose logit this rank has
-        local_labels = torch.where(held, local_labels, 0)
+        is_local = (local_labels >= 0) & (local_labels < columns)
+        local_labels = torch.where(is_local, local_labels, 0)
         normalizer = torch.full_like(labels, -torch.inf, dtype=torch.float32)  # log sum exp over this rank's columns
         chosen = torch.zeros_like(normalizer)  # the label's logit, 0 where another rank has it
         entropies = torch.zeros_like(normalizer) if entropy else None  # of the softmax over this rank's columns
@@ -42,12 +44,12 @@ class _LabelLogProbs(torch.autograd.Function):
             for part in _chunks(len(labels)):
                 logits = chunk_logits(hidden[part], weight, columns).div_(temperature)
                 normalizer[part] = torch.logsumexp(logits, dim=-1)
-                chosen[part] = logits.gather(1, local_labels[part, None]).squeeze(1) * held[part]
+                chosen[part] = logits.gather(1, local_labels[part, None]).squeeze(1) * is_local[part]
                 if entropies is not None:
                     log_probs = logits.sub_(normalizer[part, None])
                     entropies[part] = -(log_probs.exp().mul_(log_probs)).sum(dim=-1)
         normalizer, chosen, entropies = over_ranks(normalizer, chosen, entropies, group)
-        ctx.save_for_backward(hidden, weight, local_labels, held, normalizer)
+        ctx.save_for_backward(hidden, weight, local_labels, is_local, normalizer)
         ctx.columns, ctx.temperature = columns, temperature
         if entropies is not None:
             ctx.mark_non_differentiable(entropies)
@@ -55,7 +57,7 @@ class _LabelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _):  # type: ignore[override]
-        hidden, weight, local_labels, held, normalizer = ctx.saved_tensors
+        hidden, weight, local_labels, is_local, normalizer = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if ctx.columns:
@@ -64,7 +66,7 @@ class _LabelLogProbs(torch.autograd.Function):
                 logits = chunk_logits(hidden[part], weight, ctx.columns).div_(ctx.temperature)
                 # d logp / d logits = onehot - softmax
                 slope = logits.sub_(normalizer[part, None]).exp_().neg_()
-                slope.scatter_add_(1, local_labels[part, None], held[part, None].float())
+                slope.scatter_add_(1, local_labels[part, None], is_local[part, None].float())
                 slope = slope.mul_(grad[part, None] / ctx.temperature).to(weight.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ used
@@ -76,13 +78,15 @@ class _LabelLogProbs(torch.autograd.Function):
 def over_ranks(
     normalizer: Tensor, chosen: Tensor, entropies: Tensor | None, group
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-sum-exp over all ranks' columns, a number from the rank that has it (the label's logit), and the entropy of
-    the softmax over all columns: [tokens] each, of the same for each rank's columns alone."""
+    """Combine values of each rank's columns into those of all columns: [tokens] each.
+
+    normalizer: log-sum-exp; chosen: the label's logit, 0 on ranks without it; entropies: of the softmax.
+    """
     if dist.get_world_size(group) == 1:
         return normalizer, chosen, entropies
     largest = normalizer.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    masses = (normalizer - largest).exp()  # of the ranks' columns, but for a factor that they share
+    masses = (normalizer - largest).exp()  # of each rank's columns, up to a common factor
     rows = [masses, chosen]
     if entropies is not None:
         # H = sum over ranks of p H(columns) - p log p, p = masses / their sum
@@ -98,103 +102,95 @@ def _chunks(tokens: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class ScoredRows:
-    """Positions [batch, sequence] as rows of a matrix: all of them, or those that are scored."""
+class OutputMatrix:
+    """This rank's rows of a vocabulary-parallel output matrix, and the layout of the hidden states that it multiplies.
+
+    accumulate: the fused kernels add the weight's gradient to its `main_grad`, where it has one in fp32.
+    """
+
+    weight: Tensor  # [padded vocabulary / TP, hidden_size]
+    vocab_size: int  # real entries, without padding
+    group: dist.ProcessGroup  # tensor-parallel
+    sequence_parallel: bool = False  # hidden states are [sequence / TP, batch, hidden_size]
+    positions: Tensor | None = None  # [n]: positions of batch * sequence to compute, each once; None: all
+    accumulate: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Number of this rank's rows that are real, not padding of the vocabulary."""
+        return min(len(self.weight), max(0, self.vocab_size - self.first))
+
+    @property
+    def first(self) -> int:
+        """Token id of this rank's first row."""
+        return dist.get_rank(self.group) * len(self.weight)
+
+    def rows(self, hidden: Tensor) -> "HiddenRows":
+        """Select the positions of hidden states [sequence (/ TP), batch, hidden_size]."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        sequence, batch, size = hidden.shape
+        flat = hidden.transpose(0, 1).reshape(-1, size)
+        selected = flat if self.positions is None else flat.index_select(0, self.positions)
+        return HiddenRows(selected, (batch, sequence), self.positions)
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Hidden states of the selected positions [batch, sequence], as rows of a matrix."""
 
     hidden: Tensor  # [tokens, hidden_size]
-    columns: int  # rows of this rank's output matrix that are real, not padding of the vocabulary
     shape: tuple[int, int]  # (batch, sequence)
-    scored: Tensor | None  # [tokens]: which of batch * sequence they are; None: all
+    positions: Tensor | None  # [tokens]: as OutputMatrix.positions
 
     def select(self, values: Tensor) -> Tensor:
         """[batch, sequence, ...] -> [tokens, ...]"""
         flat = values.flatten(0, 1)
-        return flat if self.scored is None else flat.index_select(0, self.scored)
+        return flat if self.positions is None else flat.index_select(0, self.positions)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[tokens, ...] -> [batch, sequence, ...], 0 where nothing is scored."""
-        if self.scored is not None:
-            values = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:]).index_copy(
-                0, self.scored, values
-            )
+        """[tokens, ...] -> [batch, sequence, ...], 0 at positions that are not selected."""
+        if self.positions is not None:
+            zeros = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
+            values = zeros.index_copy(0, self.positions, values)
         return values.unflatten(0, self.shape)
 
 
-def select_rows(
-    hidden: Tensor, weight: Tensor, *, vocab_size: int, group, sequence_parallel: bool, scored: Tensor | None
-) -> ScoredRows:
-    """Return the input rows of the output matrix. Arguments as of `label_log_probs`."""
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    sequence, batch, size = hidden.shape
-    flat = hidden.transpose(0, 1).reshape(-1, size)
-    columns = min(len(weight), max(0, vocab_size - dist.get_rank(group) * len(weight)))
-    return ScoredRows(flat if scored is None else flat.index_select(0, scored), columns, (batch, sequence), scored)
+def label_log_probs(hidden: Tensor, output: OutputMatrix, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return log p(label) of each position, fp32 [batch, sequence], the same on every tensor-parallel rank.
 
-
-def label_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    group,
-    sequence_parallel: bool,
-    temperature: float = 1.0,
-    accumulate: bool = False,
-    scored: Tensor | None = None,
-) -> Tensor:
-    """log p(label) of each position, fp32 [batch, sequence], the same on every tensor-parallel rank.
-
-    hidden [sequence (/ TP under sequence parallelism), batch, hidden_size]; weight: this rank's rows of the output
-    matrix [padded vocabulary / TP, hidden_size]; labels [batch, sequence]; `vocab_size`: real entries, without padding.
-    `temperature`: what logits are divided by. `scored` [n]: positions of batch * sequence, each once: the others are
-    not computed, and are 0; None: all. `accumulate`: the fused kernels add the weight's gradient to its `main_grad`,
-    where it has one in fp32.
+    hidden: see `OutputMatrix.rows`; labels [batch, sequence]; temperature: divides the logits. Positions that are not
+    selected are 0.
     """
-    rows = select_rows(
-        hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
-    )
-    log_probs, _ = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=False)
-    return rows.scatter(log_probs)
+    rows = output.rows(hidden)
+    return rows.scatter(_log_probs(rows, output, labels, temperature, entropy=False)[0])
 
 
 def log_probs_and_entropies(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    group,
-    sequence_parallel: bool,
-    temperature: float = 1.0,
-    accumulate: bool = False,
-    scored: Tensor | None = None,
+    hidden: Tensor, output: OutputMatrix, labels: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return `label_log_probs` and the entropy of p at each position, in nats and without gradients.
 
     Both fp32 [batch, sequence].
     """
-    rows = select_rows(
-        hidden, weight, vocab_size=vocab_size, group=group, sequence_parallel=sequence_parallel, scored=scored
-    )
-    log_probs, entropies = _log_probs(rows, weight, labels, group, temperature, accumulate, entropy=True)
+    rows = output.rows(hidden)
+    log_probs, entropies = _log_probs(rows, output, labels, temperature, entropy=True)
     assert entropies is not None
     return rows.scatter(log_probs), rows.scatter(entropies)
 
 
 def _log_probs(
-    rows: ScoredRows, weight: Tensor, labels: Tensor, group, temperature: float, accumulate: bool, *, entropy: bool
+    rows: HiddenRows, output: OutputMatrix, labels: Tensor, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    selected = rows.select(labels)
+    selected, weight, group = rows.select(labels), output.weight, output.group
     if not usable(rows.hidden, weight, selected):
-        return _LabelLogProbs.apply(rows.hidden, weight, selected, rows.columns, group, temperature, entropy)  # type: ignore[return-value]
+        return _LabelLogProbs.apply(rows.hidden, weight, selected, output.columns, group, temperature, entropy)  # type: ignore[return-value]
     from ..kernels.log_probs import LabelLogProbs
 
-    first, together = dist.get_rank(group) * len(weight), partial(over_ranks, group=group)
     keep = torch.is_grad_enabled() and (rows.hidden.requires_grad or weight.requires_grad)
+    reduce, columns = partial(over_ranks, group=group), output.columns
     return LabelLogProbs.apply(  # type: ignore[return-value]
-        rows.hidden, weight, selected, first, rows.columns, temperature, together, keep, accumulate, entropy
+        rows.hidden, weight, selected, output.first, columns, temperature, reduce, keep, output.accumulate, entropy
     )

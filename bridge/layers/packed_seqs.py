@@ -157,7 +157,7 @@ class Documents(PackedSeqParams):
     positions: Tensor | None = None  # [sequence, batch], within documents
     next_positions: Tensor | None = None  # where `following` says, for mtp.py
     runs: Any = None  # the Runs of delta_rule.py
-    scored: Tensor | None = None  # [n]: which of batch * sequence positions have their labels scored; None: all
+    loss_positions: Tensor | None = None  # [n]: positions of batch * sequence whose labels have a loss; None: all
 
 
 def make_packed_seqs(

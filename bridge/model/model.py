@@ -109,7 +109,7 @@ class Model:
             cp_size=cp_size,
         )
         if inputs.loss_positions is not None:
-            documents.scored = to_device(inputs.loss_positions, device)
+            documents.loss_positions = to_device(inputs.loss_positions, device)
         rows, length = inputs.position_ids.shape
         bounds = [0, length * cp_size] if inputs.cu_seqlens is None else inputs.cu_seqlens.tolist()
         if self.architecture.mtp_depths:

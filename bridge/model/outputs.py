@@ -1,7 +1,7 @@
 """Output processors: what the last pipeline stage returns of a micro batch (`Model.forward`)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from ..layers.logprobs import label_log_probs, log_probs_and_entropies
+from ..layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
 from ..layers.mtp import shift_left
 from ..layers.packed_seqs import to_device
 from ..layers.pooling import last_tokens, mean_tokens, unused
@@ -33,8 +33,8 @@ class LogProbs:
         labels, weights = inputs.labels, inputs.loss_weights
         assert labels is not None
         depths = model.architecture.mtp_depths and weights is not None
-        # A depth's labels lie further on than the positions are given for.
-        positions = None if model.architecture.mtp_depths else documents.scored
+        # A depth's labels are at later positions than `loss_positions`.
+        positions = None if model.architecture.mtp_depths else documents.loss_positions
         values = [self._of(stage, stage.hidden_states, labels, positions)]
         if depths and weights is not None:
             chunk = model.chunks[-1]
@@ -44,15 +44,11 @@ class LogProbs:
         return torch.stack(values) if len(values) > 1 else values[0]
 
     def _of(self, stage: LastStage, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-        return _label_log_probs(
-            stage,
-            hidden,
-            labels,
-            positions,
-            sequence_parallel=stage.model.config.sequence_parallel,
-            temperature=self.temperature,
-            entropies=self.entropies,
-        )
+        output = replace(_output_matrix(stage), positions=positions)
+        temperature = stage.model.architecture.logits_scale * self.temperature
+        if self.entropies:
+            return torch.stack(log_probs_and_entropies(hidden, output, labels, temperature=temperature))
+        return label_log_probs(hidden, output, labels, temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,9 @@ class DocumentScores:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A vector of each document, not normalized: fp32 [documents, hidden_size].
+    """Vector of each document, not normalized: fp32 [documents, hidden_size].
 
-    The last hidden state, behind its norm, of the last token or as a mean over tokens. ends, spans, segments and
+    The last hidden state, after the final norm, of the last token or as a mean over tokens. ends, spans, segments and
     lengths (of the documents, without padding): see `last_tokens` and `mean_tokens` in layers/pooling.py.
     """
 
@@ -104,7 +100,7 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Choices:
-    """Log-probabilities of each of some tokens behind each document: fp32 [documents, tokens]. Ends as above."""
+    """Log-probabilities of some tokens after each document: fp32 [documents, tokens]. ends: as above."""
 
     ends: Tensor
     tokens: Sequence[int]
@@ -115,7 +111,8 @@ class Choices:
         last = last_tokens(states, ends, sequence_parallel=stage.model.config.sequence_parallel)
         hidden = last.to(states.dtype).unsqueeze(1).expand(-1, len(self.tokens), -1).flatten(0, 1).unsqueeze(1)
         labels = to_device(torch.tensor(self.tokens).repeat(1, len(ends)), hidden.device)
-        values = _label_log_probs(stage, hidden, labels, None, sequence_parallel=False)
+        output = replace(_output_matrix(stage), positions=None, sequence_parallel=False)
+        values = label_log_probs(hidden, output, labels, temperature=stage.model.architecture.logits_scale)
         return values.view(-1, len(self.tokens))[: len(self.ends)]
 
 
@@ -135,43 +132,21 @@ class Logits:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What a function makes of the hidden states before the output layer; a tensor of any shape.
+    """Result of a function of the hidden states before the output layer, and of its matrix; a tensor of any shape."""
 
-    make(hidden_states, output_matrix, group=, sequence_parallel=, scored=): the arguments of `label_log_probs`.
-    """
-
-    make: Callable[..., Tensor]
+    compute: Callable[[Tensor, OutputMatrix], Tensor]
 
     def __call__(self, stage: LastStage) -> Tensor:
-        return self.make(
-            stage.hidden_states,
-            stage.output_matrix(),
-            group=stage.model.groups.tp,
-            sequence_parallel=stage.model.config.sequence_parallel,
-            scored=stage.documents.scored,
-        )
+        return self.compute(stage.hidden_states, _output_matrix(stage))
 
 
-def _label_log_probs(
-    stage: LastStage,
-    hidden: Tensor,
-    labels: Tensor,
-    positions: Tensor | None,
-    *,
-    sequence_parallel: bool,
-    temperature: float = 1.0,
-    entropies: bool = False,
-) -> Tensor:
-    compute, model = log_probs_and_entropies if entropies else label_log_probs, stage.model
-    values = compute(
-        hidden,
+def _output_matrix(stage: LastStage) -> OutputMatrix:
+    model = stage.model
+    return OutputMatrix(
         stage.output_matrix(),
-        labels,
-        vocab_size=model.architecture.vocab_size,
-        group=stage.model.groups.tp,
-        sequence_parallel=sequence_parallel,
-        temperature=model.architecture.logits_scale * temperature,
+        model.architecture.vocab_size,
+        model.groups.tp,
+        sequence_parallel=model.config.sequence_parallel,
+        positions=stage.documents.loss_positions,
         accumulate=model.config.accumulate_in_matmul,  # pyright: ignore[reportAttributeAccessIssue]
-        scored=positions,
     )
-    return torch.stack(values) if isinstance(values, tuple) else values

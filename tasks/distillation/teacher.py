@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.layers.divergence import divergence, reshard_rows, top_divergence, top_log_probs
-from ...bridge.layers.logprobs import label_log_probs
+from ...bridge.layers.logprobs import OutputMatrix, label_log_probs
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import HiddenStates
 from ...templates.batching.collator import Batch
@@ -48,10 +48,9 @@ class Teacher:
         self.name = (
             options.teacher.teacher_model_server or options.teacher.teacher_model or options.teacher.mcore_teacher_model
         )
-        self.student, self.own_scale = student, student.architecture.logits_scale
+        self.student, self.student_scale = student, student.architecture.logits_scale
         self.beta, self.temperature = options.beta, options.sampling.temperature
         self.top, self.vocab_size, self.scale = options.teacher.gkd_logits_topk, student.architecture.vocab_size, 1.0
-        self.accumulate: bool = student.config.accumulate_in_matmul  # pyright: ignore[reportAttributeAccessIssue]
         self.weight: Tensor | None = None  # the output matrix, split as the student's, which stays on the device
         self.flops: Flops | None = None  # of its passes in these processes
         self.elsewhere: Elsewhere | None = None  # None: its hidden states are where the student's will be
@@ -97,42 +96,40 @@ class Teacher:
 
     def _pass(self, batches: list[Batch]) -> list[Tensor]:
         """Return its own passes over micro batches of its own layout."""
-        output = HiddenStates(self._likeliest if self.top else _as_they_are)
+        output = HiddenStates(self._top_log_probs if self.top else _hidden_states)
         with self.there():
             return forward_only(self.model, self.model.chunks, batches, lambda batch: output)
 
     def compare(self, batch: Batch, *, likelihood: bool) -> HiddenStates:
         """Return the output that computes the student's divergence from the teacher at each token: fp32 [1, local
-        length], 0 where it is not scored; with `likelihood` [2, 1, local length], the second the log-probabilities of
-        the labels."""
-        return HiddenStates(partial(self._compared, batch, likelihood=likelihood))
+        length], 0 where the label has no loss; with `likelihood` [2, 1, local length], the second the log-probabilities
+        of the labels."""
+        return HiddenStates(partial(self._compare, batch, likelihood=likelihood))
 
-    def _likeliest(self, hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
-        # fp32 has every whole number below 2^24, so any token.
-        return torch.stack(
-            top_log_probs(hidden, weight, self.top or 0, vocab_size=self.vocab_size, temperature=self.scale, **how)
-        )
+    def _top_log_probs(self, hidden: Tensor, output: OutputMatrix) -> Tensor:
+        output = replace(output, vocab_size=self.vocab_size)
+        # fp32 represents every integer below 2^24, so every token id.
+        return torch.stack(top_log_probs(hidden, output, self.top or 0, temperature=self.scale))
 
-    def _compared(self, batch: Batch, hidden: Tensor, weight: Tensor, *, likelihood: bool, **how: Any) -> Tensor:
-        how |= {"accumulate": self.accumulate}
-        settings: dict[str, Any] = how | {"vocab_size": self.vocab_size, "beta": self.beta}
-        student_scale, teacher_scale = self.own_scale * self.temperature, self.scale * self.temperature
+    def _compare(self, batch: Batch, hidden: Tensor, output: OutputMatrix, *, likelihood: bool) -> Tensor:
+        shared, extras = replace(output, vocab_size=self.vocab_size), extras_of(batch, TeacherExtras)
+        student_temperature = self.student_scale * self.temperature
         if self.top:
-            log_probs, tokens = extras_of(batch, TeacherExtras).values
-            settings |= {"temperatures": (student_scale, self.temperature)}
-            divergences = top_divergence(hidden, weight, log_probs, tokens.long(), **settings)
+            log_probs, tokens = extras.values
+            temperatures = student_temperature, self.temperature
+            divergences = top_divergence(
+                hidden, shared, log_probs, tokens.long(), beta=self.beta, temperatures=temperatures
+            )
         else:
             assert self.weight is not None
-            settings |= {"temperatures": (student_scale, teacher_scale)}
-            divergences = divergence(hidden, weight, extras_of(batch, TeacherExtras).values, self.weight, **settings)
+            temperatures = student_temperature, self.scale * self.temperature
+            divergences = divergence(
+                hidden, shared, extras.values, self.weight, beta=self.beta, temperatures=temperatures
+            )
         if not likelihood:
             return divergences
-        vocab_size = self.student.architecture.vocab_size
-        log_probs = label_log_probs(
-            hidden, weight, batch.labels, vocab_size=vocab_size, temperature=self.own_scale, **how
-        )
-        return torch.stack((divergences, log_probs))
+        return torch.stack((divergences, label_log_probs(hidden, output, batch.labels, temperature=self.student_scale)))
 
 
-def _as_they_are(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
+def _hidden_states(hidden: Tensor, output: OutputMatrix) -> Tensor:
     return hidden

@@ -151,33 +151,43 @@ def kept_samples(
     return ((advantages >= 0) | near[completions.sample]).float()
 
 
+@dataclass(frozen=True)
+class BaselineLogProbs:
+    """Log-probabilities of the same tokens by other models: fp32 [tokens] each."""
+
+    old: Tensor | None = None  # by the policy before the steps on this rollout batch; None: as the trained model's
+    ref: Tensor | None = None  # by the reference
+    sampled: Tensor | None = None  # by the engine that generated them
+
+
+NO_BASELINES = BaselineLogProbs()
+
+
 def policy_losses(
     policy: Policy,
     log_probs: Tensor,
     advantages: Tensor,
     completions: Completions,
     *,
-    old: Tensor | None = None,
-    ref: Tensor | None = None,
-    sampled: Tensor | None = None,
+    baselines: BaselineLogProbs = NO_BASELINES,
     entropies: Tensor | None = None,
-    least_entropy: Tensor | float | None = None,
+    entropy_threshold: Tensor | float | None = None,
 ) -> Terms:
-    """Return the loss of each token, and what is logged of it.
+    """Return the loss and the metrics of each token.
 
-    log_probs [tokens] fp32, of the model as it is; advantages [tokens], usually its sample's; and of each token its
-    log-probability by `old`, the policy that has sampled it (None: this one), by the reference, and by the engine, and
-    its entropy. `least_entropy`: a token below it has no policy loss (https://arxiv.org/abs/2506.01939): a quantile of
-    all the batch's tokens, which the caller knows.
+    log_probs [tokens] fp32, by the model being trained; advantages [tokens], usually the sample's; entropies [tokens].
+    entropy_threshold: tokens below it have no policy loss (https://arxiv.org/abs/2506.01939); a quantile over all
+    tokens of the batch.
     """
-    old = log_probs.detach() if old is None else old
+    sampled, ref = baselines.sampled, baselines.ref
+    old = log_probs.detach() if baselines.old is None else baselines.old
     weights = _weights(policy, _trained(log_probs - old, completions), completions)
     losses, clipped = _LOSSES[policy.loss_type](policy, weights, advantages, log_probs)
     by_token, by_sample = {}, {}
     (by_token if policy.importance_sampling_level == "token" else by_sample).update(clipped)
-    if least_entropy is not None:
+    if entropy_threshold is not None:
         assert entropies is not None
-        losses = losses * (entropies >= least_entropy)
+        losses = losses * (entropies >= entropy_threshold)
     if policy.off_policy_sequence_mask_delta is not None:
         assert sampled is not None
         kept = kept_samples(policy, log_probs, sampled, advantages, completions)

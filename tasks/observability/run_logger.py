@@ -27,7 +27,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -79,8 +78,7 @@ class RunLog:
 
     `settings`: the run's configuration for wandb and swanlab.
     `six_n`: FLOPs per token by the usual estimate, 6 x parameters, printed beside the exact count at the end.
-    `out`, `bar`: replace the terminal in tests. Raises ImportError on every process where `--report_to` names a package
-        that is not installed.
+    Raises ImportError on every process where `--report_to` names a package that is not installed.
     """
 
     def __init__(
@@ -94,8 +92,6 @@ class RunLog:
         start: "Start | None" = None,
         six_n: float | None = None,
         settings: JsonObject | None = None,
-        out: TextIO | None = None,
-        bar: bool | None = None,
     ):
         self.folder = folder
         self.max_steps = max_steps
@@ -106,7 +102,6 @@ class RunLog:
         start = start or Start()
         self._step = start.step
         self.spikes = start.spikes  # steps whose update was skipped
-        self._out = out or sys.stdout
         require_reporters(options)
         self._reporters = reporters(options, folder, settings or {}, start.step) if folder else []
         # Last, since its clock starts now and the reporters take a while.
@@ -118,9 +113,10 @@ class RunLog:
             for row in _rows_until(start.step, folder / "logging.jsonl"):
                 self._add_row(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
         self._file = AppendFile(folder / "logging.jsonl", self._warn)
-        show = sys.stderr.isatty() if bar is None else bar
         resizes = bool(columns(sys.stderr))
-        self._bar = tqdm(total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not show)
+        self._bar = tqdm(
+            total=max_steps, initial=start.step, desc="Train", dynamic_ncols=resizes, disable=not sys.stderr.isatty()
+        )
 
     def due(self, step: int) -> bool:
         """Return whether to log this step (counted from 1): the first, the last, and every `--logging_steps`."""
@@ -184,16 +180,16 @@ class RunLog:
         """Print that a checkpoint is complete."""
         for path in paths.values() if self.folder else ():
             size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-            self.note(f"{painted(f'Saved {path.name}', GREEN, self._out)} ({size}, {seconds:.1f} s): {path}")
+            self.note(f"{painted(f'Saved {path.name}', GREEN, sys.stdout)} ({size}, {seconds:.1f} s): {path}")
 
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""
         if self.folder is None:
             return
         if self._bar.disable:
-            print(text, file=self._out, flush=True)
+            print(text, file=sys.stdout, flush=True)
         else:
-            self._bar.write(text, file=self._out)
+            self._bar.write(text, file=sys.stdout)
 
     def draw(self, *, overview_only: bool = False) -> list[Path]:
         """Draw the plots so far, or only the overview (less than a second); return their paths."""
@@ -210,7 +206,7 @@ class RunLog:
             return []
 
     def _warn(self, text: str) -> None:
-        self.note(labelled(text, self._out))
+        self.note(labelled(text, sys.stdout))
 
     def close(self, summary: JsonObject) -> None:
         """Write the summary as the last row, draw the plots, and print the speed of the run."""

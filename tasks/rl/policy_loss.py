@@ -10,7 +10,7 @@ from ...bridge.layers.packed_seqs import to_device
 from ...bridge.layers.pooling import sum_documents
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.episode_batches import RolloutExtras, Sequences
-from ..losses.policy import Completions, Policy, Totals, clipped_shares, normalised, policy_losses
+from ..losses.policy import BaselineLogProbs, Completions, Policy, Totals, clipped_shares, normalised, policy_losses
 from ..options import GrpoOptions
 from ..train.objective import extras_of, grouping_of
 
@@ -80,11 +80,9 @@ class PolicyLoss:
             values,
             advantages,
             completions,
-            old=old,
-            ref=ref,
-            sampled=sampled,
+            baselines=BaselineLogProbs(old, ref, sampled),
             entropies=entropies,
-            least_entropy=self.entropy_threshold,
+            entropy_threshold=self.entropy_threshold,
         )
         self.stats.add_clip(clipped_shares(terms, completions))
         totals = Totals(grouping.loss_samples, batch.loss_tokens, self.micro_batches, self.trained_samples)

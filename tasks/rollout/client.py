@@ -23,53 +23,34 @@ from .completion_json import from_json
 from .engine import Completion, Request, Sampling
 from .health import gather_all, notify
 from .process_group import gpu_name
-from .server_connection import DeviceBuffer, ServerConnection, ServerLost, Transport, WeightsLost
-from .weight_buckets import BUCKET_BYTES, BucketWriter, SharedMemory
+from .server_connection import ClientSettings, DeviceBuffer, ServerConnection, ServerLost, Transport, WeightsLost
+from .weight_buckets import BucketWriter, SharedMemory
+
+DEFAULTS = ClientSettings()
 
 
 class ServerEngine:
     """`Engine` over one or several rollout servers.
 
-    Arguments:
-        urls: addresses, as `server_urls` returns them
-        timeout: seconds to wait for the servers at the start
-        wait: seconds to wait for a server that is lost later; it returns without weights, so that `WeightsLost` is
-            raised, or ServerLost where it does not return
-        sleep_level: memory that `sleep` frees: 0 none, 1 the cache, 2 also weights
-        adapters: rank of the adapters that `update` will send; 0: full weights
-        vocab_size: of the run's model; a server with another one is rejected
-        transport: of buckets; auto: the fastest that works
-        flags: names of the flags that set `urls`
+    urls: addresses, as `server_urls` returns them. A lost server returns without weights, so that WeightsLost is
+    raised, or ServerLost where it does not return within `settings.wait`.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        api_key: str | None = None,
-        timeout: float = 240.0,
-        wait: float = 0.0,
-        sleep_level: int = 0,
-        adapters: int = 0,
-        vocab_size: int | None = None,
-        transport: Transport = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
-        flags: str = "address",
-    ):
+    def __init__(self, urls: Sequence[str], settings: ClientSettings = DEFAULTS):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)
         self._thread.start()
         self._version: str | None = None  # of the run's weights on the servers
         self._updates = 0
-        self._sleep_level, self._wait_for_lost, self._bucket_bytes = sleep_level, wait, bucket_bytes
-        self._transport: Transport = transport
+        self._settings = settings
+        self._transport: Transport = settings.transport
         run_token = secrets.token_hex(16)  # authenticates this run: secret
         self._name = secrets.token_hex(4)  # public; distinguishes this run's versions from other runs'
-        self._servers = [ServerConnection(url, run_token, api_key, adapters, vocab_size, wait, flags) for url in urls]
+        self._servers = [ServerConnection(url, run_token, settings) for url in urls]
         self._beat: Future | None = None
         before_exit(self.release)  # registered first: it frees those already claimed if another cannot be reached
         try:
-            self._wait(gather_all([server.connect(timeout) for server in self._servers]))
+            self._wait(gather_all([server.connect(settings.timeout) for server in self._servers]))
         except BaseException:
             self.close()  # frees those already claimed
             raise
@@ -117,7 +98,7 @@ class ServerEngine:
         """Fill one bucket while the previous one is sent."""
         transport = self._choose_transport()
         allocate = DeviceBuffer if transport == "group" else SharedMemory
-        free = [allocate(self._bucket_bytes), allocate(self._bucket_bytes)]
+        free = [allocate(self._settings.bucket_bytes), allocate(self._settings.bucket_bytes)]
         in_flight: tuple[Future, SharedMemory | DeviceBuffer] | None = None
         memory = free.pop()
         bucket = BucketWriter(memory.flat)
@@ -181,17 +162,17 @@ class ServerEngine:
     def sleep(self) -> None:
         """Put the servers to sleep. A lost server is left for the next `update` to handle."""
 
-        expected = (WeightsLost, ServerLost) if self._wait_for_lost else (WeightsLost,)
+        expected = (WeightsLost, ServerLost) if self._settings.wait else (WeightsLost,)
 
         async def put_to_sleep(server: ServerConnection) -> None:
             with suppress(*expected):
-                await server.call("/sleep", level=self._sleep_level)
+                await server.call("/sleep", level=self._settings.sleep_level)
 
-        if self._sleep_level:
+        if self._settings.sleep_level:
             self._wait(gather_all([put_to_sleep(server) for server in self._servers]))
 
     def wake(self) -> None:
-        if self._sleep_level:
+        if self._settings.sleep_level:
             self._call_all(server.call("/wake") for server in self._servers)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
@@ -239,10 +220,10 @@ class ServerEngine:
         try:
             return future.result()
         except ServerLost as lost:
-            if not self._wait_for_lost:
+            if not self._settings.wait:
                 raise
             notify(str(lost))
-            self._wait(gather_all([server.connect(self._wait_for_lost, lost) for server in self._servers]))
+            self._wait(gather_all([server.connect(self._settings.wait, lost) for server in self._servers]))
             notify("All rollout servers answer again: the run continues.")
             raise WeightsLost(f"{lost} It is back, without the weights of this run.") from lost
         except BaseException:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...bridge.checkpoint.hub import vocab_size_of
+from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
@@ -22,9 +23,9 @@ from .engine import Completion, Engine, Request, Sampling
 from .engine_group import EngineGroup
 from .lora_support import unsupported_by_vllm
 from .memory_budget import plan_engine_memory
-from .server_connection import WeightsLost
+from .server_connection import ClientSettings, WeightsLost
 from .transformers_engine import TransformersEngine
-from .weight_sync import BaseWeightsCheck, SyncStats, sync
+from .weight_sync import BaseWeightsCheck, SyncStats, scaled, sync
 
 
 def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: bool = False) -> "ModelRollout":
@@ -36,18 +37,16 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
     weights, optimizer = bool(options.offload_model), bool(options.offload_optimizer)
     if engine_kind(options) == "server":
         urls, level = server_urls(options), options.sleep_level or 0
-        engine = rank0_only(
-            lambda: ServerEngine(
-                urls,
-                api_key=options.vllm_server_api_key,
-                timeout=options.vllm_server_timeout,
-                wait=options.server_reconnect_timeout,
-                sleep_level=level,
-                adapters=rank,
-                vocab_size=vocab_size_of(run.hf_config),
-                flags=address_flags(options),
-            )
+        settings = ClientSettings(
+            api_key=options.vllm_server_api_key,
+            timeout=options.vllm_server_timeout,
+            wait=options.server_reconnect_timeout,
+            sleep_level=level,
+            adapters=rank,
+            vocab_size=vocab_size_of(run.hf_config),
+            flags=address_flags(options),
         )
+        engine = rank0_only(lambda: ServerEngine(urls, settings))
         note, offload = f"completions: {', '.join(urls)}", OffloadPlan(weights, optimizer)
         offload = offload if weights or optimizer or level else None
         return ModelRollout(run, model, engine, None, note, sleeps=level > 0, sends_adapter=bool(rank), moves=offload)
@@ -207,11 +206,12 @@ class ModelRollout(EngineGroup[Engine]):
                 self._is_base_verified = False
 
     def _send(self, engine: Engine | None, *, merge: bool = False, adapter: Lora | None = None) -> SyncStats:
-        run = self.run
-        settings = {"dtype": run.dtype, "seed": self.syncs}
-        return sync(
-            engine, self.model.chunks, run.hf_config, run.model_folder, **settings, merge=merge, adapter=adapter
-        )
+        run, chunks = self.run, self.model.chunks
+        if adapter is None:
+            weights = stream_weights(chunks, run.hf_config, run.model_folder, dtype=run.dtype, merge=merge)
+        else:
+            weights = scaled(stream_adapter(chunks, run.hf_config, adapter), adapter.settings.scaling, run.dtype)
+        return sync(engine, weights, dtype=run.dtype, seed=self.syncs)
 
     def _verify_base_weights(self) -> None:
         """Check that an engine has loaded the adapter's base weights, which it reads by itself."""

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...templates.json_types import JsonObject
 from .health import ANSWER, notify, reconnect_hint, supervise, unreachable_reason
 from .keys import VARIABLE, client_key
-from .weight_buckets import BucketWriter, SharedMemory, encode_table
+from .weight_buckets import BUCKET_BYTES, BucketWriter, SharedMemory, encode_table
 
 if TYPE_CHECKING:
     from .process_group import WeightGroup
@@ -26,6 +27,21 @@ CHUNK = 4 * 2**20  # bytes of a request body per piece
 REACH_TIMEOUT = 5.0  # seconds to connect to a port of the server
 RELEASE_TIMEOUT = 5.0  # seconds for the servers at a run's end
 Transport = Literal["auto", "body", "shared", "group"]
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Settings of a run's connections to its rollout servers."""
+
+    api_key: str | None = None
+    timeout: float = 240.0  # seconds to wait for the servers at the start
+    wait: float = 0.0  # seconds to wait for a server that is lost later
+    sleep_level: int = 0  # memory that `sleep` frees: 0 none, 1 the cache, 2 also weights
+    adapters: int = 0  # rank of the adapters that `update` sends; 0: full weights
+    vocab_size: int | None = None  # of the run's model; a server with another one is rejected
+    transport: Transport = "auto"  # of buckets; auto: the fastest that works
+    bucket_bytes: int = BUCKET_BYTES
+    flags: str = "address"  # names of the flags that set the addresses
 
 
 class ServerLost(ConnectionError):
@@ -52,28 +68,14 @@ class DeviceBuffer:
 
 
 class ServerConnection:
-    """Connection to one server, used in one event loop.
+    """Connection to one server, used in one event loop."""
 
-    `wait`: seconds to wait for the server where it is lost.
-    `flags`: names of the flags that set its address.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        run_token: str,
-        api_key: str | None,
-        adapters: int = 0,
-        vocab_size: int | None = None,
-        wait: float = 0.0,
-        flags: str = "address",
-    ):
+    def __init__(self, url: str, run_token: str, settings: ClientSettings):
         self.url, self.local, self.nccl, self.silence = url, False, False, 120.0  # the last three are set by `claim`
         self.gpus: list[str] = []  # names of the server's GPUs
         self._store: tuple[str, int, int] | None = None  # host and port of the group's store, and the group's size
         self._group: WeightGroup | None = None
-        self._run_token, self._adapters, self._vocab_size, self._wait = run_token, adapters, vocab_size, wait
-        self._flags, self._api_key = flags, api_key
+        self._run_token, self._settings = run_token, settings
         limits = httpx.Limits(keepalive_expiry=30)  # shorter than the server's own limit, so that it closes none in use
         timeout = httpx.Timeout(None, connect=ANSWER)
         self._http = httpx.AsyncClient(
@@ -114,7 +116,7 @@ class ServerConnection:
                     raise ServerLost(f"{lost} It did not come back within {patience:.0f} s.")
                 raise ServerLost(
                     f"No rollout server answers at {self.url} ({reason}) after {patience:.0f} s. Start one there "
-                    f"(swift rollout --model ... --port ...), fix {self._flags}, or wait longer with "
+                    f"(swift rollout --model ... --port ...), fix {self._settings.flags}, or wait longer with "
                     "--vllm_server_timeout."
                 )
             await asyncio.sleep(0.5)
@@ -122,7 +124,7 @@ class ServerConnection:
     async def claim(self) -> None:
         """Claim the server, or renew the claim. Raises ServerClaimed where another run has it."""
         if key := client_key(
-            self._api_key, self.url, is_rollout_server=True
+            self._settings.api_key, self.url, is_rollout_server=True
         ):  # read now: a server that has just started may have made it
             self._http.headers["authorization"] = f"Bearer {key}"
         memory = SharedMemory(16)
@@ -131,8 +133,8 @@ class ServerConnection:
             memory.write(0, secret)
             body = {
                 "run": self._run_token,
-                "adapters": self._adapters,
-                "vocab_size": self._vocab_size,
+                "adapters": self._settings.adapters,
+                "vocab_size": self._settings.vocab_size,
                 "who": f"process {os.getpid()} on {socket.gethostname()}",
                 "probe": memory.handle._asdict() | {"secret": secret.hex()},
             }
@@ -237,7 +239,7 @@ class ServerConnection:
 
     def _lost(self, path: str, reason: str) -> ServerLost:
         return ServerLost(
-            f"The rollout server {self.url} is gone: {reason}, during {path}. {reconnect_hint(self._wait)}"
+            f"The rollout server {self.url} is gone: {reason}, during {path}. {reconnect_hint(self._settings.wait)}"
         )
 
     def _error(self, path: str, response: httpx.Response) -> Exception:

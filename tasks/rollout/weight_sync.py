@@ -5,16 +5,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.checkpoint.stream import stream_adapter, stream_weights
-from ...bridge.lora.attach import Lora
-from ...templates.json_types import JsonObject
 from ..distributed.collectives import all_gather_objects
 from .engine import Engine
 from .server_connection import WeightsLost
@@ -74,28 +69,21 @@ def _format_checksum(dtype: torch.dtype, shape: Sequence[int], value: Tensor) ->
 @torch.no_grad()
 def sync(
     engine: Engine | None,
-    chunks: Sequence[GPTModel],
-    hf_config: JsonObject,
-    source: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
     *,
     dtype: torch.dtype,
-    merge: bool = False,
-    adapter: Lora | None = None,
     compare: int = 1,
     seed: int = 0,
 ) -> SyncStats:
-    """Send the model's weights (or only its `adapter`, scaled) to this rank's engine, if it has one.
+    """Send weights to this rank's engine, if it has one.
 
-    Every rank calls this. `compare` tensors of each kind (`ChecksumSample`), chosen by `seed`, are compared with the
-    engine's own by checksums; `dtype` is the engine's. Raises RuntimeError on every rank, naming the failed rank, where
-    an engine fails or has other tensors than were sent; WeightsLost where a server was restarted and can be retried.
+    Every rank calls this, and reads `weights` to their end. `compare` tensors of each kind (`ChecksumSample`), chosen
+    by `seed`, are compared with the engine's by checksums; `dtype` is the engine's. Raises RuntimeError on every rank,
+    naming the failed rank, where an engine fails or has other tensors than were sent; WeightsLost where a server was
+    restarted and can be retried.
     """
     started, failure = time.perf_counter(), None
-    if adapter is not None:
-        stream = scaled(stream_adapter(chunks, hf_config, adapter), adapter.settings.scaling, dtype)
-    else:
-        stream = stream_weights(chunks, hf_config, source, dtype=dtype, merge=merge)
-    sample = ChecksumSample(stream, compare, seed, dtype)
+    sample = ChecksumSample(weights, compare, seed, dtype)
     compared = 0
     try:
         if engine is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megaswift.bridge.layers.logprobs import label_log_probs, log_probs_and_entropies
+from megaswift.bridge.layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
 
 TOKENS, SIZE, VOCAB, ROWS = (2, 5), 8, 69, 72  # 3 rows of the matrix are padding, far larger than all else
 
@@ -57,12 +57,12 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
     from megaswift.bridge.kernels import log_probs
 
     hidden, weight, labels, slopes = inputs
-    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
+    output = OutputMatrix(weight, VOCAB, alone)
     monkeypatch.setattr(log_probs, "_chunks", lambda hidden, columns: [slice(0, 4), slice(4, 8), slice(8, 10)])
     several = []
     for room, kept in ((0, 0), (4 * 128 * 4, 1), (2**20, 3)):
         monkeypatch.setattr(log_probs, "most_kept", lambda device, room=room: room)
-        found = label_log_probs(hidden, weight, labels, **settings)
+        found = label_log_probs(hidden, output, labels, temperature=temperature)
         assert waiting(log_probs) == kept
         for again in (True, False):
             several.append((found.detach(), *torch.autograd.grad(found, (hidden, weight), slopes, retain_graph=again)))
@@ -71,7 +71,7 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
     for other in several[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(other, several[0], strict=True))
     with torch.no_grad():
-        assert torch.equal(label_log_probs(hidden, weight, labels, **settings), several[0][0])
+        assert torch.equal(label_log_probs(hidden, output, labels, temperature=temperature), several[0][0])
         assert waiting(log_probs) == 0
 
 
@@ -79,10 +79,10 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
 def test_entropies(alone, inputs, temperature):
     """From the same reading as the log-probabilities, which stay what they are; also where a token is all but sure."""
     hidden, weight, labels, slopes = inputs
-    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "temperature": temperature}
-    found, entropies = log_probs_and_entropies(hidden, weight, labels, **settings)
+    output = OutputMatrix(weight, VOCAB, alone)
+    found, entropies = log_probs_and_entropies(hidden, output, labels, temperature=temperature)
     gather_or_raise((found, *torch.autograd.grad(found, (hidden, weight), slopes)), exact(*inputs, temperature))
-    assert torch.equal(found, label_log_probs(hidden, weight, labels, **settings))
+    assert torch.equal(found, label_log_probs(hidden, output, labels, temperature=temperature))
     logits = hidden.detach().double().transpose(0, 1) @ weight.detach()[:VOCAB].double().t() / temperature
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert not entropies.requires_grad
@@ -93,9 +93,9 @@ def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
     from megaswift.bridge.kernels import log_probs
 
     hidden, weight, labels, _ = inputs
-    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False}
+    output = OutputMatrix(weight, VOCAB, alone)
     monkeypatch.setattr(log_probs, "most_kept", lambda device: 2 * 10 * 128 * 4)
-    calls = [label_log_probs(hidden, weight, labels, **settings) for _ in range(3)]
+    calls = [label_log_probs(hidden, output, labels) for _ in range(3)]
     assert waiting(log_probs) == 2
     del calls[0]
     assert waiting(log_probs) == 1
@@ -105,7 +105,7 @@ def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
 def test_of_what_is_frozen_no_gradient_is_made(alone, inputs, frozen):
     hidden, weight, labels, slopes = inputs
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    label_log_probs(hidden, weight, labels, vocab_size=VOCAB, group=alone, sequence_parallel=False).backward(slopes)
+    label_log_probs(hidden, OutputMatrix(weight, VOCAB, alone), labels).backward(slopes)
     _, *expected = exact(*inputs, 1.0)
     assert (hidden.grad is None) == (frozen == "hidden")
     assert (weight.grad is None) == (frozen == "weight")
@@ -148,8 +148,8 @@ def test_gradients_are_added_in_the_product(alone, inputs):
     hidden, weight, labels, slopes = inputs
     before = torch.randn_like(weight)
     weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = before.clone(), False, True
-    settings = {"vocab_size": VOCAB, "group": alone, "sequence_parallel": False, "accumulate": True}
-    calls = [label_log_probs(hidden, weight, labels, **settings) for _ in range(2)]
+    output = OutputMatrix(weight, VOCAB, alone, accumulate=True)
+    calls = [label_log_probs(hidden, output, labels) for _ in range(2)]
     (sum((found * slopes).sum() for found in calls) + weight[3].sum()).backward()
     _, grad_hidden, grad_weight = exact(*inputs, 1.0)
     gather_or_raise([hidden.grad, weight.main_grad], [2 * grad_hidden, 2 * grad_weight + before])
@@ -160,9 +160,7 @@ def test_gradients_are_added_in_the_product(alone, inputs):
 def test_sums_that_are_not_in_fp32_get_no_gradient_by_chunks(alone, inputs):
     hidden, weight, labels, slopes = inputs
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.bfloat16), False
-    found = label_log_probs(
-        hidden, weight, labels, vocab_size=VOCAB, group=alone, sequence_parallel=False, accumulate=True
-    )
+    found = label_log_probs(hidden, OutputMatrix(weight, VOCAB, alone, accumulate=True), labels)
     found.backward(slopes)
     gather_or_raise([weight.grad], [exact(*inputs, 1.0)[2]])
     assert not weight.main_grad.any()
@@ -195,9 +193,7 @@ def test_half_precision(alone, dtype):
     slopes = random(1, tokens).float()
     weight.main_grad = torch.ones(rows, size, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
     weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-    found, entropies = log_probs_and_entropies(
-        hidden, weight, labels, vocab_size=vocab, group=alone, sequence_parallel=False, accumulate=True
-    )
+    found, entropies = log_probs_and_entropies(hidden, OutputMatrix(weight, vocab, alone, accumulate=True), labels)
     found.backward(slopes)
     wholes = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     for part in torch.arange(tokens, device="cuda").split(2048):

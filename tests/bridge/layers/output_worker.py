@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,7 +55,7 @@ class Sides:
         parts = world if sequence_parallel else 1
         self.place = slice(self.rank % parts * SEQUENCE // parts, (self.rank % parts + 1) * SEQUENCE // parts)
         self.rows = slice(self.rank * PADDED // world, (self.rank + 1) * PADDED // world)
-        self.own = {
+        self.local = {
             "hidden": self.hidden.detach()[self.place].requires_grad_(),
             "weight": self.weight.detach()[self.rows].clone().requires_grad_(),
         }
@@ -63,12 +64,20 @@ class Sides:
             "teacher_hidden": self.teacher_hidden[self.place],
             "teacher_weight": divergence.reshard_rows(teachers, PADDED // world, group),
         }
-        self.how: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "scored": None if scored is None else torch.tensor(scored),
-        }
+        positions = None if scored is None else torch.tensor(scored)
+        self.output = logprobs.OutputMatrix(
+            self.local["weight"], vocab_size, group, sequence_parallel=sequence_parallel, positions=positions
+        )
+
+    def divergence(self, **settings: Any) -> Tensor:
+        return divergence.divergence(self.local["hidden"], self.output, **self.teacher, **settings)
+
+    def top_divergence(self, log_probs: Tensor, ids: Tensor, **settings: Any) -> Tensor:
+        return divergence.top_divergence(self.local["hidden"], self.output, log_probs, ids, **settings)
+
+    def top_log_probs(self, k: int) -> tuple[Tensor, Tensor]:
+        output = replace(self.output, weight=self.teacher["teacher_weight"])
+        return divergence.top_log_probs(self.teacher["teacher_hidden"], output, k)
 
     def log_probs(self, temperature: float) -> Tensor:
         """[batch, sequence, vocabulary]"""
@@ -81,7 +90,7 @@ class Sides:
     def distances(self, found: Tensor, expected: Tensor) -> dict[str, float]:
         """Of a number for each position, and of its gradients."""
         expected = expected * self.kept
-        mine = torch.autograd.grad((found * self.slopes).sum(), tuple(self.own.values()))
+        mine = torch.autograd.grad((found * self.slopes).sum(), tuple(self.local.values()))
         wholes = torch.autograd.grad((expected * self.slopes).sum(), (self.hidden, self.weight))
         wholes = wholes[0][self.place], wholes[1][self.rows]
         return {
@@ -105,10 +114,9 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def of_labels(sides: Sides) -> dict[str, float]:
-    found, entropies = logprobs.log_probs_and_entropies(
-        **sides.own, labels=sides.labels, temperature=TEMPERATURES[0], **sides.how
-    )
-    alone = logprobs.label_log_probs(**sides.own, labels=sides.labels, temperature=TEMPERATURES[0], **sides.how)
+    arguments = (sides.local["hidden"], sides.output, sides.labels)
+    found, entropies = logprobs.log_probs_and_entropies(*arguments, temperature=TEMPERATURES[0])
+    alone = logprobs.label_log_probs(*arguments, temperature=TEMPERATURES[0])
     log_probs = sides.log_probs(TEMPERATURES[0])
     expected = -(log_probs.exp() * log_probs).sum(-1) * sides.kept
     return {
@@ -122,7 +130,7 @@ def of_labels(sides: Sides) -> dict[str, float]:
 def of_divergence(sides: Sides) -> dict[str, float]:
     found = {}
     for beta in BETAS:
-        mine = divergence.divergence(**sides.own, **sides.teacher, beta=beta, temperatures=TEMPERATURES, **sides.how)
+        mine = sides.divergence(beta=beta, temperatures=TEMPERATURES)
         expected = jensen_shannon(sides.log_probs(TEMPERATURES[0]), sides.teachers(TEMPERATURES[1]), beta)
         found |= {f"{name}, beta {beta}": value for name, value in sides.distances(mine, expected).items()}
     return found
@@ -130,22 +138,13 @@ def of_divergence(sides: Sides) -> dict[str, float]:
 
 def of_top(sides: Sides) -> dict[str, float]:
     k = 4
-    values, ids = divergence.top_log_probs(
-        sides.teacher["teacher_hidden"], sides.teacher["teacher_weight"], k, **sides.how
-    )
+    values, ids = sides.top_log_probs(k)
     whole = sides.teachers(1.0)
     wanted, places = whole.topk(k)
     kept = sides.kept[..., None]
     found = {"top": distance(values, wanted * kept), "ids": float(not torch.equal(ids, (places * kept).long()))}
     for beta in BETAS:
-        mine = divergence.top_divergence(
-            **sides.own,
-            teacher_log_probs=values,
-            ids=ids,
-            beta=beta,
-            temperatures=TEMPERATURES,
-            **sides.how,
-        )
+        mine = sides.top_divergence(values, ids, beta=beta, temperatures=TEMPERATURES)
         student = sides.log_probs(TEMPERATURES[0]).gather(2, places).log_softmax(-1)
         teacher = (wanted / TEMPERATURES[1]).log_softmax(-1)
         expected = jensen_shannon(student, teacher, beta)

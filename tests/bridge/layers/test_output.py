@@ -2,6 +2,7 @@
 Against torch's own on whole logits, and TRL's divergence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,8 +44,7 @@ def test_planted_faults_show(group, fault):
 
 def test_temperatures_are_each_ones_own(group):
     mine = Sides(**output_worker.CASES["all"], group=group)
-    settings = {"beta": 0.3, **mine.how}
-    found = divergence.divergence(**mine.own, **mine.teacher, temperatures=(1.3, 0.7), **settings)
+    found = mine.divergence(temperatures=(1.3, 0.7), beta=0.3)
     expected = jensen_shannon(mine.log_probs(1.3), mine.teachers(0.7), 0.3)
     swapped = jensen_shannon(mine.log_probs(0.7), mine.teachers(1.3), 0.3)
     torch.testing.assert_close(found, expected)
@@ -56,13 +56,13 @@ def test_divergence_is_trls(group, beta):
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
     mine = Sides(**output_worker.CASES["all"], group=group)
-    found = divergence.divergence(**mine.own, **mine.teacher, beta=beta, temperatures=(0.9, 0.9), **mine.how)
+    found = mine.divergence(beta=beta, temperatures=(0.9, 0.9))
     labels = torch.where(random(*found.shape, seed=9) > 0, mine.labels, -100)
     logits = [mine.log_probs(1.0), mine.teachers(1.0)]  # of which softmax makes the same again
     expected = GKDTrainer.generalized_jsd_loss(*logits, labels=labels, beta=beta, temperature=0.9)
     loss = found[labels != -100].mean()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    mean = torch.autograd.grad(loss, tuple(mine.own.values()))
+    mean = torch.autograd.grad(loss, tuple(mine.local.values()))
     theirs = torch.autograd.grad(expected, (mine.hidden, mine.weight))
     for one, other in zip(mean, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -72,48 +72,40 @@ def test_all_tokens_are_the_likeliest(group):
     """With k the vocabulary, nothing is left out."""
     mine = Sides(**output_worker.CASES["some"], group=group)
     for beta in BETAS:
-        settings = {"beta": beta, "temperatures": (0.7, 1.3), **mine.how}
-        top = divergence.top_log_probs(mine.teacher["teacher_hidden"], mine.teacher["teacher_weight"], 21, **mine.how)
-        found = divergence.top_divergence(**mine.own, teacher_log_probs=top[0], ids=top[1], **settings)
-        torch.testing.assert_close(found, divergence.divergence(**mine.own, **mine.teacher, **settings))
+        settings = {"beta": beta, "temperatures": (0.7, 1.3)}
+        found = mine.top_divergence(*mine.top_log_probs(21), **settings)
+        torch.testing.assert_close(found, mine.divergence(**settings))
 
 
 def test_no_divergence_from_oneself(group):
     mine = Sides(**output_worker.CASES["all"], group=group)
-    teacher = {f"teacher_{name}": tensor.detach() for name, tensor in mine.own.items()}
+    mine.teacher = {f"teacher_{name}": tensor.detach() for name, tensor in mine.local.items()}
     for beta in BETAS:
-        found = divergence.divergence(**mine.own, **teacher, beta=beta, **mine.how)
+        found = mine.divergence(beta=beta)
         assert found.abs().max() < 1e-6
-        assert all(slope.abs().max() < 1e-6 for slope in torch.autograd.grad(found.sum(), tuple(mine.own.values())))
+        assert all(slope.abs().max() < 1e-6 for slope in torch.autograd.grad(found.sum(), tuple(mine.local.values())))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_of_what_is_frozen_no_gradient_is_made(group, frozen):
     mine = Sides(**output_worker.CASES["all"], group=group)
-    mine.own[frozen].requires_grad_(False)
-    top = divergence.top_log_probs(mine.teacher["teacher_hidden"], mine.teacher["teacher_weight"], 4, **mine.how)
-    for found in (
-        divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how),
-        divergence.top_divergence(**mine.own, teacher_log_probs=top[0], ids=top[1], beta=0.5, **mine.how),
-    ):
+    mine.local[frozen].requires_grad_(False)
+    for found in (mine.divergence(beta=0.5), mine.top_divergence(*mine.top_log_probs(4), beta=0.5)):
         found.sum().backward()
-    assert mine.own[frozen].grad is None
-    assert mine.own["weight" if frozen == "hidden" else "hidden"].grad is not None
+    assert mine.local[frozen].grad is None
+    assert mine.local["weight" if frozen == "hidden" else "hidden"].grad is not None
 
 
 def test_gradients_are_added_to_the_sum(group):
     """Where the weight has one in fp32 and it is asked for; autograd then gets nothing that is read."""
     mine = Sides(**output_worker.CASES["some"], group=group)
-    weight = mine.own["weight"]
-    expected = torch.autograd.grad(
-        divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how).sum(), weight
-    )[0]
+    weight = mine.local["weight"]
+    expected = torch.autograd.grad(mine.divergence(beta=0.5).sum(), weight)[0]
     before = torch.randn_like(weight)
     weight.main_grad, weight.grad_added_to_main_grad = before.clone(), False
     for accumulate in (True, False):
-        found = divergence.divergence(
-            **mine.own, **mine.teacher, beta=0.5, temperatures=(1.0, 1.0), accumulate=accumulate, **mine.how
-        )
+        mine.output = replace(mine.output, accumulate=accumulate)
+        found = mine.divergence(beta=0.5)
         weight.grad = None
         found.sum().backward()
         torch.testing.assert_close(weight.main_grad - before, expected, rtol=1e-5, atol=1e-5)
@@ -132,16 +124,16 @@ def test_never_two_full_logits(group, monkeypatch):
         return logits[-1]
 
     monkeypatch.setattr(divergence, "chunk_logits", watched)
-    divergence.divergence(**mine.own, **mine.teacher, beta=0.5, **mine.how).sum().backward()
+    mine.divergence(beta=0.5).sum().backward()
     assert max(each.numel() for each in logits) == 3 * 21
     assert len(logits) == 2 * 2 * 4  # of both models, forward and backward, 12 tokens by threes
 
 
 def test_matrices_of_different_vocabularies(group):
     mine = Sides(**output_worker.CASES["all"], group=group)
-    teacher = mine.teacher | {"teacher_weight": mine.teacher_weight}
+    mine.teacher |= {"teacher_weight": mine.teacher_weight}
     with pytest.raises(ValueError, match=r"--teacher_model: its output matrix has 26 rows on this rank.*24"):
-        divergence.divergence(**mine.own, **teacher, beta=0.5, **mine.how)
+        mine.divergence(beta=0.5)
     assert divergence.reshard_rows(mine.teacher_weight, 30, group).shape == (30, 5)
     assert not divergence.reshard_rows(mine.teacher_weight, 30, group)[26:].any()
     assert torch.equal(divergence.reshard_rows(mine.teacher_weight, 24, group), mine.teacher_weight[:24])

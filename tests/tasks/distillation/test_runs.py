@@ -79,7 +79,7 @@ def test_teachers_that_do_not_fit(place: Distilled) -> None:
     assert "--teacher_model nowhere" in refused(place, teacher_model="nowhere")
     printed = refused(place, "--teacher_model teacher --mcore_teacher_model teacher", teacher_model="")
     assert "--teacher_model teacher and --mcore_teacher_model teacher: set one of them" in printed
-    assert "--gkd_logits_topk 1000: there are 2" in refused(place, "--gkd_logits_topk 1000")
+    assert "--gkd_logits_topk 1000: the vocabulary has 2" in refused(place, "--gkd_logits_topk 1000")
     assert "--mcore_teacher_model teacher" in refused(place, "--mcore_teacher_model teacher", teacher_model="")
 
 

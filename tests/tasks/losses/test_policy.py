@@ -9,7 +9,16 @@ from unittest import mock
 import pytest
 import torch
 from megaswift.tasks.losses import policy as ours
-from megaswift.tasks.losses.policy import Completions, Policy, Terms, Totals, clipped_shares, normalised, policy_losses
+from megaswift.tasks.losses.policy import (
+    BaselineLogProbs,
+    Completions,
+    Policy,
+    Terms,
+    Totals,
+    clipped_shares,
+    normalised,
+    policy_losses,
+)
 from torch import Tensor
 
 from tests.tasks.losses import upstream
@@ -64,7 +73,8 @@ def terms_of(policy: Policy, given: dict[str, Tensor], **more) -> tuple[Terms, C
     mask = given["mask"]
     log_probs, entropies = (packed(given[name], mask).nan_to_num() for name in ("log_probs", "entropies"))
     completions = completions_of(mask)
-    rest = {name: packed(given[name], mask) for name in ("old", "ref", "sampled")} | {"entropies": entropies} | more
+    baselines = BaselineLogProbs(*(packed(given[name], mask) for name in ("old", "ref", "sampled")))
+    rest = {"baselines": baselines, "entropies": entropies} | more
     return policy_losses(policy, log_probs, given["advantages"][completions.sample], completions, **rest), completions
 
 
@@ -217,7 +227,7 @@ def test_only_uncertain_tokens(quantile):
     given = padded()
     least = given["entropies"][given["mask"].bool()].quantile(1 - quantile)
     for policy in (Policy(beta=0.04), Policy("dapo", 0.9, beta=0.0, importance_sampling_level="sequence")):
-        same(run(policy, given, least_entropy=least), theirs(policy, given, top_entropy_quantile=quantile), given)
+        same(run(policy, given, entropy_threshold=least), theirs(policy, given, top_entropy_quantile=quantile), given)
 
 
 @pytest.mark.parametrize("mode", ours.CORRECTIONS)
@@ -301,7 +311,7 @@ def test_gspo_token_with_advantages_of_tokens():
     by_token = torch.linspace(-3, 3, len(log_probs))
     for level in ("sequence", "sequence_token"):
         policy = Policy(epsilon=9.0, importance_sampling_level=level, beta=0.0)
-        terms = policy_losses(policy, log_probs, by_token, completions, old=old)
+        terms = policy_losses(policy, log_probs, by_token, completions, baselines=BaselineLogProbs(old))
         loss, _ = normalised(terms, policy, completions, totals_of(given["mask"]))
         (slopes[level],) = torch.autograd.grad(loss, log_probs, retain_graph=True)
     ratios = completions.by_sample((log_probs - old).detach() * completions.mask)
@@ -370,9 +380,7 @@ def test_tokens_on_two_ranks(level):
                 log_probs,
                 given["advantages"][completions.sample],
                 completions,
-                old=old,
-                ref=ref,
-                sampled=sampled[mine],
+                baselines=BaselineLogProbs(old, ref, sampled[mine]),
                 entropies=entropies,
             )
             return normalised(terms, policy, completions, totals_of(mask))

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -85,11 +86,12 @@ def test_rates_of_a_run_that_goes_on_are_of_its_own_steps(clock, saved):
     assert meter.tokens == 51500
 
 
-def test_files_of_a_run(tmp_path):
+def test_files_of_a_run(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = io.StringIO()
-    log = RunLog(tmp_path, LoggingOptions(logging_steps=2), 5, 1e12, 1, six_n=6e6, out=out, bar=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    log = RunLog(tmp_path, LoggingOptions(logging_steps=2), 5, 1e12, 1, six_n=6e6)
     for step in range(1, 6):
         log.step(tokens=64, flops=1e9, data_wait=0.0)
         if log.due(step):
@@ -113,9 +115,10 @@ def test_files_of_a_run(tmp_path):
     assert "by 6ND" in "\n".join(lines)
 
 
-def test_unknown_chip_has_no_mfu_and_no_number_is_not_json(tmp_path):
+def test_unknown_chip_has_no_mfu_and_no_number_is_not_json(tmp_path, monkeypatch):
     out = io.StringIO()
-    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1, out=out, bar=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1)
     log.step(1, 1.0, 0.0)
     log.train(1, METRICS | {"loss": float("nan")})
     log.close({})
@@ -171,7 +174,8 @@ def test_a_checkpoint_that_is_saved_is_seen(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for out, said in ((io.StringIO(), "Saved checkpoint-2"), (Screen(), "\x1b[32mSaved checkpoint-2\x1b[0m")):
-        log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1, out=out, bar=False)
+        monkeypatch.setattr(sys, "stdout", out)
+        log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1)
         folder = tmp_path / "checkpoint-2"
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").write_bytes(b"0" * 1_200_000)
@@ -181,10 +185,11 @@ def test_a_checkpoint_that_is_saved_is_seen(tmp_path, monkeypatch):
     assert "Writing checkpoint-2 in the background (training waited 0.8 s)" in out.getvalue()
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path):
+def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "images").write_text("a file where the folder should be")
     out = io.StringIO()
-    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1, out=out, bar=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 1, None, 1)
     log.step(1, 1.0, 0.0)
     log.train(1, METRICS)
     log.close({"last_checkpoint": None})
@@ -194,8 +199,9 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path):
 
 def test_a_line_that_cannot_be_written_waits_for_room(tmp_path, monkeypatch):
     out, write, room = io.StringIO(), os.write, [None]
+    monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(append_file.os, "write", lambda file, data: _write(write, room, file, data))
-    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 4, None, 1, out=out, bar=False)
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 4, None, 1)
     for step, left in ((1, None), (2, 10), (3, 0), (4, None)):
         room[0] = left
         log.step(1, 1.0, 0.0)
@@ -230,7 +236,8 @@ def test_a_reporter_that_fails_is_left_out(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = io.StringIO()
-    log = RunLog(tmp_path, LoggingOptions(), 2, None, 1, out=out, bar=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    log = RunLog(tmp_path, LoggingOptions(), 2, None, 1)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     for step in (1, 2):
         log.step(1, 1.0, 0.0)
@@ -251,8 +258,9 @@ def test_rows_of_curves_are_bounded():
     assert len({later - step for step, later in itertools.pairwise(steps)}) == 1
 
 
-def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys):
-    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1, bar=True)
+def test_lines_above_a_progress_bar_stay_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = RunLog(tmp_path, LoggingOptions(report_to=["none"]), 2, None, 1)
     for step in (1, 2):
         log.step(1, 1.0, 0.0)
         log.train(step, METRICS)

@@ -8,6 +8,7 @@ job.json: {"model": folder, "options": {flag: value}, "lora": {flag: value}, "ra
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
+from megaswift.bridge.checkpoint.stream import stream_adapter, stream_weights
 from megaswift.bridge.lora.attach import attach_adapters
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.model.build import build_model
@@ -25,7 +27,7 @@ from megaswift.bridge.parallel import initialize
 from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout.engine import Sampling
 from megaswift.tasks.rollout.vllm_engine import VllmEngine
-from megaswift.tasks.rollout.weight_sync import BaseWeightsCheck, sync
+from megaswift.tasks.rollout.weight_sync import BaseWeightsCheck, scaled, sync
 
 from tests.tasks.rollout.vllm_worker import FILTERED, distance, greedy_is_transformers, requests
 
@@ -44,11 +46,16 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
     engine.ends = set()  # by chance any token would come
     asked = requests(dist.get_rank() // job["ranks"])
     found: dict[str, Any] = {name: [] for name in ("greedy", "log_probs", "bytes", "compared")}
-    beneath = sync(BaseWeightsCheck(engine), model.chunks, config, folder, dtype=torch.float32, compare=10_000)  # type: ignore[arg-type]
+    beneath = sync(
+        BaseWeightsCheck(engine),
+        stream_weights(model.chunks, config, folder, dtype=torch.float32),
+        dtype=torch.float32,
+        compare=10_000,
+    )  # type: ignore[arg-type]
     found["beneath"], found["whole"] = beneath.compared, beneath.bytes
     for seed in (7, 8):  # the second adapter takes the first one's place
         randomise(model, seed)
-        done = sync(engine, model.chunks, config, folder, dtype=torch.float32, adapter=model.lora, compare=10_000)
+        done = sync(engine, adapter_weights(model, config), dtype=torch.float32, compare=10_000)
         found["bytes"].append(done.bytes)
         found["compared"].append(done.compared)
         merged = place / f"merged-{seed}"
@@ -78,6 +85,11 @@ def randomise(model: Model, seed: int) -> None:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
+def adapter_weights(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    assert model.lora is not None
+    return scaled(stream_adapter(model.chunks, config, model.lora), model.lora.settings.scaling, torch.float32)
+
+
 def spoilt(engine: VllmEngine, model: Model, config: dict[str, Any], folder: Path) -> str:
     """Return the errors for a changed adapter, and for changed base weights."""
 
@@ -88,7 +100,12 @@ def spoilt(engine: VllmEngine, model: Model, config: dict[str, Any], folder: Pat
             engine.update((name, tensor + 1 if "lora_B" in name else tensor) for name, tensor in weights)
 
     try:
-        sync(Spoilt(), model.chunks, config, folder, dtype=torch.float32, adapter=model.lora, compare=10_000)  # type: ignore[arg-type]
+        sync(
+            Spoilt(),
+            adapter_weights(model, config),
+            dtype=torch.float32,
+            compare=10_000,
+        )  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     return ""

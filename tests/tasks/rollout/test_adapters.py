@@ -4,6 +4,7 @@ import pytest
 import torch
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.lora_support import lora_rank_bucket
+from megaswift.tasks.rollout.server_connection import ClientSettings
 from megaswift.tasks.rollout.weight_sync import BaseWeightsCheck, scaled
 
 from .served import serving, tensors
@@ -45,10 +46,10 @@ def test_what_a_server_takes(room: int, sent: int, message: str | None) -> None:
         server.backend.adapters = room
         if message:
             with pytest.raises(ValueError, match=message):
-                ServerEngine([url], timeout=10, adapters=sent)
+                ServerEngine([url], ClientSettings(timeout=10, adapters=sent))
             assert server.owner.run is None  # free for others
             return
-        client = ServerEngine([url], timeout=10, adapters=sent)
+        client = ServerEngine([url], ClientSettings(timeout=10, adapters=sent))
         client.update(tensors().items())
         assert engine.weights.keys() == tensors().keys()
         client.close()
@@ -56,7 +57,7 @@ def test_what_a_server_takes(room: int, sent: int, message: str | None) -> None:
 
 def test_what_is_beneath_is_compared_and_not_kept() -> None:
     with serving() as (url, engine, _):
-        client = ServerEngine([url], timeout=10)
+        client = ServerEngine([url], ClientSettings(timeout=10))
         client.update({"scale": torch.tensor(2.0)}.items())
         beneath = BaseWeightsCheck(client)
         beneath.update(iter([("scale", torch.tensor(3.0))]))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megaswift.bridge.checkpoint.stream import stream_weights
 from megaswift.tasks.rollout import weight_sync
 from megaswift.tasks.rollout.engine import Request, Sampling
 from megaswift.tasks.rollout.eos import eos_token_ids
@@ -65,6 +66,11 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(engine, temperature
         every = (logits_of(engine, request.tokens, found.tokens) / (temperature or 1.0)).log_softmax(-1)
         expected = every.gather(-1, torch.tensor(found.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=2e-5, rtol=0)
+
+
+def send(engine, model, config, source, **settings):
+    weights = stream_weights(model.chunks, config, source, dtype=torch.float32)
+    return weight_sync.sync(engine, weights, dtype=torch.float32, **settings)
 
 
 def test_temperature_zero_is_transformers_greedy_search(engine):
@@ -229,7 +235,7 @@ def test_new_weights_change_what_is_generated(folder, tmp_path, one_process):  #
     for source in (folder, other, folder):
         model = worker.open_model(source, one_process, torch.float32)
         config = worker.read_config(source)
-        done = weight_sync.sync(engine, model.chunks, config, source, dtype=torch.float32, seed=1)
+        done = send(engine, model, config, source, seed=1)
         assert (done.compared, done.bytes) == (len(kinds), sum(p.nbytes for p in engine.replica.model.parameters()))
         assert done.gigabytes_per_second > 0
         fresh = TransformersEngine(source, dtype=torch.float32)
@@ -246,10 +252,10 @@ def test_a_tensor_that_came_otherwise_is_named(folder, one_process):  # noqa: F8
     model, config = worker.open_model(folder, one_process, torch.float32), worker.read_config(folder)
     engine = Forgetful(folder, dtype=torch.float32)
     with pytest.raises(RuntimeError, match=r"rank 0 .*layers\.\d\.self_attn\.k_norm\.weight is not what was sent"):
-        weight_sync.sync(engine, model.chunks, config, folder, dtype=torch.float32, compare=1000)
+        send(engine, model, config, folder, compare=1000)
     other = TransformersEngine(folder, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="Set the same --torch_dtype for `swift rollout` and the run"):
-        weight_sync.sync(other, model.chunks, config, folder, dtype=torch.float32, compare=1000)
+        send(other, model, config, folder, compare=1000)
 
 
 def test_an_engine_that_stops_reading_leaves_no_rank_waiting(folder, one_process):  # noqa: F811
@@ -262,7 +268,7 @@ def test_an_engine_that_stops_reading_leaves_no_rank_waiting(folder, one_process
 
     model, config = worker.open_model(folder, one_process, torch.float32), worker.read_config(folder)
     with pytest.raises(RuntimeError, match="rank 0 did not load the weights: ValueError: no room"):
-        weight_sync.sync(Broken(folder, dtype=torch.float32), model.chunks, config, folder, dtype=torch.float32)
+        send(Broken(folder, dtype=torch.float32), model, config, folder)
 
 
 def test_what_a_replica_refuses(folder):

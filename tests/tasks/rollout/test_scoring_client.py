@@ -20,6 +20,7 @@ from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Request as Asked
 from megaswift.tasks.rollout.engine import Sampling
 from megaswift.tasks.rollout.scoring_client import ScoringClient, ScoringServerLost
+from megaswift.tasks.rollout.server_connection import ClientSettings
 
 from tests import tiny
 from tests.prepared import ROOT, free_port
@@ -49,7 +50,7 @@ def test_nobody_claims_a_server_by_asking() -> None:
         reader = ScoringClient(url)
         ask(reader)
         assert server.owner.run is None
-        client = ServerEngine([url], timeout=10.0)
+        client = ServerEngine([url], ClientSettings(timeout=10.0))
         ask(reader)  # it has another's run, and its own weights
         client.update([("scale", torch.tensor(1.5))])
         for refused in (lambda: ask(reader), lambda: reader.generate([Asked([1], 0)], Sampling())):

@@ -22,7 +22,7 @@ from megaswift.tasks.rollout.addresses import server_urls
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
 from megaswift.tasks.rollout.serve import bind, choose_backend
-from megaswift.tasks.rollout.server_connection import ServerClaimed, ServerLost, WeightsLost
+from megaswift.tasks.rollout.server_connection import ClientSettings, ServerClaimed, ServerLost, WeightsLost
 from torch import Tensor
 
 from tests import tiny
@@ -34,7 +34,7 @@ SAMPLING = Sampling(max_new_tokens=4, stop=("\n",))
 
 @contextmanager
 def connected(*urls: str, **settings):
-    engine = ServerEngine(urls, **{"timeout": 10.0, "bucket_bytes": 4096} | settings)
+    engine = ServerEngine(urls, ClientSettings(**{"timeout": 10.0, "bucket_bytes": 4096} | settings))
     try:
         yield engine
     finally:
@@ -157,7 +157,7 @@ def test_a_second_run_waits_for_the_first_to_end(capfd) -> None:
             with pytest.raises(
                 ServerClaimed, match=re.escape(taken) + ".*It stayed so for 1 s. .* --vllm_server_timeout"
             ):
-                ServerEngine([url], timeout=0.8)
+                ServerEngine([url], ClientSettings(timeout=0.8))
             capfd.readouterr()
             threading.Timer(0.8, first.release).start()
             with connected(url) as second:
@@ -174,7 +174,7 @@ def test_a_server_of_another_model() -> None:
     """A vocabulary of another size ends the run at its start, and the server stays free."""
     with serving(vocab_size=151936) as (url, _, server):
         with pytest.raises(ValueError, match="a vocabulary of 151936 tokens, and the trained one has 152064"):
-            ServerEngine([url], timeout=5.0, vocab_size=152064)
+            ServerEngine([url], ClientSettings(timeout=5.0, vocab_size=152064))
         assert server.owner.run is None
         for known in (151936, None):
             with connected(url, vocab_size=known):
@@ -195,7 +195,7 @@ def test_a_run_that_falls_silent_loses_the_server() -> None:
         httpx.post(f"{url}/claim", json=silent)
         httpx.post(f"{url}/weights/begin", headers={"x-run": "silent"}, json={})
         with pytest.raises(PermissionError, match="a run that was killed"):
-            ServerEngine([url], timeout=0.0)
+            ServerEngine([url], ClientSettings(timeout=0.0))
     with serving(silence=1.5) as (url, _, server):
         httpx.post(f"{url}/claim", json=silent)
         httpx.post(f"{url}/weights/begin", headers={"x-run": "silent"}, json={})
@@ -217,7 +217,7 @@ def test_the_api_key() -> None:
         for path in ("/health", "/ready", "/metrics"):
             assert httpx.get(f"{url}{path}").status_code == 200
         with pytest.raises(PermissionError, match="--vllm_server_api_key"):
-            ServerEngine([url], timeout=5.0, api_key="wrong")
+            ServerEngine([url], ClientSettings(timeout=5.0, api_key="wrong"))
         with connected(url, api_key="open sesame") as client:
             assert client.generate([Request([1, 2], 0)], SAMPLING)[0].tokens == [2, 1]
 
@@ -243,7 +243,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         ServerLost, match=f"No rollout server answers at {url} .*--vllm_server_base_url,.*_server_timeout"
     ):
-        ServerEngine([url], timeout=1.0, flags="--vllm_server_base_url")
+        ServerEngine([url], ClientSettings(timeout=1.0, flags="--vllm_server_base_url"))
     assert time.monotonic() - start < 30
     said = capsys.readouterr().err
     assert said.count(f"No server answers at {url} yet (") == said.count("Waiting for it for up to 1 s.") == 1

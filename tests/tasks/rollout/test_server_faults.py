@@ -14,7 +14,13 @@ from megaswift.tasks.rollout.engine import Request
 from megaswift.tasks.rollout.in_process import InProcessBackend
 from megaswift.tasks.rollout.process_group import WeightGroup
 from megaswift.tasks.rollout.server import Server
-from megaswift.tasks.rollout.server_connection import ServerClaimed, ServerConnection, ServerLost, WeightsLost
+from megaswift.tasks.rollout.server_connection import (
+    ClientSettings,
+    ServerClaimed,
+    ServerConnection,
+    ServerLost,
+    WeightsLost,
+)
 from megaswift.tasks.rollout.weight_buckets import Bucket, SharedMemory
 
 from tests.prepared import free_port
@@ -145,7 +151,7 @@ def test_started_again_while_the_model_trains() -> None:
     """The next update notices it, asleep or about to sleep, and wakes it."""
     port = free_port()
     with serving(port) as (url, _, _):
-        client = ServerEngine([url], timeout=10.0, bucket_bytes=4096, sleep_level=1, wait=10.0)
+        client = ServerEngine([url], ClientSettings(timeout=10.0, bucket_bytes=4096, sleep_level=1, wait=10.0))
         client.update(ONE)
         client.sleep()
     client.sleep()  # it is not there
@@ -160,7 +166,7 @@ def test_started_again_while_the_model_trains() -> None:
 def test_a_run_that_cannot_have_all_servers_frees_the_others() -> None:
     with serving() as (url, _, _):
         with pytest.raises(ServerLost, match="No rollout server answers"):
-            ServerEngine([url, f"http://127.0.0.1:{free_port()}"], timeout=0.6)
+            ServerEngine([url, f"http://127.0.0.1:{free_port()}"], ClientSettings(timeout=0.6))
         assert httpx.get(f"{url}/health").json()["run"] is None
 
 

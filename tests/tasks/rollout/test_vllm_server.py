@@ -18,7 +18,7 @@ import pytest
 import torch
 from megaswift.tasks.rollout.client import ServerEngine
 from megaswift.tasks.rollout.engine import Request, Sampling
-from megaswift.tasks.rollout.server_connection import ServerLost, WeightsLost
+from megaswift.tasks.rollout.server_connection import ClientSettings, ServerLost, WeightsLost
 
 from tests import tiny
 from tests.bridge.checkpoint.test_vllm import PYTHON, SHAPE, _greedy
@@ -64,7 +64,7 @@ def served(tmp_path_factory):
     folder = tiny.save(tmp_path_factory.mktemp("served"), "qwen3", **SHAPE)
     tiny.save_tokenizer(folder)
     with running(folder) as server:
-        client = ServerEngine([server.url], timeout=600.0, bucket_bytes=40_000)
+        client = ServerEngine([server.url], ClientSettings(timeout=600.0, bucket_bytes=40_000))
         try:
             yield server.process, client
         finally:

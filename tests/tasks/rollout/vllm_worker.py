@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
+from megaswift.bridge.checkpoint.stream import stream_weights
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.options import BuildOptions
 from megaswift.bridge.parallel import barrier, initialize
@@ -46,7 +47,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         config = read_config(folder)
         model = build_model(config, options, torch.float32)
         load_weights(model.chunks, config, folder)
-        done = sync(engine, model.chunks, config, folder, dtype=torch.float32, compare=10_000)
+        done = sync(
+            engine,
+            stream_weights(model.chunks, config, folder, dtype=torch.float32),
+            dtype=torch.float32,
+            compare=10_000,
+        )
         found["compared"].append(done.compared)
         found["gigabytes_per_second"] = done.gigabytes_per_second
         found["greedy"].append(greedy_is_transformers(engine, asked, folder))

@@ -10,7 +10,7 @@ from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions
 from megaswift.tasks.rollout.memory_budget import EngineMemoryBudget, MemoryNeeds, memory_budget
 from megaswift.tasks.rollout.scoring_client import FLAG
-from megaswift.tasks.rollout.server_connection import ServerConnection
+from megaswift.tasks.rollout.server_connection import ClientSettings, ServerConnection
 from megaswift.tasks.system.memory import GIB, oom_hints
 from megaswift.tasks.train.offload import HostBuffer
 from safetensors.torch import load_file, save_file
@@ -115,7 +115,9 @@ def test_out_of_memory_names_what_takes_less() -> None:
     assert all(flag in str(found.value) for flag in flags)
     assert "--offload_optimizer" not in str(found.value)
     elsewhere = [
-        ServerConnection("http://a:1", "a run", None)._error("/wake", httpx.Response(500, text="CUDA out of memory")),
+        ServerConnection("http://a:1", "a run", ClientSettings())._error(
+            "/wake", httpx.Response(500, text="CUDA out of memory")
+        ),
         RuntimeError(f"{FLAG} http://a:1, /top_log_probs: OutOfMemoryError: CUDA out of memory. (status 500)"),
     ]
     for other in (RuntimeError("a kernel broke"), *elsewhere):
