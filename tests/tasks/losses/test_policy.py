@@ -68,12 +68,13 @@ def totals_of(mask: Tensor) -> Totals:
     return Totals(len(mask), mask.sum().item(), 1, int(mask.any(1).sum()))
 
 
-def terms_of(policy: Policy, given: dict[str, Tensor], **more) -> tuple[Terms, Completions]:
+def terms_of(policy: Policy, given: dict[str, Tensor], *, old_log_probs: bool = True, **more) -> tuple[Terms, Completions]:
     """What the model gives is 0 where it is not asked for; of the rest nothing is known there."""
     mask = given["mask"]
     log_probs, entropies = (packed(given[name], mask).nan_to_num() for name in ("log_probs", "entropies"))
     completions = completions_of(mask)
-    baselines = BaselineLogProbs(*(packed(given[name], mask) for name in ("old", "ref", "sampled")))
+    old, ref, sampled = (packed(given[name], mask) for name in ("old", "ref", "sampled"))
+    baselines = BaselineLogProbs(old if old_log_probs else None, ref, sampled)
     rest = {"baselines": baselines, "entropies": entropies} | more
     return policy_losses(policy, log_probs, given["advantages"][completions.sample], completions, **rest), completions
 
@@ -203,7 +204,7 @@ def test_on_policy(loss_type):
     given = padded()
     policy = Policy(loss_type, epsilon_high=0.9, max_completion_length=MAX_LENGTH)
     others = theirs(policy, given | {"old": given["log_probs"].detach()})
-    same(run(policy, given, old=None), others, given)
+    same(run(policy, given, old_log_probs=False), others, given)
 
 
 def test_samples_that_are_cut_out():
