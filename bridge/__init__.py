@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-# megatron-core and its imports advise the users of their own launchers; ours are told what concerns them by name.
+# megatron-core and its imports warn about their own launchers' flags; megaswift reports problems by its own flags.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
-"""Options of the model builder: one field is one flag. No torch here: the command line imports this file."""
+"""Options of the model builder. Each field is one flag. Imports no torch, since the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-STORE = "MEGASWIFT_STORE"  # variable: the file through which the processes of a run on one node find each other
+STORE = "MEGASWIFT_STORE"  # environment variable: path of the rendezvous file of a run on one node
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Fp8Options:
 
     @property
     def fp8_token_multiple(self) -> int:
-        """Multiple that the number of tokens of a process must have in FP8."""
+        """Return the number that must divide the token count of a process in FP8."""
         if self.fp8_format is None:
             return 1
         return {"blockwise": 128, "mxfp8": 32}.get(self.fp8_recipe, 16)
@@ -263,7 +263,7 @@ class MoEOptions:
 
     @property
     def exchanges_equal_rows(self) -> bool:
-        """True if ranks that share experts must hold equally many tokens of a micro batch."""
+        """Return whether ranks that share experts must hold the same number of tokens of a micro batch."""
         return self.moe_token_dispatcher_type == "allgather" or self.moe_pad_expert_input_to_capacity
 
 

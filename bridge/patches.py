@@ -1,6 +1,6 @@
-"""Mends of megatron-core, each bound to the versions that need it.
+"""Patches of megatron-core, each limited to the versions that need it.
 
-tests/bridge/test_patches.py fails once one is not needed any more.
+tests/bridge/test_patches.py fails once a patch is no longer needed.
 """
 
 from importlib.metadata import version
@@ -10,30 +10,30 @@ from torch import Tensor
 
 from .kernels.weight_gradient import accumulate_product
 
-_APPLIED = False
+_is_applied = False
 
 
 def apply_patches() -> None:
-    """Apply what the installed megatron-core needs. Safe to call again."""
-    global _APPLIED
-    if _APPLIED:
+    """Apply the patches that the installed megatron-core needs. Later calls do nothing."""
+    global _is_applied
+    if _is_applied:
         return
-    _APPLIED = True
+    _is_applied = True
     if version("megatron-core").startswith("0.19."):
-        _recompute_without_fp8()
-    _weight_gradients_without_apex()
-    _optimizer_without_a_gpu()
+        _fix_recompute_without_fp8()
+    _provide_weight_gradients_without_apex()
+    _allow_optimizer_without_gpu()
 
 
-def _recompute_without_fp8() -> None:
-    # CheckpointWithoutOutput asks `fp8 is not None` of a default of False, and then wants Transformer Engine.
+def _fix_recompute_without_fp8() -> None:
+    # CheckpointWithoutOutput tests `fp8 is not None` although the default is False, and then needs Transformer Engine.
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-def _weight_gradients_without_apex() -> None:
-    # For its linears' gradient_accumulation_fusion it wants apex: a function for sums in fp32, one for half precision.
+def _provide_weight_gradients_without_apex() -> None:
+    # gradient_accumulation_fusion needs two functions of apex, for main gradients in fp32 and in half precision.
     from megatron.core.tensor_parallel import layers
 
     if layers._grad_accum_fusion_available:
@@ -48,9 +48,9 @@ def _weight_gradients_without_apex() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def _optimizer_without_a_gpu() -> None:
-    # It begins with Transformer Engine's or apex's Adam where one is installed: neither can be made on a CPU, and
-    # tasks/train/optimizer.py puts ours in its place.
+def _allow_optimizer_without_gpu() -> None:
+    # megatron-core starts with Transformer Engine's or apex's Adam if installed. Neither can be built on a CPU, and
+    # tasks/train/optimizer.py replaces it with megaswift's AdamW.
     from megatron.core import optimizer
 
     optimizer.USING_PYTORCH_OPTIMIZER = True

@@ -1,7 +1,7 @@
-"""megatron-core on a machine without an accelerator. `enable()` does nothing where CUDA is there.
+"""CPU support for megatron-core. `enable()` does nothing where CUDA is available.
 
-torch itself stays as it is: each module of megatron-core is handed a view of torch in which `torch.cuda` answers for
-the CPU and `device="cuda"` means the CPU. transformers, PEFT and everything else keep the real torch.
+torch itself is unchanged: each module of megatron-core gets a proxy of torch in which `torch.cuda` describes the CPU
+and `device="cuda"` means the CPU. transformers, PEFT and all other packages keep the real torch.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Modules that megatron-core imports late: named here, so that they too get the view.
+# Modules that megatron-core imports late: `enable` imports them, so that they get the proxy too.
 _LATE_MODULES = (
     "distributed",
     "models.gpt",
@@ -24,8 +24,8 @@ _LATE_MODULES = (
 )
 
 
-class _View(types.ModuleType):
-    """A module that answers `overrides` itself and passes every other name on."""
+class _ModuleProxy(types.ModuleType):
+    """Proxy of a module in which the attributes in `overrides` are replaced."""
 
     def __init__(self, base: types.ModuleType, **overrides: Any):
         super().__init__(base.__name__)
@@ -49,19 +49,19 @@ class _Stream(torch.cpu.Stream):
         return event or _Event()
 
 
-def _on_cpu(factory):
-    """`torch.empty` and its like, with a CUDA device read as the CPU and no pinned memory."""
+def _cpu_factory(factory):
+    """Return a factory such as `torch.empty` that reads a CUDA device as the CPU and ignores `pin_memory`."""
 
-    def make(*args: Any, device: torch.device | str | int | None = None, pin_memory: bool = False, **kwargs: Any):
+    def create(*args: Any, device: torch.device | str | int | None = None, pin_memory: bool = False, **kwargs: Any):
         if device is not None and torch.device(device).type == "cuda":
             device = "cpu"
         return factory(*args, device=device, **kwargs)
 
-    return make
+    return create
 
 
 def _tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: Any):
-    """`Tensor.type()` under the names that megatron-core's optimizer compares with: `torch.cuda.FloatTensor`."""
+    """Return `Tensor.type()` with the CUDA names that megatron-core's optimizer compares: `torch.cuda.FloatTensor`."""
     result = _REAL_TYPE(self) if dtype is None else _REAL_TYPE(self, dtype, **kwargs)
     if isinstance(result, str) and result.startswith("torch.") and not result.startswith("torch.cuda."):
         return "torch.cuda." + result.removeprefix("torch.")
@@ -71,28 +71,28 @@ def _tensor_type(self: torch.Tensor, dtype: torch.dtype | str | None = None, **k
 def _all_gather(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
 ) -> None:
-    """all_gather of tensors whose first dimensions differ, which NCCL takes and gloo does not: they travel padded."""
-    longest = max(len(output) for output in outputs)
-    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    """Gather tensors whose first dimensions differ. NCCL supports this, gloo does not, so they are padded."""
+    max_length = max(len(output) for output in outputs)
+    padded = tensor.new_zeros(max_length, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     gathered = [torch.empty_like(padded) for _ in outputs]
     torch.distributed.all_gather(gathered, padded, group=group)
-    for output, whole in zip(outputs, gathered, strict=True):
-        output.copy_(whole[: len(output)])
+    for output, padded_output in zip(outputs, gathered, strict=True):
+        output.copy_(padded_output[: len(output)])
 
 
 def _reduce_scatter(
     output: torch.Tensor, inputs: list[torch.Tensor], group: torch.distributed.ProcessGroup | None = None
 ) -> None:
-    """reduce_scatter of tensors whose first dimensions differ: all are summed, and each rank takes its own."""
-    summed = torch.cat(inputs)
-    torch.distributed.all_reduce(summed, group=group)
+    """Reduce-scatter tensors whose first dimensions differ: all-reduce all of them, then keep this rank's."""
+    total = torch.cat(inputs)
+    torch.distributed.all_reduce(total, group=group)
     lengths = [len(tensor) for tensor in inputs]
-    output.copy_(summed.split(lengths)[torch.distributed.get_rank(group)])
+    output.copy_(total.split(lengths)[torch.distributed.get_rank(group)])
 
 
 _REAL_TYPE = torch.Tensor.type
-_enabled = False
+_is_enabled = False
 
 
 def device() -> torch.device:
@@ -101,20 +101,20 @@ def device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait for the work queued on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def enable() -> None:
-    """Make megatron-core run here. Call it before building anything; calling it again is free."""
-    global _enabled
-    if _enabled or torch.cuda.is_available():
+    """Make megatron-core run on the CPU if there is no CUDA. Call it before building anything."""
+    global _is_enabled
+    if _is_enabled or torch.cuda.is_available():
         return
-    _enabled = True
+    _is_enabled = True
     # megatron-core marks many small functions for torch.compile; on a CPU compiling costs more than it saves.
     if os.environ.setdefault("TORCH_COMPILE_DISABLE", "1") == "1":
-        torch._dynamo.config.disable = True  # which read the variable when megatron-core was imported
+        torch._dynamo.config.disable = True  # torch._dynamo read the variable when megatron-core was imported
 
     generator = torch.default_generator
     rng = {
@@ -122,7 +122,7 @@ def enable() -> None:
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
     }
-    cuda = _View(
+    cuda = _ModuleProxy(
         torch.cuda,
         current_device=torch.cpu.current_device,
         device_count=torch.cpu.device_count,
@@ -133,20 +133,20 @@ def enable() -> None:
         Event=_Event,
         stream=torch.cpu.stream,
         current_stream=torch.cpu.current_stream,
-        random=_View(torch.cuda.random, **rng),
+        random=_ModuleProxy(torch.cuda.random, **rng),
         **rng,
     )
     factories = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros")
-    collectives = _View(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
-    view = _View(
-        torch, cuda=cuda, distributed=collectives, **{name: _on_cpu(getattr(torch, name)) for name in factories}
+    collectives = _ModuleProxy(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    torch_proxy = _ModuleProxy(
+        torch, cuda=cuda, distributed=collectives, **{name: _cpu_factory(getattr(torch, name)) for name in factories}
     )
 
     for name in _LATE_MODULES:
         importlib.import_module(f"megatron.core.{name}")
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = view  # type: ignore[attr-defined]
+            module.torch = torch_proxy  # type: ignore[attr-defined]
 
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     torch.Tensor.type = _tensor_type  # type: ignore[method-assign, assignment]
@@ -156,7 +156,7 @@ def enable() -> None:
 
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: generator.get_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: generator.set_state(state)
-    # Split sizes become numpy only `if tensor.is_cuda` upstream; the dispatcher needs numpy here too.
+    # Split sizes become numpy only `if tensor.is_cuda` upstream; the dispatcher needs numpy on the CPU too.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )

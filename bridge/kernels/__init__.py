@@ -1,7 +1,7 @@
 """Fused kernels in Triton.
 
-Sums are in fp32 and in a fixed order. `TRITON_INTERPRET=1` runs the kernels on a CPU, slowly, to test them without a
-GPU.
+Sums are computed in fp32 and in a fixed order. `TRITON_INTERPRET=1` runs the kernels on a CPU, slowly, to test them
+without a GPU.
 """
 
 import os
@@ -15,11 +15,11 @@ LaunchArgs = dict[str, Any]  # compile-time constants and launch settings of a k
 
 
 @cache
-def _installed() -> bool:
+def _is_installed() -> bool:
     return find_spec("triton") is not None
 
 
 def usable(*tensors: Tensor) -> bool:
     """Return whether the fused kernels support these tensors."""
     on_device = all(tensor.is_cuda for tensor in tensors) or os.environ.get("TRITON_INTERPRET") == "1"
-    return on_device and _installed()
+    return on_device and _is_installed()

@@ -1,7 +1,7 @@
-"""AdamW on a whole list of tensors in one launch, and the norm of a list of gradients.
+"""Fused AdamW for a list of tensors in one launch, and the norm of a list of gradients.
 
-The kernels find their tensors in a table of addresses: no list of hundreds of tensors is cut into launches of its own.
-An update reads and writes each number once, 30 bytes a parameter with its copy in half precision.
+The kernels read the tensors' addresses from a table, so that hundreds of tensors need one launch. An update reads and
+writes each number once: 30 bytes per parameter, including its copy in half precision.
 """
 
 from collections.abc import Sequence
@@ -14,39 +14,45 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-LAUNCH: LaunchArgs = {"BLOCK": 4096, "num_warps": 8}  # elements that a program works on, and by how many warps
+LAUNCH: LaunchArgs = {"BLOCK": 4096, "num_warps": 8}  # elements per program
 
-TensorRow = Sequence[Tensor | None]  # tensors of one length that belong together
+TensorRow = Sequence[Tensor | None]  # tensors of equal length, such as a parameter and its states
 
 
 class AddressTable:
-    """Addresses of the tensors of some rows, on the device; rebuilt only when one of them has moved."""
+    """Table of the addresses of rows of tensors, on the device; rebuilt only if an address changed."""
 
     def __init__(self):
-        self._known: list[tuple[int, ...]] = []
+        self._entries: list[tuple[int, ...]] = []
 
     def update(self, rows: Sequence[TensorRow]) -> None:
-        """The rows' tensors are contiguous, the first one of each is not None; there is at least one element."""
-        known = [(*(0 if each is None else each.data_ptr() for each in row), row[0].numel()) for row in rows]  # type: ignore[union-attr]
-        if known == self._known:
+        """Set the rows: contiguous tensors, the first of each row not None, with at least one element in total."""
+        entries = [(*(0 if tensor is None else tensor.data_ptr() for tensor in row), row[0].numel()) for row in rows]  # type: ignore[union-attr]
+        if entries == self._entries:
             return
-        self._known, device = known, rows[0][0].device  # type: ignore[union-attr]
-        numbers = np.array(known, np.int64)
-        blocks = -(-numbers[:, -1] // LAUNCH["BLOCK"])
-        first = np.repeat(blocks.cumsum() - blocks, blocks)
-        places = np.stack((np.repeat(np.arange(len(rows)), blocks), np.arange(len(first)) - first), axis=1)
-        self.rows = _there(torch.from_numpy(numbers), device)  # [rows, tensors + 1]: addresses (0: None), elements
-        self.places = _there(torch.from_numpy(places.astype(np.int32)), device)  # [programs, 2]: row, block of it
-        self.aligned = not (numbers % 16).any()
+        self._entries, device = entries, rows[0][0].device  # type: ignore[union-attr]
+        table = np.array(entries, np.int64)
+        blocks = -(-table[:, -1] // LAUNCH["BLOCK"])
+        first_blocks = np.repeat(blocks.cumsum() - blocks, blocks)
+        places = np.stack(
+            (np.repeat(np.arange(len(rows)), blocks), np.arange(len(first_blocks)) - first_blocks), axis=1
+        )
+        self.rows = _to_device(
+            torch.from_numpy(table), device
+        )  # [rows, tensors + 1]: addresses (0: None), then the number of elements
+        self.places = _to_device(
+            torch.from_numpy(places.astype(np.int32)), device
+        )  # [programs, 2]: row, and block of that row
+        self.aligned = not (table % 16).any()
 
 
-def _there(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def adamw(
     table: AddressTable,
-    half: torch.dtype,
+    copy_dtype: torch.dtype,
     *,
     grad_scale: Tensor,
     found_inf: Tensor,
@@ -56,9 +62,13 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW (https://arxiv.org/abs/1711.05101) on rows of fp32 parameter, gradient, mean and variance, and
-    the parameter's copy in `half` precision, or None. Gradients are divided by `grad_scale` (they stay as they are);
-    where `found_inf` is not 0 nothing changes. `step` counts from 1."""
+    """Do one step of AdamW (https://arxiv.org/abs/1711.05101).
+
+    table: rows of fp32 parameter, gradient, mean, variance, and the parameter's copy in `copy_dtype`, or None
+    grad_scale: divisor of the gradients, which are not modified
+    found_inf: nothing changes unless this is 0
+    step: counted from 1
+    """
     beta1, beta2 = betas
     _adamw[(len(table.places),)](
         table.rows,
@@ -71,7 +81,7 @@ def adamw(
         1 - beta1,
         1 - beta2,
         eps,
-        **{"HALF": tl.float16 if half == torch.float16 else tl.bfloat16, "ALIGNED": table.aligned, **LAUNCH},
+        **{"HALF": tl.float16 if copy_dtype == torch.float16 else tl.bfloat16, "ALIGNED": table.aligned, **LAUNCH},
     )
 
 
@@ -97,7 +107,7 @@ def _adamw(
         variance += (gradient * gradient - variance) * share2
         change = tl.div_rn(mean, tl.sqrt_rn(variance) / correction + eps)
         parameter = tl.load(parameters, mask=inside)
-        parameter -= parameter * decay + change * rate  # 1 - decay would lose most of a small one's digits
+        parameter -= parameter * decay + change * rate  # a factor 1 - decay would lose most digits of a small decay
 
         tl.store(parameters, parameter, mask=inside)
         tl.store(means, mean, mask=inside)
@@ -108,7 +118,7 @@ def _adamw(
 
 
 def sum_of_squares(table: AddressTable) -> Tensor:
-    """Return the sum of squares of all elements of rows of one fp32 tensor, fp32 []."""
+    """Return the sum of squares of all elements, fp32 []; each row has one fp32 tensor."""
     parts = torch.empty(len(table.places), dtype=torch.float32, device=table.places.device)
     _squares[(len(parts),)](table.rows, table.places, parts, **{"ALIGNED": table.aligned, **LAUNCH})
     return parts.sum()

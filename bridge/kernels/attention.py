@@ -1,8 +1,9 @@
-"""Causal attention over documents, in one kernel forward and two back (FlashAttention-2, arxiv.org/abs/2307.08691).
+"""Causal attention over packed documents, by FlashAttention-2 (arxiv.org/abs/2307.08691).
 
-A program has one tile of one document: `tiles` lists those there are, the longest work first, so that documents of any
-length fill the device. Key and value heads are shared by a group's query heads: their gradients are summed in a fixed
-order, by a program over some of the heads, then over programs.
+There is one forward kernel and two backward kernels. A program handles one tile of one document. `tiles` lists all
+tiles, those with the most work first, so that documents of any length fill the device. The query heads of a group share
+a key and a value head, whose gradients are summed in a fixed order: within a program over some of the heads, then over
+programs.
 """
 # Calls of kernels, and functions that return in both branches of an `if` at compile time:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-BLOCK = 64  # queries, or keys, of a tile
-# Forward, and back to queries and to keys: of the other side at a time; warps; stages of loads in flight.
-FORWARD, TO_QUERIES, TO_KEYS = (64, 4, 3), (64, 4, 2), (32, 4, 3)
-SHARED_HEADS = 2  # query heads that a program goes through for its keys
+BLOCK = 64  # queries, or keys, per tile
+# Per kernel: rows of the other side (keys or queries) per iteration, warps, pipeline stages.
+FORWARD, QUERY_BACKWARD, KEY_BACKWARD = (64, 4, 3), (64, 4, 2), (32, 4, 3)
+HEADS_PER_SPLIT = 2  # query heads per program in the backward pass of keys
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1e30)
 
@@ -25,12 +26,13 @@ MASKED = tl.constexpr(-1e30)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, tiles: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """query [tokens, heads, dim], key and value [keys, groups, dim] -> output like query, and the logarithm of each
-    query's sum of exp(score), [heads, tokens] fp32.
+    """Return the output, like query, and the log-sum-exp of each query's scores, [heads, tokens] fp32.
 
-    tiles [n, 5] int32 of queries: where the document's queries begin, how many they are, where its keys begin, how many
-    they are, and the tile's first query among the document's. The last query meets the last key. window: a query meets
-    so many keys, its own with them.
+    query: [tokens, heads, dim]
+    key, value: [keys, groups, dim]
+    tiles: [n, 5] int32 of queries: start and number of the document's queries, start and number of its keys, and index
+        of the tile's first query in the document. The last query and the last key are the same token
+    window: number of keys that a query attends to, including its own
     """
     tokens, heads, dim = query.shape
     output = query.new_empty(tokens, heads, dim)
@@ -42,7 +44,7 @@ def attend(
     return output, log_sum
 
 
-def attend_back(
+def attend_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -54,26 +56,26 @@ def attend_back(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. grad like output; key_tiles as `tiles`, of keys."""
+    """Return the gradients of query, key and value. grad: like output; key_tiles: like `tiles`, but of keys."""
     tokens, heads, dim = query.shape
     grad_query = query.new_empty(tokens, heads, dim)
-    # A key meets the queries of several heads: where they are many, programs share them out.
-    shares = max(heads // key.shape[1] // SHARED_HEADS, 1)
+    # A key is attended to by all query heads of its group: many heads are split over programs.
+    splits = max(heads // key.shape[1] // HEADS_PER_SPLIT, 1)
     grad_key, grad_value = (
-        torch.empty(shares, *x.shape, dtype=x.dtype if shares == 1 else torch.float32, device=x.device)
+        torch.empty(splits, *x.shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
         for x in (key, value)
     )
-    along = torch.empty_like(log_sum)  # each query's sum of output * grad
+    delta = torch.empty_like(log_sum)  # sum of output * grad per query, as in FlashAttention-2
     strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
-    _back_to_queries[tiles.shape[0] * heads,](
-        query, key, value, output, grad, log_sum, along, grad_query, tiles, tokens, scale, window or 0, *strides,
-        **_constants(query, key, window, *TO_QUERIES),
+    _query_backward[tiles.shape[0] * heads,](
+        query, key, value, output, grad, log_sum, delta, grad_query, tiles, tokens, scale, window or 0, *strides,
+        **_constants(query, key, window, *QUERY_BACKWARD),
     )  # fmt: skip
-    _back_to_keys[key_tiles.shape[0] * key.shape[1] * shares,](
-        query, key, value, grad, log_sum, along, grad_key, grad_value, key_tiles, tokens, len(key), scale, window or 0,
-        *strides, SHARES=shares, **_constants(query, key, window, *TO_KEYS),
+    _key_backward[key_tiles.shape[0] * key.shape[1] * splits,](
+        query, key, value, grad, log_sum, delta, grad_key, grad_value, key_tiles, tokens, len(key), scale, window or 0,
+        *strides, SHARES=splits, **_constants(query, key, window, *KEY_BACKWARD),
     )  # fmt: skip
-    if shares == 1:
+    if splits == 1:
         return grad_query, grad_key[0], grad_value[0]
     return grad_query, grad_key.sum(0).to(key.dtype), grad_value.sum(0).to(value.dtype)
 
@@ -94,10 +96,10 @@ def _constants(query: Tensor, key: Tensor, window: int | None, step: int, warps:
 
 
 @triton.jit
-def _rows(start, of_row, row, rows, DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr):
-    """Rows `row` of those at `start`, [row, WIDTH]; where BOUNDED, rows behind the last are zeros."""
+def _load_rows(start, row_stride, row, rows, DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr):
+    """Load rows `row` from `start`, [row, WIDTH]; if BOUNDED, rows after the last are zeros."""
     dim = tl.arange(0, WIDTH)[None, :]
-    at = start + row[:, None] * of_row + dim
+    at = start + row[:, None] * row_stride + dim
     if BOUNDED or DIM < WIDTH:
         return tl.load(at, mask=(row < rows)[:, None] & (dim < DIM), other=0.0)
     else:
@@ -105,13 +107,13 @@ def _rows(start, of_row, row, rows, DIM: tl.constexpr, WIDTH: tl.constexpr, BOUN
 
 
 @triton.jit
-def _put(start, of_row, row, rows, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _store_rows(start, row_stride, row, rows, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
     dim = tl.arange(0, WIDTH)[None, :]
-    tl.store(start + row[:, None] * of_row + dim, x.to(start.dtype.element_ty), (row < rows)[:, None] & (dim < DIM))
+    tl.store(start + row[:, None] * row_stride + dim, x.to(start.dtype.element_ty), (row < rows)[:, None] & (dim < DIM))
 
 
 @triton.jit
-def _seen(query, key, before, window, WINDOW: tl.constexpr):
+def _is_visible(query, key, before, window, WINDOW: tl.constexpr):
     """Return whether a query attends to a key; `before`: the document's keys before the first query."""
     seen = key <= query + before
     if WINDOW:
@@ -120,22 +122,22 @@ def _seen(query, key, before, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _over_keys(
+def _attend_to_keys(
     acc, top, total, q, key, value, query_row, first, last, keys, before, window, scale, k_token, v_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Keys first to last; WHOLE: every query meets all of them."""
+    """Attend to the keys first..last. WHOLE: every query attends to all of them."""
     for start in range(first, last, STEP):
         row = start + tl.arange(0, STEP)
-        k = _rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
+        k = _load_rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
         score = tl.dot(q, tl.trans(k)) * scale
         if not WHOLE:
-            score = tl.where(_seen(query_row[:, None], row[None, :], before, window, WINDOW), score, MASKED)
+            score = tl.where(_is_visible(query_row[:, None], row[None, :], before, window, WINDOW), score, MASKED)
         higher = tl.maximum(top, tl.max(score, 1))
         share = tl.exp2(score - higher[:, None])
         less = tl.exp2(top - higher)
         total = total * less + tl.sum(share, 1)
-        v = _rows(value, v_token, row, keys, DIM, WIDTH, not WHOLE)
+        v = _load_rows(value, v_token, row, keys, DIM, WIDTH, not WHOLE)
         acc = tl.dot(share.to(v.dtype), v, acc * less[:, None])
         top = higher
     return acc, top, total
@@ -154,29 +156,29 @@ def _attend(
     k_start, keys, first = tl.load(tiles + 2).to(tl.int64), tl.load(tiles + 3), tl.load(tiles + 4)
     before = keys - queries
     row = first + tl.arange(0, BLOCK)
-    q = _rows(query + q_start * q_token + head * q_head, q_token, row, queries, DIM, WIDTH, True)
+    q = _load_rows(query + q_start * q_token + head * q_head, q_token, row, queries, DIM, WIDTH, True)
     key += k_start * k_token + group * k_head
     value += k_start * v_token + group * v_head
     scale = scale * LOG2_E
     acc = tl.zeros([BLOCK, WIDTH], tl.float32)
     top, total = tl.full([BLOCK], MASKED, tl.float32), tl.zeros([BLOCK], tl.float32)
-    low, masked, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
-    acc, top, total = _over_keys(
+    low, masked, high = _key_range(first, before, queries, window, WINDOW, BLOCK, STEP)
+    acc, top, total = _attend_to_keys(
         acc, top, total, q, key, value, row, low, masked, keys, before, window, scale, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, True,
     )  # fmt: skip
-    acc, top, total = _over_keys(
+    acc, top, total = _attend_to_keys(
         acc, top, total, q, key, value, row, masked, high, keys, before, window, scale, k_token, v_token,
         DIM, WIDTH, WINDOW, STEP, False,
     )  # fmt: skip
-    into = output + (q_start * HEADS + head) * DIM
-    _put(into, HEADS * DIM, row, queries, acc / total[:, None], DIM, WIDTH)
+    target = output + (q_start * HEADS + head) * DIM
+    _store_rows(target, HEADS * DIM, row, queries, acc / total[:, None], DIM, WIDTH)
     tl.store(log_sum + head.to(tl.int64) * tokens + q_start + row, (top + tl.log2(total)) / LOG2_E, row < queries)
 
 
 @triton.jit
-def _reach(first, before, queries, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """The first key that a tile's queries meet, the first that not all of them may meet, and behind the last."""
+def _key_range(first, before, queries, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Return a tile's first key, its first key that needs a mask, and the end of its keys."""
     high = tl.minimum(first + BLOCK, queries) + before
     if WINDOW:
         low = tl.maximum(first + before - window + 1, 0) // STEP * STEP
@@ -186,25 +188,25 @@ def _reach(first, before, queries, window, WINDOW: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _grad_over_keys(
-    acc, q, grad, log_sum, along, key, value, query_row, first, last, keys, before, window, scale, k_token, v_token,
+def _query_gradient(
+    acc, q, grad, log_sum, delta, key, value, query_row, first, last, keys, before, window, scale, k_token, v_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     for start in range(first, last, STEP):
         row = start + tl.arange(0, STEP)
-        k = _rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
-        v = _rows(value, v_token, row, keys, DIM, WIDTH, not WHOLE)
+        k = _load_rows(key, k_token, row, keys, DIM, WIDTH, not WHOLE)
+        v = _load_rows(value, v_token, row, keys, DIM, WIDTH, not WHOLE)
         share = tl.exp2(tl.dot(q, tl.trans(k)) * scale - log_sum[:, None])
         if not WHOLE:
-            share = tl.where(_seen(query_row[:, None], row[None, :], before, window, WINDOW), share, 0.0)
-        of_score = share * (tl.dot(grad, tl.trans(v)) - along[:, None])
-        acc = tl.dot(of_score.to(k.dtype), k, acc)
+            share = tl.where(_is_visible(query_row[:, None], row[None, :], before, window, WINDOW), share, 0.0)
+        grad_score = share * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+        acc = tl.dot(grad_score.to(k.dtype), k, acc)
     return acc
 
 
 @triton.jit
-def _back_to_queries(
-    query, key, value, output, grad, log_sum, along, grad_query, tiles, tokens, scale, window,
+def _query_backward(
+    query, key, value, output, grad, log_sum, delta, grad_query, tiles, tokens, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -217,31 +219,31 @@ def _back_to_queries(
     before = keys - queries
     row = first + tl.arange(0, BLOCK)
     at = (q_start * HEADS + head) * DIM
-    done = _rows(output + at, HEADS * DIM, row, queries, DIM, WIDTH, True).to(tl.float32)
-    d = _rows(grad + at, HEADS * DIM, row, queries, DIM, WIDTH, True)
+    out = _load_rows(output + at, HEADS * DIM, row, queries, DIM, WIDTH, True).to(tl.float32)
+    d = _load_rows(grad + at, HEADS * DIM, row, queries, DIM, WIDTH, True)
     sums = head.to(tl.int64) * tokens + q_start + row
-    of_row = tl.sum(done * d.to(tl.float32), 1)
-    tl.store(along + sums, of_row, row < queries)
+    row_delta = tl.sum(out * d.to(tl.float32), 1)
+    tl.store(delta + sums, row_delta, row < queries)
     logs = tl.load(log_sum + sums, mask=row < queries, other=0.0) * LOG2_E
-    q = _rows(query + q_start * q_token + head * q_head, q_token, row, queries, DIM, WIDTH, True)
+    q = _load_rows(query + q_start * q_token + head * q_head, q_token, row, queries, DIM, WIDTH, True)
     key += k_start * k_token + group * k_head
     value += k_start * v_token + group * v_head
     acc = tl.zeros([BLOCK, WIDTH], tl.float32)
-    low, masked, high = _reach(first, before, queries, window, WINDOW, BLOCK, STEP)
-    acc = _grad_over_keys(
-        acc, q, d, logs, of_row, key, value, row, low, masked, keys, before, window, scale * LOG2_E, k_token, v_token,
-        DIM, WIDTH, WINDOW, STEP, True,
+    low, masked, high = _key_range(first, before, queries, window, WINDOW, BLOCK, STEP)
+    acc = _query_gradient(
+        acc, q, d, logs, row_delta, key, value, row, low, masked, keys, before, window, scale * LOG2_E,
+        k_token, v_token, DIM, WIDTH, WINDOW, STEP, True,
     )  # fmt: skip
-    acc = _grad_over_keys(
-        acc, q, d, logs, of_row, key, value, row, masked, high, keys, before, window, scale * LOG2_E, k_token, v_token,
-        DIM, WIDTH, WINDOW, STEP, False,
+    acc = _query_gradient(
+        acc, q, d, logs, row_delta, key, value, row, masked, high, keys, before, window, scale * LOG2_E,
+        k_token, v_token, DIM, WIDTH, WINDOW, STEP, False,
     )  # fmt: skip
-    _put(grad_query + at, HEADS * DIM, row, queries, acc * scale, DIM, WIDTH)
+    _store_rows(grad_query + at, HEADS * DIM, row, queries, acc * scale, DIM, WIDTH)
 
 
 @triton.jit
-def _back_to_keys(
-    query, key, value, grad, log_sum, along, grad_key, grad_value, tiles, tokens, all_keys, scale, window,
+def _key_backward(
+    query, key, value, grad, log_sum, delta, grad_key, grad_value, tiles, tokens, all_keys, scale, window,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr,
@@ -253,28 +255,28 @@ def _back_to_keys(
     k_start, keys, first = tl.load(tiles + 2).to(tl.int64), tl.load(tiles + 3), tl.load(tiles + 4)
     before = keys - queries
     row = first + tl.arange(0, BLOCK)
-    k = _rows(key + k_start * k_token + group * k_head, k_token, row, keys, DIM, WIDTH, True)
-    v = _rows(value + k_start * v_token + group * v_head, v_token, row, keys, DIM, WIDTH, True)
-    of_key, of_value = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
+    k = _load_rows(key + k_start * k_token + group * k_head, k_token, row, keys, DIM, WIDTH, True)
+    v = _load_rows(value + k_start * v_token + group * v_head, v_token, row, keys, DIM, WIDTH, True)
+    grad_k, grad_v = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH], tl.float32)
     low, high = tl.maximum(first - before, 0), queries
     if WINDOW:
         high = tl.minimum(queries, tl.maximum(first + BLOCK - 1 + window - before, low))
     steps = (high - low + STEP - 1) // STEP
-    OWN: tl.constexpr = HEADS // GROUPS // SHARES
-    # This program's query heads of the group, one after another.
-    for step in range(steps * OWN):
-        head = (group * SHARES + share) * OWN + step // steps
+    SPLIT_HEADS: tl.constexpr = HEADS // GROUPS // SHARES
+    # Iterate over this program's query heads of the group.
+    for step in range(steps * SPLIT_HEADS):
+        head = (group * SHARES + share) * SPLIT_HEADS + step // steps
         query_row = low + step % steps * STEP + tl.arange(0, STEP)
-        q = _rows(query + q_start * q_token + head * q_head, q_token, query_row, queries, DIM, WIDTH, True)
-        d = _rows(grad + (q_start * HEADS + head) * DIM, HEADS * DIM, query_row, queries, DIM, WIDTH, True)
+        q = _load_rows(query + q_start * q_token + head * q_head, q_token, query_row, queries, DIM, WIDTH, True)
+        d = _load_rows(grad + (q_start * HEADS + head) * DIM, HEADS * DIM, query_row, queries, DIM, WIDTH, True)
         sums = head.to(tl.int64) * tokens + q_start + query_row
         logs = tl.load(log_sum + sums, mask=query_row < queries, other=0.0) * LOG2_E
-        of_row = tl.load(along + sums, mask=query_row < queries, other=0.0)
+        row_delta = tl.load(delta + sums, mask=query_row < queries, other=0.0)
         part = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - logs[None, :])
-        part = tl.where(_seen(query_row[None, :], row[:, None], before, window, WINDOW), part, 0.0)
-        of_value = tl.dot(part.to(d.dtype), d, of_value)
-        of_score = part * (tl.dot(v, tl.trans(d)) - of_row[None, :])
-        of_key = tl.dot(of_score.to(q.dtype), q, of_key)
+        part = tl.where(_is_visible(query_row[None, :], row[:, None], before, window, WINDOW), part, 0.0)
+        grad_v = tl.dot(part.to(d.dtype), d, grad_v)
+        grad_score = part * (tl.dot(v, tl.trans(d)) - row_delta[None, :])
+        grad_k = tl.dot(grad_score.to(q.dtype), q, grad_k)
     at = ((share.to(tl.int64) * all_keys + k_start) * GROUPS + group) * DIM
-    _put(grad_key + at, GROUPS * DIM, row, keys, of_key * scale, DIM, WIDTH)
-    _put(grad_value + at, GROUPS * DIM, row, keys, of_value, DIM, WIDTH)
+    _store_rows(grad_key + at, GROUPS * DIM, row, keys, grad_k * scale, DIM, WIDTH)
+    _store_rows(grad_value + at, GROUPS * DIM, row, keys, grad_v, DIM, WIDTH)

@@ -1,4 +1,4 @@
-"""The embedding's rows, whose gradients are added to `main_grad` one by one: no dense gradient is made."""
+"""Embedding whose sparse gradient is added to `main_grad` row by row, without a dense gradient."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 from . import LaunchArgs
 from .weight_gradient import mark_grad_added
 
-BLOCKS: LaunchArgs = {"ROWS": 16, "COLUMNS": 256}  # of gradients, that a program sums at once
+BLOCKS: LaunchArgs = {"ROWS": 16, "COLUMNS": 256}  # block of gradients that a program sums per iteration
 
 
 @triton.jit
@@ -25,19 +25,19 @@ def _add_rows_kernel(total, ids, order, grads, rows, size, places, ROWS: tl.cons
         more = True
         while more:
             place = start + tl.arange(0, ROWS)
-            same = tl.load(ids + place, mask=place < places, other=-1) == row
-            source = tl.load(order + place, mask=same, other=0)[:, None] * size + column[None, :]
-            x = tl.load(grads + source, mask=same[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
+            is_same = tl.load(ids + place, mask=place < places, other=-1) == row
+            source = tl.load(order + place, mask=is_same, other=0)[:, None] * size + column[None, :]
+            x = tl.load(grads + source, mask=is_same[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
             row_sum += tl.sum(x, 0)
             start += ROWS
-            more = tl.min(same.to(tl.int32), 0) == 1
+            more = tl.min(is_same.to(tl.int32), 0) == 1
         tl.store(target, row_sum, mask=column < size)
 
 
 def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
     """total[ids] += grads, in a fixed order: total [rows, size] fp32; ids [places]; grads [places, size].
 
-    Ids below 0 or beyond the last row are left out.
+    Ids below 0 or beyond the last row are ignored.
     """
     ids, order = ids.to(torch.int32).sort(stable=True)
     rows, size = total.shape
@@ -47,12 +47,12 @@ def add_rows(total: Tensor, ids: Tensor, grads: Tensor) -> None:
 
 
 class Embedding(torch.autograd.Function):
-    """weight [rows, size] with `main_grad`, ids [...] -> [..., size]. `partial`: some ids are no row's, and give 0."""
+    """weight [rows, size] with `main_grad`, ids [...] -> [..., size]. is_partial: ids without a row give 0."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, ids: Tensor, partial: bool) -> Tensor:
+    def forward(ctx, weight: Tensor, ids: Tensor, is_partial: bool) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        if not partial:
+        if not is_partial:
             return F.embedding(ids, weight)
         held = ids.clamp(0, len(weight) - 1)
         return F.embedding(held, weight).masked_fill_((held != ids).unsqueeze(-1), 0)

@@ -1,7 +1,7 @@
-"""Log-probabilities of labels on a GPU: logits stay in the weights' dtype, and are read once forward and once backward.
+"""Fused log-probabilities of labels. Logits stay in the weights' dtype, and each pass reads them once.
 
-The backward pass overwrites them with their gradient. They are kept for it where they are small, else computed again,
-which costs one more product with the output matrix; the numbers are the same.
+The backward pass overwrites logits with their gradient. Small logits are kept for it, others recomputed, which costs
+one more product with the output matrix and gives the same numbers.
 """
 
 from collections import deque
@@ -33,13 +33,15 @@ def _log_sum_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: log sum exp over the columns, and the label's logit (0 where another rank has it), both x scale; with
-    ENTROPY that of the softmax over these columns too."""
+    """Compute a token's log-sum-exp over the columns and its label's logit (0 if on another rank), both x scale.
+
+    ENTROPY: also the entropy of the softmax over these columns.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * width
     highest = float("-inf")
-    total = tl.zeros([BLOCK], tl.float32)  # each lane's own sum, relative to the highest of all lanes
-    weighted = tl.zeros([BLOCK], tl.float32)  # the same sum, each term times its logit
+    total = tl.zeros([BLOCK], tl.float32)  # sum per lane, relative to the highest of all lanes
+    weighted = tl.zeros([BLOCK], tl.float32)  # the same sum with each term times its logit
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(row + column, mask=column < width, other=0.0).to(tl.float32) * scale
@@ -51,17 +53,17 @@ def _log_sum_kernel(
             weighted = weighted * less + tl.where(column < columns, terms * x, 0.0)
         highest = higher
     label = tl.load(labels + token) - first
-    held = (label >= 0) & (label < columns)
+    is_local = (label >= 0) & (label < columns)
     log_sum = highest + tl.log(tl.sum(total, 0))
     tl.store(log_sums + token, log_sum)
     if ENTROPY:
         tl.store(entropies + token, log_sum - tl.sum(weighted, 0) / tl.sum(total, 0))
-    tl.store(chosen + token, tl.load(row + label, mask=held, other=0.0).to(tl.float32) * scale)
+    tl.store(chosen + token, tl.load(row + label, mask=is_local, other=0.0).to(tl.float32) * scale)
 
 
 @triton.jit
-def _slope_kernel(logits, labels, log_sums, grads, first, width, scale, BLOCK: tl.constexpr):
-    """One block of a token's logits, in place: (onehot - softmax) x grad x scale."""
+def _gradient_kernel(logits, labels, log_sums, grads, first, width, scale, BLOCK: tl.constexpr):
+    """Overwrite a block of a token's logits with (onehot - softmax) x grad x scale."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + token * width + column
@@ -81,10 +83,10 @@ def sum_logits(
     columns: int,
     scale: float,
 ) -> None:
-    """log sum exp(logits x scale), the labels' logits x scale, and the softmax's entropy where it is asked for, into
-    `log_sums`, `chosen` and `entropies`, fp32 [tokens].
+    """Write log sum exp(logits x scale), the labels' logits x scale, and the softmax's entropy.
 
-    logits [tokens, width], the first `columns` of them real, and those of the labels from `first` on.
+    Outputs: log_sums, chosen and, unless None, entropies, fp32 [tokens].
+    logits [tokens, width]: the first `columns` are real, and belong to the labels from `first` on.
     """
     width, settings = logits.shape[1], _blocks(logits.shape[1])
     settings["ENTROPY"] = entropies is not None
@@ -92,51 +94,55 @@ def sum_logits(
     _log_sum_kernel[(len(logits),)](logits, labels, *outputs, first, columns, width, scale, **settings)
 
 
-def differentiate(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
-    """Overwrite logits [tokens, width] with the gradient of sum(grads x log p(labels)) by them.
+def compute_gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
+    """Overwrite logits [tokens, width] with their gradient of sum(grads x log p(labels)).
 
     labels, log_sums (over all ranks' columns) and grads [tokens].
     """
     width, blocks = logits.shape[1], _blocks(logits.shape[1])
     grid = (len(logits), ceil(width / blocks["BLOCK"]))
-    _slope_kernel[grid](logits, labels, log_sums, grads, first, width, scale, **blocks)
+    _gradient_kernel[grid](logits, labels, log_sums, grads, first, width, scale, **blocks)
 
 
 def _blocks(width: int) -> LaunchArgs:
-    """Columns that a program takes at once, and its warps."""
+    """Return the columns per iteration of a program, and its warps."""
     block = min(4096, int(triton.next_power_of_2(width)))
     return {"BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
 class _KeptLogits:
-    """The logits of a call's first chunks, on their way from its forward pass to its backward pass."""
+    """Logits of a call's first chunks, kept from its forward pass for its backward pass."""
 
-    everywhere: ClassVar[WeakSet["_KeptLogits"]] = WeakSet()  # of this process, which has one device
+    instances: ClassVar[WeakSet["_KeptLogits"]] = WeakSet()  # in this process, which has one device
 
     def __init__(self):
         self.chunks: deque[Tensor] = deque()
-        _KeptLogits.everywhere.add(self)
+        _KeptLogits.instances.add(self)
 
-    def takes(self, logits: Tensor) -> bool:
-        """Keep the logits if there is room beside those of other waiting calls. Return whether they are kept."""
-        room = most_kept(logits.device) - sum(each.nbytes for kept in _KeptLogits.everywhere for each in kept.chunks)
-        if logits.nbytes <= room:
+    def try_keep(self, logits: Tensor) -> bool:
+        """Keep the logits if there is memory left beside those of other pending calls. Return whether they are kept."""
+        free_bytes = max_kept_bytes(logits.device) - sum(
+            chunk.nbytes for kept in _KeptLogits.instances for chunk in kept.chunks
+        )
+        if logits.nbytes <= free_bytes:
             self.chunks.append(logits)
-        return logits.nbytes <= room
+        return logits.nbytes <= free_bytes
 
 
-def most_kept(device: torch.device) -> int:
-    """Bytes of logits that wait for a backward pass: a sixteenth of the device, however much of it is free."""
+def max_kept_bytes(device: torch.device) -> int:
+    """Return the limit of kept logits in bytes: a sixteenth of the device's memory, however much of it is free."""
     return torch.cuda.get_device_properties(device).total_memory // 16 if device.type == "cuda" else 2**30
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """log p(label), fp32 [tokens], of hidden [tokens, hidden_size], this rank's `weight`, and labels [tokens]; and the
-    entropy of p, fp32 [tokens] without gradients, None unless it is asked for.
+    """log p(label), fp32 [tokens], and optionally the entropy of p, fp32 [tokens] without gradients, or None.
 
-    `first`: the label that the first row of `weight` is for; `columns`: how many of its rows are real. `over_ranks`
-    makes of a rank's log-sum-exp, labels' logits and entropy those of all tensor-parallel ranks. `keep`: a backward
-    pass may follow; `accumulate`: it adds the weight's gradient to `main_grad` where that is there.
+    hidden: [tokens, hidden_size]
+    weight: this rank's rows of the output matrix, of which the first `columns` are real
+    labels: [tokens]; `first` is the label of the weight's first row
+    over_ranks: reduces log-sum-exp, labels' logits and entropy of this rank over all tensor-parallel ranks
+    may_keep: a backward pass may follow
+    accumulate: the backward pass adds the weight's gradient to `main_grad` if there is one
     """
 
     @staticmethod
@@ -149,7 +155,7 @@ class LabelLogProbs(torch.autograd.Function):
         columns: int,
         temperature: float,
         over_ranks: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]],
-        keep: bool,
+        may_keep: bool,
         accumulate: bool,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +167,7 @@ class LabelLogProbs(torch.autograd.Function):
             logits = _logits(hidden[part], weight, columns)
             outputs = (log_sums[part], chosen[part], None if entropies is None else entropies[part])
             sum_logits(logits, labels[part], *outputs, first, columns, 1 / temperature)
-            keep = keep and ctx.kept.takes(logits)
+            may_keep = may_keep and ctx.kept.try_keep(logits)
             del logits
         log_sums, chosen, entropies = over_ranks(log_sums, chosen, entropies)
         ctx.save_for_backward(hidden, weight, labels, log_sums)
@@ -173,7 +179,7 @@ class LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grads: Tensor, _):  # type: ignore[override]
         hidden, weight, labels, log_sums = ctx.saved_tensors
-        kept = ctx.kept.chunks  # taken out as they are overwritten: a second backward pass computes them again
+        kept = ctx.kept.chunks  # removed since they are overwritten: a second backward pass recomputes them
         grads = grads.contiguous()
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         accumulate, total = ctx.accumulate and has_main_grad(weight), None
@@ -181,28 +187,28 @@ class LabelLogProbs(torch.autograd.Function):
             total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, ctx.columns):
             logits = kept.popleft() if kept else _logits(hidden[part], weight, ctx.columns)
-            differentiate(logits, labels[part], log_sums[part], grads[part], ctx.first, ctx.scale)
+            compute_gradient(logits, labels[part], log_sums[part], grads[part], ctx.first, ctx.scale)
             slopes = logits[:, : ctx.columns]
             if grad_hidden is not None:
                 torch.mm(slopes, weight[: ctx.columns], out=grad_hidden[part])
             if total is not None:
                 accumulate_product(total[: ctx.columns], slopes, hidden[part])
-            del logits, slopes  # before the next ones are there
+            del logits, slopes  # frees memory for the next chunk
         if total is None:
             return grad_hidden, *[None] * 9
         return grad_hidden, mark_grad_added(weight) if accumulate else total.to(weight.dtype), *[None] * 8
 
 
 def _logits(hidden: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """[tokens, columns, and some more whose values mean nothing: rows begin at multiples of 128 bytes or more]"""
+    """Return logits [tokens, columns + padding]: rows are aligned to 128 bytes or more; padding is undefined."""
     logits = hidden.new_empty(len(hidden), -(-columns // 64) * 64)
     torch.mm(hidden, weight[:columns].t(), out=logits[:, :columns])
     return logits
 
 
 def _chunks(hidden: Tensor, columns: int) -> list[slice]:
-    """Split tokens into equal chunks of at most a third of the kept bytes, since one exists even if none is kept."""
+    """Split tokens into equal chunks of at most a third of `max_kept_bytes`: one exists even if none is kept."""
     tokens = len(hidden)
-    number = ceil(3 * tokens * columns * hidden.itemsize / most_kept(hidden.device))
+    number = ceil(3 * tokens * columns * hidden.itemsize / max_kept_bytes(hidden.device))
     size = ceil(tokens / number / 128) * 128 if number else 0
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] if size else []

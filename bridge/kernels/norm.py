@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel each way (https://arxiv.org/abs/1910.07467)."""
+"""Fused RMSNorm (https://arxiv.org/abs/1910.07467), forward and backward."""
 
 from typing import cast
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-TILE = 4096  # elements that a program has at a time: whole rows
+TILE = 4096  # elements per tile, which has full rows
 WARPS = 8
-# Of the backward pass, for each multiprocessor, as many as fit: each sums the weight's gradient over its rows.
+# Programs per multiprocessor in the backward pass, as many as fit: each sums the weight's gradient over its rows.
 PROGRAMS = 2
 
 
@@ -20,15 +20,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = Fals
     return cast(Tensor, _RMSNorm.apply(x, weight, eps, zero_centred, False))
 
 
-def rms_norm_beside(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm`'s result, and x for the residual stream, whose gradient is added in the backward pass."""
+def rms_norm_with_residual(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm`'s result and x for the residual, whose gradient the backward kernel adds."""
     return cast(tuple[Tensor, Tensor], _RMSNorm.apply(x, weight, eps, zero_centred, True))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, beside: bool
+        ctx, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, residual: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.zero_centred = zero_centred
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
@@ -39,10 +41,10 @@ class _RMSNorm(torch.autograd.Function):
             grid, inputs = (-(-rows // blocks["DOWN"]),), (*_rows(x), weight, output, scales, rows, size, eps)
             _forward[grid](*inputs, zero_centred, **blocks)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(x, weight, scales)
-        return (output, x) if beside else output
+        return (output, x) if residual else output
 
     @staticmethod
-    def backward(ctx, grad: Tensor, grad_beside: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor, grad_residual: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scales = ctx.saved_tensors
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         blocks = _blocks(size)
@@ -50,15 +52,15 @@ class _RMSNorm(torch.autograd.Function):
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         parts = torch.empty(programs, size, dtype=torch.float32, device=x.device) if ctx.needs_input_grad[1] else None
         if rows:
-            beside = None if grad_beside is None else grad_beside.contiguous()
+            residual = None if grad_residual is None else grad_residual.contiguous()
             _backward[(programs,)](
-                *_rows(grad), *_rows(x), beside, weight, scales, grad_x, parts, rows, size, ctx.zero_centred, **blocks
+                *_rows(grad), *_rows(x), residual, weight, scales, grad_x, parts, rows, size, ctx.zero_centred, **blocks
             )
         return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None, None
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x as [outer, inner, size], uncopied where its strides allow; inner, and the strides of outer and inner."""
+    """Return x as [outer, inner, size], without a copy if possible, then inner and the strides of outer and inner."""
     x = x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -92,13 +94,13 @@ def _forward(
 ):
     row = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
     column = tl.arange(0, ACROSS)[None, :]
-    there = (row < rows) & (column < size)
+    mask = (row < rows) & (column < size)
     factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32) + ZERO_CENTRED
-    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, there, other=0.0)
+    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, mask, other=0.0)
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / size + eps)
     tl.store(scales + row, scale, row < rows)
-    tl.store(output + row * size + column, (values * scale * factor).to(output.dtype.element_ty), there)
+    tl.store(output + row * size + column, (values * scale * factor).to(output.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -111,7 +113,7 @@ def _backward(
     inner,
     outer_stride,
     inner_stride,
-    beside,
+    residual,
     weight,
     scales,
     grad_x,
@@ -127,19 +129,19 @@ def _backward(
     part = tl.zeros((DOWN, ACROSS), tl.float32)
     for first in range(tl.program_id(0) * DOWN, rows, tl.num_programs(0) * DOWN):
         row = first + tl.arange(0, DOWN)[:, None].to(tl.int64)
-        there = (row < rows) & (column < size)
+        mask = (row < rows) & (column < size)
         at = row // inner * outer_stride + row % inner * inner_stride + column
         grad_at = row // grad_inner * grad_outer_stride + row % grad_inner * grad_inner_stride + column
         scale = tl.load(scales + row, row < rows, other=0.0)
-        normed = tl.load(x + at, there, other=0.0).to(tl.float32) * scale
-        slope = tl.load(grad + grad_at, there, other=0.0).to(tl.float32)
+        normed = tl.load(x + at, mask, other=0.0).to(tl.float32) * scale
+        slope = tl.load(grad + grad_at, mask, other=0.0).to(tl.float32)
         if parts is not None:
             part += slope * normed
         slope *= factor
-        made = scale * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / size))
-        if beside is not None:
-            made += tl.load(beside + row * size + column, there, other=0.0).to(tl.float32)
-        tl.store(grad_x + row * size + column, made.to(grad_x.dtype.element_ty), there)
+        grad_value = scale * (slope - normed * (tl.sum(slope * normed, 1, keep_dims=True) / size))
+        if residual is not None:
+            grad_value += tl.load(residual + row * size + column, mask, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * size + column, grad_value.to(grad_x.dtype.element_ty), mask)
     if parts is not None:
         summed = tl.sum(part, 0, keep_dims=True)
         tl.store(parts + tl.program_id(0) * size + column, summed, column < size)

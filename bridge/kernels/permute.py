@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts and back: a table of places, and two kernels that are each other's adjoint."""
+"""Permutation of tokens to rows sorted by expert, and back: a row map, and two kernels that are mutual adjoints."""
 
 from typing import cast
 
@@ -9,120 +9,124 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-PIECE = 2048  # elements of a row that a program has
-PLACERS = 128  # programs that make a table, at most
+PIECE = 2048  # elements of a row per program
+MAX_PROGRAMS = 128  # limit of programs that compute a row map
 
 
-def sort_map(experts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each of a token's experts once rows are sorted by expert, then by token.
+def sort_map(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each token's experts after sorting by expert, then token, and the rows per expert.
 
-    experts [tokens, topk]: numbers below `number`, distinct within a token -> places int32 [tokens, topk]; how many
-    rows each expert has, int32 [number].
+    experts [tokens, topk]: indices below `num_experts`, distinct within a token
+    -> row_map int32 [tokens, topk], rows per expert int32 [num_experts]
     """
     tokens, topk = experts.shape
     experts = experts.contiguous()
-    places = torch.empty_like(experts, dtype=torch.int32)
+    row_map = torch.empty_like(experts, dtype=torch.int32)
     if not tokens:
-        return places, places.new_zeros(number)
-    padded = int(triton.next_power_of_2(number))
+        return row_map, row_map.new_zeros(num_experts)
+    padded = int(triton.next_power_of_2(num_experts))
     step = max(4096 // padded, 1)
-    span = step * triton.cdiv(tokens, step * PLACERS)
+    span = step * triton.cdiv(tokens, step * MAX_PROGRAMS)
     programs = int(triton.cdiv(tokens, span))
-    counts, totals = places.new_empty(programs, padded), places.new_empty(number)
+    counts, totals = row_map.new_empty(programs, padded), row_map.new_empty(num_experts)
     sizes: LaunchArgs = {"TOPK": topk, "EXPERTS": padded, "STEP": step}
     _count[(programs,)](experts, counts, tokens, span, **sizes)
-    _place[(programs,)](experts, counts, places, totals, tokens, span, programs, number, **sizes)
-    return places, totals
+    _fill_map[(programs,)](experts, counts, row_map, totals, tokens, span, programs, num_experts, **sizes)
+    return row_map, totals
 
 
 def chunk_sort_map(counts: Tensor, rows: int) -> Tensor:
-    """Return the destination of rows sorted by source, then expert, when sorted by expert, then source.
+    """Return the row map that turns rows sorted by source, then expert, into rows sorted by expert, then source.
 
-    counts [sources, experts], `rows` in all -> int32 [rows, 1], as `permute` and `unpermute` take it.
+    counts [sources, experts], with sum `rows` -> int32 [rows, 1], for `permute` and `unpermute`.
     """
-    comes, goes = counts.flatten(), counts.t().flatten()
-    shifts = (goes.cumsum(0) - goes).view(counts.shape[::-1]).t().flatten() - (comes.cumsum(0) - comes)
-    shifts = shifts.repeat_interleave(comes, output_size=rows)  # whose size is given: nothing waits for the GPU
+    received, sorted_counts = counts.flatten(), counts.t().flatten()
+    shifts = (sorted_counts.cumsum(0) - sorted_counts).view(counts.shape[::-1]).t().flatten() - (
+        received.cumsum(0) - received
+    )
+    shifts = shifts.repeat_interleave(received, output_size=rows)  # output_size avoids a wait for the GPU
     return (torch.arange(rows, device=counts.device) + shifts).to(torch.int32).unsqueeze(1)
 
 
-def permute(x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's row, and its weights, at its places.
+def permute(x: Tensor, row_map: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy each token and its weights to its rows.
 
-    x [tokens, width]; places int32 and weights [tokens, topk] -> [tokens * topk, width], [tokens * topk].
+    x [tokens, width]; row_map int32 and weights [tokens, topk] -> [tokens * topk, width], [tokens * topk].
     """
-    return cast(tuple[Tensor, Tensor], _Permute.apply(x, places, weights))
+    return cast(tuple[Tensor, Tensor], _Permute.apply(x, row_map, weights))
 
 
-def unpermute(rows: Tensor, places: Tensor) -> Tensor:
-    """Sum each token's rows in fp32: rows [tokens * topk, width], places [tokens, topk] -> [tokens, width]."""
-    return cast(Tensor, _Unpermute.apply(rows, places))
+def unpermute(rows: Tensor, row_map: Tensor) -> Tensor:
+    """Sum each token's rows in fp32: rows [tokens * topk, width], row_map [tokens, topk] -> [tokens, width]."""
+    return cast(Tensor, _Unpermute.apply(rows, row_map))
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(places)
-        permuted_weights = weights.new_empty(places.numel())
-        return _to_rows(x, places, weights.contiguous(), permuted_weights), permuted_weights
+    def forward(ctx, x: Tensor, row_map: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(row_map)
+        permuted_weights = weights.new_empty(row_map.numel())
+        return _to_rows(x, row_map, weights.contiguous(), permuted_weights), permuted_weights
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (places,) = ctx.saved_tensors
-        collected = grad_weights.new_empty(places.shape)
-        return _to_tokens(grad_rows, places, grad_weights.contiguous(), collected), None, collected
+        (row_map,) = ctx.saved_tensors
+        gathered_weights = grad_weights.new_empty(row_map.shape)
+        return _to_tokens(grad_rows, row_map, grad_weights.contiguous(), gathered_weights), None, gathered_weights
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return _to_tokens(rows, places)
+    def forward(ctx, rows: Tensor, row_map: Tensor) -> Tensor:
+        ctx.save_for_backward(row_map)
+        return _to_tokens(rows, row_map)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (places,) = ctx.saved_tensors
-        return _to_rows(grad, places), None
+        (row_map,) = ctx.saved_tensors
+        return _to_rows(grad, row_map), None
 
 
 def _to_rows(
-    x: Tensor, places: Tensor, weights: Tensor | None = None, permuted_weights: Tensor | None = None
+    x: Tensor, row_map: Tensor, weights: Tensor | None = None, permuted_weights: Tensor | None = None
 ) -> Tensor:
-    rows, x = x.new_empty(places.numel(), x.shape[1]), x.contiguous()
+    rows, x = x.new_empty(row_map.numel(), x.shape[1]), x.contiguous()
     if len(rows):
-        grid, blocks = _blocks(places, x)
-        _permute[grid](x, places, weights, rows, permuted_weights, x.shape[1], **blocks)
+        grid, blocks = _blocks(row_map, x)
+        _permute[grid](x, row_map, weights, rows, permuted_weights, x.shape[1], **blocks)
     return rows
 
 
-def _to_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None, collected: Tensor | None = None) -> Tensor:
-    x, rows = rows.new_empty(len(places), rows.shape[1]), rows.contiguous()
+def _to_tokens(
+    rows: Tensor, row_map: Tensor, weights: Tensor | None = None, gathered_weights: Tensor | None = None
+) -> Tensor:
+    x, rows = rows.new_empty(len(row_map), rows.shape[1]), rows.contiguous()
     if len(rows):
-        grid, blocks = _blocks(places, x)
-        _unpermute[grid](rows, places, weights, x, collected, x.shape[1], **blocks)
+        grid, blocks = _blocks(row_map, x)
+        _unpermute[grid](rows, row_map, weights, x, gathered_weights, x.shape[1], **blocks)
     return x
 
 
-def _blocks(places: Tensor, x: Tensor) -> tuple[tuple[int, int], LaunchArgs]:
-    topk, width = places.shape[1], x.shape[1]
+def _blocks(row_map: Tensor, x: Tensor) -> tuple[tuple[int, int], LaunchArgs]:
+    topk, width = row_map.shape[1], x.shape[1]
     piece = min(int(triton.next_power_of_2(width)), PIECE)
     blocks = {"TOPK": topk, "PADDED": triton.next_power_of_2(topk), "PIECE": piece, "num_warps": max(piece // 512, 1)}
     return (len(x), int(triton.cdiv(width, piece))), blocks
 
 
 @triton.jit
-def _chosen(experts, token, there, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+def _chosen(experts, token, mask, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
     """Count how often each token has chosen each expert (0 or 1), int32 [STEP, EXPERTS]."""
     chosen = tl.zeros((token.shape[0], EXPERTS), tl.int32)
     for k in tl.static_range(TOPK):
-        expert = tl.load(experts + token * TOPK + k, there, other=-1)
+        expert = tl.load(experts + token * TOPK + k, mask, other=-1)
         chosen += (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
     return chosen
 
 
 @triton.jit(do_not_specialize=["tokens", "span"])
 def _count(experts, counts, tokens, span, TOPK: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr):
-    """counts [programs, EXPERTS]: how often each expert is chosen by the `span` tokens of each program."""
+    """Count how often the `span` tokens of each program choose each expert: counts [programs, EXPERTS]."""
     first = tl.program_id(0) * span
     total = tl.zeros((EXPERTS,), tl.int32)
     for start in range(first, first + span, STEP):
@@ -132,15 +136,15 @@ def _count(experts, counts, tokens, span, TOPK: tl.constexpr, EXPERTS: tl.conste
 
 
 @triton.jit(do_not_specialize=["tokens", "span", "programs"])
-def _place(
+def _fill_map(
     experts,
     counts,
-    places,
+    row_map,
     totals,
     tokens,
     span,
     programs,
-    number,
+    num_experts,
     TOPK: tl.constexpr,
     EXPERTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -153,24 +157,24 @@ def _place(
         total += tl.sum(count, 0)
         before += tl.sum(tl.where(program < tl.program_id(0), count, 0), 0)
     if tl.program_id(0) == 0:
-        tl.store(totals + expert, total, expert < number)
-    free = tl.cumsum(total, 0) - total + before  # each expert's first row that is not taken yet
+        tl.store(totals + expert, total, expert < num_experts)
+    next_row = tl.cumsum(total, 0) - total + before  # each expert's next unused row
     first = tl.program_id(0) * span
     for start in range(first, first + span, STEP):
         token = start + tl.arange(0, STEP)
         chosen = _chosen(experts, token, token < tokens, TOPK, EXPERTS)
-        row = free[None, :] + tl.cumsum(chosen, 0) - 1
+        row = next_row[None, :] + tl.cumsum(chosen, 0) - 1
         for k in tl.static_range(TOPK):
             choice = tl.load(experts + token * TOPK + k, token < tokens, other=-1)
-            taken = tl.sum(tl.where(choice[:, None] == expert[None, :], row, 0), 1)
-            tl.store(places + token * TOPK + k, taken, token < tokens)
-        free += tl.sum(chosen, 0)
+            row_id = tl.sum(tl.where(choice[:, None] == expert[None, :], row, 0), 1)
+            tl.store(row_map + token * TOPK + k, row_id, token < tokens)
+        next_row += tl.sum(chosen, 0)
 
 
 @triton.jit
 def _permute(
     x,
-    places,
+    row_map,
     weights,
     rows,
     permuted_weights,
@@ -183,22 +187,22 @@ def _permute(
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     values = tl.load(x + token * width + column, column < width)
     for k in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
-        row = tl.load(places + token * TOPK + k).to(tl.int64)
+        row = tl.load(row_map + token * TOPK + k).to(tl.int64)
         tl.store(rows + row * width + column, values, column < width)
     if weights is not None and tl.program_id(1) == 0:
         slot = token * TOPK + tl.arange(0, PADDED)
-        there = tl.arange(0, PADDED) < TOPK
-        target = tl.load(places + slot, there, other=0)
-        tl.store(permuted_weights + target, tl.load(weights + slot, there), there)
+        mask = tl.arange(0, PADDED) < TOPK
+        target = tl.load(row_map + slot, mask, other=0)
+        tl.store(permuted_weights + target, tl.load(weights + slot, mask), mask)
 
 
 @triton.jit
 def _unpermute(
     rows,
-    places,
+    row_map,
     weights,
     x,
-    collected,
+    gathered_weights,
     width,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -208,11 +212,11 @@ def _unpermute(
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     total = tl.zeros((PIECE,), tl.float32)
     for k in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
-        row = tl.load(places + token * TOPK + k).to(tl.int64)
+        row = tl.load(row_map + token * TOPK + k).to(tl.int64)
         total += tl.load(rows + row * width + column, column < width, other=0.0).to(tl.float32)
     tl.store(x + token * width + column, total.to(x.dtype.element_ty), column < width)
     if weights is not None and tl.program_id(1) == 0:
         slot = token * TOPK + tl.arange(0, PADDED)
-        there = tl.arange(0, PADDED) < TOPK
-        source = tl.load(places + slot, there, other=0)
-        tl.store(collected + slot, tl.load(weights + source, there), there)
+        mask = tl.arange(0, PADDED) < TOPK
+        source = tl.load(row_map + slot, mask, other=0)
+        tl.store(gathered_weights + slot, tl.load(weights + source, mask), mask)

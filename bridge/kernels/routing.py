@@ -1,4 +1,4 @@
-"""A token's choice of experts in one kernel each way."""
+"""Fused choice of experts and their weights, forward and backward."""
 
 from typing import NamedTuple, cast
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-TILE = 2048  # scores that a program has
+TILE = 2048  # scores per program
 
 
 class RoutingForm(NamedTuple):
-    """Conversion of logits to weights."""
+    """Rule that converts logits to experts' weights."""
 
     topk: int
     sigmoid: bool  # scores are sigmoids; else a softmax over all experts
-    normalize: bool  # the weights of a token's experts are divided by their sum,
-    smallest_sum: float  # or by this where it is more
+    normalize: bool  # divide the weights of a token's experts by their sum,
+    smallest_sum: float  # or by this if it is larger
     scale: float
 
 
 def route(
     logits: Tensor, bias: Tensor | None, form: RoutingForm, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of each token's experts, best first, and their numbers.
+    """Return the weights and indices of each token's best experts, best first. Computed in fp32.
 
-    logits [tokens, experts] -> both [tokens, topk], in the logits' type and in int32. The best have the highest logits,
-    or, with `bias` [experts], the highest sums of score and bias. Computed in fp32. `given` [tokens, topk]: experts to
-    take in the place of the best, but where they are below 0.
+    logits [tokens, experts] -> weights in the logits' dtype and indices in int32, both [tokens, topk]. The best experts
+    have the highest logits or, with `bias` [experts], the highest sums of score and bias. replayed [tokens, topk]:
+    experts to use instead, except where negative.
     """
     replayed = None if replayed is None else replayed.contiguous()
     return cast(tuple[Tensor, Tensor], _Route.apply(logits.contiguous(), bias, form, replayed))
@@ -40,12 +40,12 @@ class _Route(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, bias: Tensor | None, form: RoutingForm, replayed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        tokens, number = logits.shape
+        tokens, num_experts = logits.shape
         weights = logits.new_empty(tokens, form.topk)
         experts = torch.empty_like(weights, dtype=torch.int32)
         if tokens:
-            grid, blocks = _blocks(tokens, number, form)
-            _choose[grid](logits, bias, replayed, weights, experts, tokens, number, **blocks)
+            grid, blocks = _blocks(tokens, num_experts, form)
+            _route_forward[grid](logits, bias, replayed, weights, experts, tokens, num_experts, **blocks)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
         ctx.form = form
@@ -56,14 +56,14 @@ class _Route(torch.autograd.Function):
         logits, experts = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         if len(logits):
-            tokens, number = logits.shape
-            grid, blocks = _blocks(tokens, number, ctx.form)
-            _slope[grid](grad.contiguous(), logits, experts, grad_logits, tokens, number, **blocks)
+            tokens, num_experts = logits.shape
+            grid, blocks = _blocks(tokens, num_experts, ctx.form)
+            _route_backward[grid](grad.contiguous(), logits, experts, grad_logits, tokens, num_experts, **blocks)
         return grad_logits, None, None, None
 
 
-def _blocks(tokens: int, number: int, form: RoutingForm) -> tuple[tuple[int], LaunchArgs]:
-    experts = int(triton.next_power_of_2(number))
+def _blocks(tokens: int, num_experts: int, form: RoutingForm) -> tuple[tuple[int], LaunchArgs]:
+    experts = int(triton.next_power_of_2(num_experts))
     down = max(TILE // experts, 1)
     blocks = {"TOPK": form.topk, "PADDED": triton.next_power_of_2(form.topk), "EXPERTS": experts, "DOWN": down}
     blocks |= {"SIGMOID": form.sigmoid, "NORMALIZE": form.normalize, "SMALLEST": form.smallest_sum, "SCALE": form.scale}
@@ -71,27 +71,27 @@ def _blocks(tokens: int, number: int, form: RoutingForm) -> tuple[tuple[int], La
 
 
 @triton.jit
-def _scores(logits, token, expert, there, number, SIGMOID: tl.constexpr):
-    """The logits and the scores, both fp32 [DOWN, EXPERTS]"""
-    logit = tl.load(logits + token * number + expert, there, other=-float("inf")).to(tl.float32)
+def _scores(logits, token, expert, mask, num_experts, SIGMOID: tl.constexpr):
+    """Return the logits and the scores, both fp32 [DOWN, EXPERTS]."""
+    logit = tl.load(logits + token * num_experts + expert, mask, other=-float("inf")).to(tl.float32)
     if SIGMOID:
         score = tl.sigmoid(logit)
     else:
-        highest = tl.max(tl.where(expert < number, logit, -3e38), 1, keep_dims=True)
+        highest = tl.max(tl.where(expert < num_experts, logit, -3e38), 1, keep_dims=True)
         score = tl.exp(logit - highest)
         score = score / tl.sum(score, 1, keep_dims=True)
     return logit, score
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _choose(
+def _route_forward(
     logits,
     bias,
     replayed,
     weights,
     experts,
     tokens,
-    number,
+    num_experts,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -103,41 +103,41 @@ def _choose(
 ):
     token = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
     expert = tl.arange(0, EXPERTS)[None, :]
-    there = (token < tokens) & (expert < number)
-    logit, score = _scores(logits, token, expert, there, number, SIGMOID)  # pyright: ignore[reportGeneralTypeIssues]
-    merit = logit
+    mask = (token < tokens) & (expert < num_experts)
+    logit, score = _scores(logits, token, expert, mask, num_experts, SIGMOID)  # pyright: ignore[reportGeneralTypeIssues]
+    choice_scores = logit
     if bias is not None:
-        merit = score + tl.load(bias + expert, expert < number, other=0.0).to(tl.float32)
-    # What is not a number is the worst, so that a token's experts are always distinct ones that exist.
-    merit = tl.where(expert < number, tl.where(merit > -3e38, merit, -3e38), -float("inf"))
-    place = tl.arange(0, PADDED)[None, :]
+        choice_scores = score + tl.load(bias + expert, expert < num_experts, other=0.0).to(tl.float32)
+    # NaN ranks lowest, so that a token's experts are always valid and distinct.
+    choice_scores = tl.where(expert < num_experts, tl.where(choice_scores > -3e38, choice_scores, -3e38), -float("inf"))
+    slot = tl.arange(0, PADDED)[None, :]
     weight, best = tl.zeros((DOWN, PADDED), tl.float32), tl.zeros((DOWN, PADDED), tl.int32)
     for k in tl.static_range(TOPK):
-        highest = tl.max(merit, 1, keep_dims=True)
-        chosen = tl.min(tl.where(merit == highest, expert, EXPERTS), 1, keep_dims=True)
+        highest = tl.max(choice_scores, 1, keep_dims=True)
+        chosen = tl.min(tl.where(choice_scores == highest, expert, EXPERTS), 1, keep_dims=True)
         if replayed is not None:
             replayed_expert = tl.load(replayed + token * TOPK + k, token < tokens, other=-1).to(tl.int32)
             chosen = tl.where(replayed_expert < 0, chosen, replayed_expert)
-        taken = expert == chosen
-        weight = tl.where(place == k, tl.sum(tl.where(taken, score, 0.0), 1, keep_dims=True), weight)
-        best = tl.where(place == k, chosen, best)
-        merit = tl.where(taken, -float("inf"), merit)
+        is_chosen = expert == chosen
+        weight = tl.where(slot == k, tl.sum(tl.where(is_chosen, score, 0.0), 1, keep_dims=True), weight)
+        best = tl.where(slot == k, chosen, best)
+        choice_scores = tl.where(is_chosen, -float("inf"), choice_scores)
     if NORMALIZE:
         total = tl.sum(weight, 1, keep_dims=True)
         weight = weight / tl.where(total < SMALLEST, SMALLEST, total)
-    there = (token < tokens) & (place < TOPK)
-    tl.store(weights + token * TOPK + place, (weight * SCALE).to(weights.dtype.element_ty), there)
-    tl.store(experts + token * TOPK + place, best, there)
+    mask = (token < tokens) & (slot < TOPK)
+    tl.store(weights + token * TOPK + slot, (weight * SCALE).to(weights.dtype.element_ty), mask)
+    tl.store(experts + token * TOPK + slot, best, mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _slope(
+def _route_backward(
     grad,
     logits,
     experts,
     grad_logits,
     tokens,
-    number,
+    num_experts,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -149,14 +149,14 @@ def _slope(
 ):
     token = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
     expert = tl.arange(0, EXPERTS)[None, :]
-    there = (token < tokens) & (expert < number)
-    _, score = _scores(logits, token, expert, there, number, SIGMOID)  # pyright: ignore[reportGeneralTypeIssues]
+    mask = (token < tokens) & (expert < num_experts)
+    _, score = _scores(logits, token, expert, mask, num_experts, SIGMOID)  # pyright: ignore[reportGeneralTypeIssues]
     grad_weight, chosen = tl.zeros((DOWN, EXPERTS), tl.float32), tl.zeros((DOWN, EXPERTS), tl.float32)
     for k in tl.static_range(TOPK):
-        taken = expert == tl.load(experts + token * TOPK + k, token < tokens, other=0)
+        is_chosen = expert == tl.load(experts + token * TOPK + k, token < tokens, other=0)
         slope = tl.load(grad + token * TOPK + k, token < tokens, other=0.0).to(tl.float32) * SCALE
-        grad_weight = tl.where(taken, slope, grad_weight)
-        chosen = tl.where(taken, 1.0, chosen)
+        grad_weight = tl.where(is_chosen, slope, grad_weight)
+        chosen = tl.where(is_chosen, 1.0, chosen)
     if NORMALIZE:
         total = tl.sum(chosen * score, 1, keep_dims=True)
         mean = tl.sum(grad_weight * score, 1, keep_dims=True) / total
@@ -166,4 +166,4 @@ def _slope(
         if SIGMOID
         else score * (grad_weight - tl.sum(grad_weight * score, 1, keep_dims=True))
     )
-    tl.store(grad_logits + token * number + expert, slope.to(grad_logits.dtype.element_ty), there)
+    tl.store(grad_logits + token * num_experts + expert, slope.to(grad_logits.dtype.element_ty), mask)

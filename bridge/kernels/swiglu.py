@@ -1,4 +1,4 @@
-"""SwiGLU and its kin in one kernel each way: what the backward pass needs it makes again from the input."""
+"""Fused SwiGLU and variants, forward and backward. The backward pass recomputes all values from the input."""
 
 from typing import Any, cast
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from . import LaunchArgs
 
-TILE = 4096  # elements of the output that a program has at a time
+TILE = 4096  # output elements per tile
 WARPS = 8
 
 
 def swiglu(
     x: Tensor, weights: Tensor | None = None, *, slope: float = 1.0, limit: float | None = None, offset: float = 0.0
 ) -> Tensor:
-    """g sigmoid(slope g) (u + offset), times the row's weight, where x [..., 2 * width] has the gates g, then u.
+    """Return g sigmoid(slope g) (u + offset) times the row's weight, where x [..., 2 * width] has the gates g, then u.
 
-    weights: one for each row, or None -> [..., width]. With `limit`, g is at most that, and u in between its two signs.
+    weights: one per row, or None -> [..., width]. limit: clamp g to at most limit, and u to [-limit, limit].
     A slope of 1 is SiLU (https://arxiv.org/abs/2002.05202), 1.702 the quick GELU. Computed in fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -50,14 +50,14 @@ class _SwiGLU(torch.autograd.Function):
         grad_x = x.new_empty(x.shape)
         grad_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
         if rows:
-            # The gradient of a row's weight is a sum over the row: one program has all of it.
+            # The gradient of a row's weight is a sum over the row, so one program handles the full row.
             grid, blocks = _blocks(rows, width, whole_rows=grad_weights is not None)
             _backward[grid](grad, x, weights, grad_x, grad_weights, rows, width, x.stride(0), *ctx.form, **blocks)
         return grad_x, grad_weights, None, None, None
 
 
 def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], LaunchArgs]:
-    """Return the grid and the blocks: columns by the largest power of two that divides the width, from 128 to 1024."""
+    """Return the grid and the block sizes: columns are the largest power of two that divides the width, 128 to 1024."""
     columns = min(max(width & -width, 128), 1024)
     across = 1 if whole_rows else -(-width // columns)
     down = TILE // columns
@@ -66,11 +66,11 @@ def _blocks(rows: int, width: int, *, whole_rows: bool) -> tuple[tuple[int], Lau
 
 
 @triton.jit
-def _halves(x, at, width, there, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """The gate and what it gates, and which of the two are within the limit."""
-    gate = tl.load(x + at, there, other=0.0).to(tl.float32)
-    up = tl.load(x + at + width, there, other=0.0).to(tl.float32)
-    gate_within, up_within = there, there
+def _halves(x, at, width, mask, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Return the clamped gate and up, and whether each is within the limit."""
+    gate = tl.load(x + at, mask, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, mask, other=0.0).to(tl.float32)
+    gate_within, up_within = mask, mask
     if LIMIT is not None:
         gate_within, up_within = gate <= LIMIT, tl.abs(up) <= LIMIT
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -95,12 +95,12 @@ def _forward(
 ):
     row = (tl.program_id(0) // ACROSS).to(tl.int64) * DOWN + tl.arange(0, DOWN)[:, None]
     column = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    there = (row < rows) & (column < width)
-    gate, up, _, _ = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
-    made = gate * tl.sigmoid(SLOPE * gate) * up
+    mask = (row < rows) & (column < width)
+    gate, up, _, _ = _halves(x, row * stride + column, width, mask, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+    result = gate * tl.sigmoid(SLOPE * gate) * up
     if weights is not None:
-        made *= tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
-    tl.store(output + row * width + column, made.to(output.dtype.element_ty), there)
+        result *= tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
+    tl.store(output + row * width + column, result.to(output.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -127,9 +127,9 @@ def _backward(
         weight = tl.load(weights + row, row < rows, other=0.0).to(tl.float32)
     for start in range(first, width, ACROSS * COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
-        there = (row < rows) & (column < width)
-        gate, up, gate_within, up_within = _halves(x, row * stride + column, width, there, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
-        slope = tl.load(grad + row * width + column, there, other=0.0).to(tl.float32)
+        mask = (row < rows) & (column < width)
+        gate, up, gate_within, up_within = _halves(x, row * stride + column, width, mask, LIMIT, OFFSET)  # pyright: ignore[reportGeneralTypeIssues]
+        slope = tl.load(grad + row * width + column, mask, other=0.0).to(tl.float32)
         share = tl.sigmoid(SLOPE * gate)
         if grad_weights is not None:
             grad_weight += tl.sum(slope * gate * share * up, 1, keep_dims=True)
@@ -139,7 +139,7 @@ def _backward(
         if LIMIT is not None:
             grad_gate, grad_up = tl.where(gate_within, grad_gate, 0.0), tl.where(up_within, grad_up, 0.0)
         target = grad_x + row * width * 2 + column
-        tl.store(target, grad_gate.to(grad_x.dtype.element_ty), there)
-        tl.store(target + width, grad_up.to(grad_x.dtype.element_ty), there)
+        tl.store(target, grad_gate.to(grad_x.dtype.element_ty), mask)
+        tl.store(target + width, grad_up.to(grad_x.dtype.element_ty), mask)
     if grad_weights is not None:
         tl.store(grad_weights + row, grad_weight.to(grad_weights.dtype.element_ty), row < rows)

@@ -1,8 +1,8 @@
-"""Weight gradients that are added to megatron-core's fp32 sum, `main_grad`, inside the matrix product.
+"""Weight gradients accumulated into megatron-core's fp32 `main_grad` inside the matrix product.
 
 The protocol is megatron-core's (tensor_parallel/layers.py, and the hook in distributed/distributed_data_parallel.py):
-the parameter is marked by `grad_added_to_main_grad`, and autograd gets a gradient whose values nobody reads, so that
-the hook runs where it would have run.
+`grad_added_to_main_grad` marks the parameter, and autograd gets a dummy gradient, so that the hook runs at the usual
+time.
 """
 
 import torch
@@ -16,9 +16,9 @@ def has_main_grad(weight: Tensor) -> bool:
 
 
 def accumulate_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
-    """total += grad_output^T @ inputs, where nothing is rounded to the inputs' type on the way.
+    """Compute total += grad_output^T @ inputs, without rounding to the inputs' dtype.
 
-    total [out, in], in fp32 or in the inputs' type; grad_output [rows, out] and inputs [rows, in], both of one type.
+    total [out, in], in fp32 or the inputs' dtype; grad_output [rows, out] and inputs [rows, in], of the same dtype.
     """
     if total.dtype == inputs.dtype:
         total.addmm_(grad_output.t(), inputs)
@@ -29,21 +29,21 @@ def accumulate_product(total: Tensor, grad_output: Tensor, inputs: Tensor) -> No
 
 
 def mark_grad_added(weight: Tensor) -> Tensor | None:
-    """Mark that all of the gradient is in `main_grad`. Return what the backward pass returns for `weight`."""
+    """Mark the full gradient as added to `main_grad`. Return what the backward pass must return for `weight`."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
-        # The matrix is the embedding's as well: the hook adds the sum that autograd made of both gradients, and it runs
-        # by the embedding's.
+        # The weight is tied to the embedding: the hook adds autograd's sum of both gradients, and runs after the
+        # embedding's.
         return None
-    # The weight itself stands in, which takes no memory: autograd keeps it as `grad`, uncopied, until the hook drops
-    # it. Were there a `grad` already, it would be added to.
+    # The weight itself is the dummy gradient, which takes no memory: autograd keeps it as `grad`, without a copy, until
+    # the hook drops it. An existing `grad` would be added to, so that case needs zeros.
     return weight.detach() if weight.grad is None else torch.zeros_like(weight)
 
 
 def accumulate(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | None:
-    """Add grad_output^T @ inputs to `weight.main_grad`; returns what a backward pass then returns for `weight`.
+    """Add grad_output^T @ inputs to `weight.main_grad`. Return what the backward pass must return for `weight`.
 
-    weight [out, in] with `has_sum`; grad_output [rows, out]; inputs [rows, in].
+    weight [out, in] with `main_grad`; grad_output [rows, out]; inputs [rows, in].
     """
     accumulate_product(weight.main_grad, grad_output, inputs)  # type: ignore[attr-defined]
     return mark_grad_added(weight)

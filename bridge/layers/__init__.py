@@ -1,1 +1,1 @@
-"""Layers that megatron-core's specs are made of."""
+"""Modules for megatron-core's layer specs."""

@@ -1,8 +1,8 @@
 """Attention over packed documents, with rotary embeddings and context parallelism: a `core_attention` for layer specs.
 
-One module for every machine. It turns queries and keys by their position ids, then hands them to the kernel that this
-machine has: Transformer Engine's, our own for documents on a GPU (or torch's flash attention), or one
-`scaled_dot_product_attention` per document on a CPU. What a layer is like stands in `config.architecture`.
+It rotates queries and keys by their position ids, then calls the available kernel: Transformer Engine's, megaswift's
+for packed documents on a GPU (or torch's flash attention), or one `scaled_dot_product_attention` per document on a CPU.
+`config.architecture` describes each layer.
 """
 
 from copy import copy
@@ -25,9 +25,9 @@ from .sinks import masked_attention, varlen_attention
 
 
 class CoreAttention(MegatronModule):
-    """softmax(q k' * scale) v within each document; takes megatron-core's `core_attention` arguments.
+    """softmax(q k' * scale) v within each document, with the arguments of megatron-core's `core_attention`.
 
-    `config.attention_kernel` (put there by the builder) is "transformer_engine", "varlen" or "sdpa".
+    `config.attention_kernel` (set by the model builder) is "transformer_engine", "varlen" or "sdpa".
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CoreAttention(MegatronModule):
         self.kernel: str = config.attention_kernel  # type: ignore[attr-defined]
         self.inner = self.softmax_offset = None
         if architecture.sinks:
-            # A logit for each head, of a key that is always seen and has no value.
+            # Attention sinks: a logit per head, of a key that every query attends to and that has no value.
             heads = config.num_attention_heads // self.tp_group.size()
             device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
@@ -89,8 +89,10 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Documents | None = None,
     ) -> Tensor:
-        """query [tokens, heads, dim] with key and value [tokens, groups, dim] where packed, else [sequence, batch, ...]
-        -> [tokens, heads * dim] or [sequence, batch, heads * dim]"""
+        """Packed: query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim].
+
+        Padded: [sequence, batch, ...] instead of [tokens, ...].
+        """
         documents = packed_seq_params
         assert documents is not None
         assert attention_bias is None
@@ -105,10 +107,10 @@ class CoreAttention(MegatronModule):
         if self.query_growth is not None:
             assert documents.positions is not None
             growth, step = self.query_growth
-            grown = ((documents.positions + 1) // step).float().log1p() * growth + 1
-            query = (query * grown[..., None, None]).to(query.dtype)
+            scales = ((documents.positions + 1) // step).float().log1p() * growth + 1
+            query = (query * scales[..., None, None]).to(query.dtype)
         segments = documents.segments[self.span]
-        if self.inner is not None and self._engine_knows(segments):
+        if self.inner is not None and self._is_supported_by_engine(segments):
             if packed:
                 query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = self.inner(
@@ -128,15 +130,15 @@ class CoreAttention(MegatronModule):
             query, key, value = (x.squeeze(1) for x in (query, key, value))
             output = varlen_attention(query, key, value, segments, self.softmax_scale, self.softmax_offset)
         elif self.training and self.dropout and not self.config.sequence_parallel:
-            # Tensor-parallel ranks have different heads: they drop out differently.
+            # Tensor-parallel ranks have different heads, so their dropout must differ.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
                 output = self._sdpa(query, key, value, segments)
         else:
             output = self._sdpa(query, key, value, segments)
         return output.reshape(*shape, -1)
 
-    def _engine_knows(self, segments: Segments) -> bool:
-        """Transformer Engine has no chunks, and its exchanges between context-parallel ranks no windows for packs."""
+    def _is_supported_by_engine(self, segments: Segments) -> bool:
+        """Return whether Transformer Engine supports this: no chunks; with context parallelism no windows for packs."""
         return not segments.chunked and (segments.window is None or self.cp_group.size() == 1)
 
     def _rotate(self, x: Tensor, documents: Documents) -> Tensor:
@@ -150,7 +152,7 @@ class CoreAttention(MegatronModule):
         return apply_rotary(x, rotary)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """Return all [sequence, batch, heads, dim]."""
+        """Return the attention output, [sequence, batch, heads, dim], as are query, key and value."""
         outputs = []
         dropout = self.dropout if self.training else 0.0
         for q, k, v in zip(
@@ -189,7 +191,7 @@ class CoreAttention(MegatronModule):
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask of keys that a query attends to, [queries, keys], both ending together; None: causal."""
+    """Return the mask [queries, keys] of attended keys, or None for causal. The last query and key are aligned."""
     if queries == keys and (window is None or window >= keys):
         return None
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,4 +1,4 @@
-"""megatron-core's embedding, whose gradient is added to `main_grad` row by row: of a large vocabulary few are there."""
+"""megatron-core's embedding, with its sparse gradient added to `main_grad` row by row."""
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -14,17 +14,19 @@ from ..kernels.weight_gradient import has_main_grad
 
 class AccumulatingEmbedding(VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
-        """Token ids [batch, sequence] -> [batch, sequence, hidden_size]; under sequence parallelism [sequence / TP,
-        batch, hidden_size]."""
+        """Return the embeddings of token ids [batch, sequence]: [batch, sequence, hidden_size].
+
+        With sequence parallelism: [sequence / TP, batch, hidden_size].
+        """
         weight = self.weight
-        # One that is the output matrix as well has its hook run by a gradient of the usual kind.
-        shared = getattr(weight, "zero_out_wgrad", False)
-        if not (torch.is_grad_enabled() and has_main_grad(weight) and not shared and usable(weight, input_)):
+        # If it is tied to the output matrix, its gradient hook needs autograd's dense gradient.
+        is_tied = getattr(weight, "zero_out_wgrad", False)
+        if not (torch.is_grad_enabled() and has_main_grad(weight) and not is_tied and usable(weight, input_)):
             return super().forward(input_)
         from ..kernels.embedding import Embedding
 
-        partial = self.num_embeddings_per_partition < self.num_embeddings
-        embeddings = Embedding.apply(weight, input_ - self.vocab_start_index, partial)
+        is_partial = self.num_embeddings_per_partition < self.num_embeddings
+        embeddings = Embedding.apply(weight, input_ - self.vocab_start_index, is_partial)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(
                 embeddings.transpose(0, 1).contiguous(), group=self.tp_group

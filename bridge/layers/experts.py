@@ -1,4 +1,4 @@
-"""Experts: one stacked matrix for all the experts of a rank, and grouped products over it."""
+"""Experts with stacked weights per rank, computed by grouped matrix products."""
 
 from functools import partial
 from typing import cast
@@ -18,14 +18,22 @@ from ..kernels.weight_gradient import has_main_grad, mark_grad_added
 
 
 class _StackedLinear(torch.nn.Module):
-    """`weight` [experts, out, in] and, where asked for, `bias` [experts, out].
+    """Linear layers of all local experts: `weight` [experts, out, in] and, if configured, `bias` [experts, out].
 
-    Expert tensor parallelism splits the outputs (`split_dim` 1, the bias too) or the inputs (`split_dim` 2). In the
-    second case every rank has the whole bias and a part of the sum: the first rank's part has the bias in it.
+    Expert tensor parallelism splits the outputs with the bias (`split_dim` 1) or the inputs (`split_dim` 2). With split
+    inputs every rank has the full bias and a partial sum; the first rank adds the bias.
     """
 
     def __init__(
-        self, config: TransformerConfig, experts: int, inputs: int, outputs: int, *, split_dim: int, shared: bool, ranks
+        self,
+        config: TransformerConfig,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        split_dim: int,
+        allreduce: bool,
+        ranks,
     ):
         super().__init__()
         settings = {
@@ -42,12 +50,12 @@ class _StackedLinear(torch.nn.Module):
         self.adds_bias = split_dim == 1 or ranks.rank() == 0
         self.accumulates = config.accumulate_in_experts  # type: ignore[attr-defined]
         for parameter in self.parameters():
-            parameter.allreduce = shared  # type: ignore[attr-defined]  # False: reduced over expert data parallelism
+            parameter.allreduce = allreduce  # type: ignore[attr-defined]  # False: reduced over expert data parallelism
 
     def forward(self, x: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-        """x [rows, in], sorted by expert; `ends` int32 [experts]: where each expert's rows end -> [rows, out]
+        """x [rows, in], sorted by expert; ends int32 [experts], end of each expert's rows -> [rows, out].
 
-        The bias is not in it: see `bias_rows`.
+        The bias is not added: see `bias_rows`.
         """
         if counts is None and self.accumulates:
             return cast(Tensor, _AccumulatingProduct.apply(x, self.weight, ends))
@@ -57,20 +65,20 @@ class _StackedLinear(torch.nn.Module):
         """Return the bias of each row of `forward`'s result, [rows, out]; None without biases."""
         if self.bias is None:
             return None
-        # Ranks that do not add it have its gradient all the same, for it is one parameter on all of them.
+        # Ranks that do not add the bias still need its gradient, since all ranks hold the same parameter.
         bias = self.bias if self.adds_bias else self.bias - self.bias.detach()
         if counts is None:
-            # A product with ones: its backward pass sums each expert's rows in fp32, and in an order that is fixed.
-            # Eight of them, since grouped products want 16 bytes in a row.
+            # The backward pass of a product with ones sums each expert's rows in fp32 and in a fixed order. Eight ones,
+            # since grouped products need rows of 16 bytes.
             ones = x.new_ones(len(x), 8)
             return F.grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, 7)), offs=ends)
         return torch.cat([row.expand(count, -1) for count, row in zip(counts, bias, strict=True)])
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    """Rows x [rows, in], sorted by expert, by their experts' matrices weight [experts, out, in] -> [rows, out]
+    """Multiply rows x [rows, in], sorted by expert, by their experts' matrices [experts, out, in] -> [rows, out].
 
-    `counts`: of each expert's rows, known on the host; None: they are `ends` on the device, and one product is made.
+    counts: number of rows per expert, on the host; None: one grouped product with `ends` on the device.
     """
     if counts is None:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -78,7 +86,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, counts: list[int] |
 
 
 class _AccumulatingProduct(torch.autograd.Function):
-    """The grouped product of rows with each expert's matrix, whose gradient is added to `main_grad` where there is one.
+    """Grouped product that adds the weight gradient to `main_grad` if the weight has one.
 
     x [rows, in], weight [experts, out, in], ends [experts] -> [rows, out]
     """
@@ -104,7 +112,7 @@ class _AccumulatingProduct(torch.autograd.Function):
 
 
 class GroupedExperts(MegatronModule):
-    """The experts of one rank. The dispatcher has already sent every row to its expert's rank and sorted the rows."""
+    """Experts of one rank. The dispatcher has already sent the rows to their experts' rank and sorted them."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection=None, name=None):
         super().__init__(config=config)
@@ -112,25 +120,25 @@ class GroupedExperts(MegatronModule):
         assert config.moe_ffn_hidden_size is not None
         ranks = pg_collection.expt_tp
         width = config.moe_ffn_hidden_size // ranks.size()
-        # As ColumnParallelLinear decides it: these weights are not replicated like the dense ones.
-        shared = not (pg_collection.ep.size() > 1 or ranks.size() != pg_collection.tp.size())
-        build = partial(_StackedLinear, config, num_local_experts, shared=shared, ranks=ranks)
+        # The same condition as in ColumnParallelLinear: these weights are not replicated like the dense ones.
+        allreduce = not (pg_collection.ep.size() > 1 or ranks.size() != pg_collection.tp.size())
+        build = partial(_StackedLinear, config, num_local_experts, allreduce=allreduce, ranks=ranks)
         gates = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = build(config.hidden_size, gates * width, split_dim=1)
         self.linear_fc2 = build(width, config.hidden_size, split_dim=2)
         self.recompute_activation = config.recompute_granularity == "selective" and "moe_act" in (
             config.recompute_modules or []
         )
-        self.plain_swiglu = (
-            config.bias_activation_fusion  # for SiLU alone
+        self.can_fuse_swiglu = (
+            config.bias_activation_fusion  # only set for SiLU
             and config.gated_linear_unit
             and config.activation_func_clamp_value is None
             and not config.glu_linear_offset
         )
 
     def _activate(self, x: Tensor, bias: Tensor | None, probs: Tensor | None) -> Tensor:
-        """x [rows, width, or twice that with gates first] -> [rows, width]; the rows weighted by `probs` [rows, 1]."""
-        if self.plain_swiglu and bias is None and usable(x):
+        """x [rows, width (gated: 2 * width, gates first)] -> [rows, width], multiplied by `probs` [rows, 1]."""
+        if self.can_fuse_swiglu and bias is None and usable(x):
             from ..kernels.swiglu import swiglu
 
             return swiglu(x, probs)
@@ -149,46 +157,46 @@ class GroupedExperts(MegatronModule):
         return x if probs is None else (x * probs).to(x.dtype)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> the shape of rows"""
-        # One grouped product on the GPU in bf16, where matrices' rows are in multiples of 16 bytes and there are some;
-        # else a loop.
-        grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0
-        grouped = grouped and not any(
+        """rows [rows, hidden_size], sorted by expert; tokens_per_expert [experts]; probs [rows] -> shape of rows."""
+        # Grouped products need a GPU, bf16, at least one row, and matrix rows of a multiple of 16 bytes. Otherwise a
+        # loop over the experts.
+        is_grouped = self.config.moe_grouped_gemm and rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0
+        is_grouped = is_grouped and not any(
             size % 8 for size in self.linear_fc1.weight.shape[1:] + self.linear_fc2.weight.shape[1:]
         )
-        counts = None if grouped else tokens_per_expert.tolist()
+        counts = None if is_grouped else tokens_per_expert.tolist()
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         weights = probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:
             rows, weights = (rows * weights).to(rows.dtype), None
-        inner = self.linear_fc1(rows, ends, counts)
+        activations = self.linear_fc1(rows, ends, counts)
         bias = self.linear_fc1.bias_rows(rows, ends, counts)
         if self.recompute_activation:
             checkpoint = tensor_parallel.CheckpointWithoutOutput()
-            inner = checkpoint.checkpoint(self._activate, inner, bias, weights)
-            output = self.linear_fc2(inner, ends, counts)
+            activations = checkpoint.checkpoint(self._activate, activations, bias, weights)
+            output = self.linear_fc2(activations, ends, counts)
             checkpoint.discard_output_and_register_recompute(output)
         else:
-            inner = self._activate(inner, bias, weights)
-            output = self.linear_fc2(inner, ends, counts)
+            activations = self._activate(activations, bias, weights)
+            output = self.linear_fc2(activations, ends, counts)
         if (bias := self.linear_fc2.bias_rows(rows, ends, counts)) is not None:
             output = output + (bias if weights is None else bias * weights).to(output.dtype)
         return output, None
 
     def backward_dw(self) -> None:
-        """Nothing is delayed: weight gradients come with the backward pass."""
+        """Do nothing: the backward pass has already computed the weight gradients."""
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> ShardedStateDict:
         raise RuntimeError("distributed checkpoints of grouped experts are not supported in this version")
 
 
 class SharedExperts(SharedExpertMLP):
-    """megatron-core's, whose parameters may be gathered while the model runs."""
+    """megatron-core's shared experts, with support for overlapped parameter all-gathers."""
 
     def wait_current_stream(self) -> None:
-        # Under --moe_shared_expert_overlap the dispatcher begins here, and never calls this module. Hooks wait for an
-        # overlapped gathering: this module's, which has the gate, and on this stream those of the matrices, too, since
-        # whoever uses what was gathered with them on this stream finds it awaited already.
+        # With --moe_shared_expert_overlap the dispatcher calls this method first, and never the module itself. Hooks of
+        # this module (for the gate) and of its matrices wait for overlapped parameter all-gathers. They run on this
+        # stream, since later users of the same all-gather on it do not wait again.
         for module in self.modules():
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())

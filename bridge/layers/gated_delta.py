@@ -1,8 +1,8 @@
-"""Gated delta nets, as Qwen3-Next and Qwen3.5 have them: a `self_attention` for layer specs.
+"""Gated delta nets of Qwen3-Next and Qwen3.5: a `self_attention` for layer specs.
 
-Heads are kept by groups: a key head with its query head, value heads, gates, decays. So tensor parallelism cuts all
-tensors into equal windows, and so does context parallelism, which trades positions for heads inside the layer. Where
-`fla` is installed and a GPU is there, its kernels do what delta_rule.py does in plain PyTorch.
+A group is a key head with its query head, value heads, gates and decays. Tensors are ordered by groups, so that tensor
+parallelism splits them into equal windows. So does context parallelism, which exchanges positions for heads inside the
+layer. On a GPU with `fla` installed, its kernels replace the plain PyTorch of delta_rule.py.
 """
 
 from collections.abc import Callable
@@ -23,26 +23,26 @@ from torch.utils.checkpoint import checkpoint
 from .delta_rule import DeltaLayout, causal_conv, delta_rule
 
 
-class _Fused(NamedTuple):
+class _FlaKernels(NamedTuple):
     conv: Callable
     rule: Callable
 
 
 @cache
-def _fla() -> _Fused | None:
-    """Return the kernels of flash-linear-attention, where it is installed."""
+def _fla_kernels() -> _FlaKernels | None:
+    """Return the kernels of flash-linear-attention, or None if it is not installed."""
     if find_spec("fla") is None:
         return None
     from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
-    return _Fused(causal_conv1d, chunk_gated_delta_rule)
+    return _FlaKernels(causal_conv1d, chunk_gated_delta_rule)
 
 
 class GatedDeltaNet(MegatronModule):
-    """A `self_attention` for layer specs: `in_proj` and `out_proj` are the spec's column and row parallel linears.
+    """Gated delta net. `in_proj` and `out_proj` are the spec's column- and row-parallel linears.
 
-    Raises ValueError where TP x CP does not divide the key heads.
+    Raises ValueError if TP x CP does not divide the key heads.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class GatedDeltaNet(MegatronModule):
                 f"--tensor_model_parallel_size {self.tp_group.size()} x --context_parallel_size {self.cp_group.size()} "
                 f"does not divide the {key_heads} key heads (linear_num_key_heads) of this model's gated delta nets"
             )
-        self.groups = key_heads // self.tp_group.size()  # of this tensor-parallel rank
-        self.heads = value_heads // key_heads  # of each group
-        # A group's share of what is convolved, then its output gates, betas and decays.
-        self.mixed = 2 * self.key_dim + self.heads * self.value_dim
-        self.sections = (self.mixed, self.heads * self.value_dim, self.heads, self.heads)
+        self.groups = key_heads // self.tp_group.size()  # on this tensor-parallel rank
+        self.heads = value_heads // key_heads  # per group
+        # Channels per group: the convolution's, then the output gates, betas and decays.
+        self.conv_dim = 2 * self.key_dim + self.heads * self.value_dim
+        self.sections = (self.conv_dim, self.heads * self.value_dim, self.heads, self.heads)
         settings: dict[str, Any] = {
             "config": config,
             "bias": False,
@@ -97,8 +97,8 @@ class GatedDeltaNet(MegatronModule):
             tp_comm_buffer_name="fc2",
             **settings,
         )
-        self.conv1d = _Weight(config, self.groups * self.mixed, 1, kernel, split=True)
-        # The decay's rate is held in fp32, and so is the norm, as checkpoints have them.
+        self.conv1d = _Weight(config, self.groups * self.conv_dim, 1, kernel, split=True)
+        # A_log and the norm are in fp32, as in checkpoints.
         self.A_log = _parameter(config, self.groups * self.heads, fp32=True, split=True)
         self.dt_bias = _parameter(config, self.groups * self.heads, split=True)
         self.norm = _Weight(config, self.value_dim, fp32=True)
@@ -106,109 +106,109 @@ class GatedDeltaNet(MegatronModule):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params, **_):
         """hidden_states [sequence (/ CP, and / TP under sequence parallelism), rows, hidden_size] -> (the same, bias)
 
-        `packed_seq_params` has the micro batch's `runs`.
+        `packed_seq_params` has the micro batch's `delta_layout`.
         """
-        runs: DeltaLayout = packed_seq_params.runs
-        assert runs is not None
+        layout: DeltaLayout = packed_seq_params.delta_layout
+        assert layout is not None
         projected, _ = self.in_proj(hidden_states)
         length, rows, _ = projected.shape
-        mixed, gate, beta, step = projected.view(length, rows, self.groups, -1).split(self.sections, dim=-1)
+        qkv, gate, beta, dt = projected.view(length, rows, self.groups, -1).split(self.sections, dim=-1)
         if self.cp_group.size() > 1:
-            mixed, beta, step = self._to_heads(torch.cat((mixed, beta, step), dim=-1), runs).split(
-                (self.mixed, self.heads, self.heads), dim=-1
+            qkv, beta, dt = self._to_heads(torch.cat((qkv, beta, dt), dim=-1), layout).split(
+                (self.conv_dim, self.heads, self.heads), dim=-1
             )
-        output = self._mix(mixed, beta, step, runs)  # [sequence, rows, groups / CP, heads, value dim]
+        output = self._delta_net(qkv, beta, dt, layout)  # [sequence, rows, groups / CP, heads, value dim]
         if self.cp_group.size() > 1:
-            output = self._to_positions(output, runs)
+            output = self._to_positions(output, layout)
         output, bias = self.out_proj(self._gated_norm(output, gate.reshape(output.shape)).view(length, rows, -1))
         return output, bias
 
-    def _mix(self, mixed: Tensor, beta: Tensor, step: Tensor, runs: DeltaLayout) -> Tensor:
-        """mixed [sequence, rows, groups, channels], beta and step [sequence, rows, groups, heads], of whole documents
+    def _delta_net(self, qkv: Tensor, beta: Tensor, dt: Tensor, layout: DeltaLayout) -> Tensor:
+        """qkv [sequence, rows, groups, channels], beta and dt [sequence, rows, groups, heads], of full documents
         -> [sequence, rows, groups, heads, value dim]"""
-        sequence, rows, groups, _ = mixed.shape
-        weight, log_rate, bias = (
+        sequence, rows, groups, _ = qkv.shape
+        conv_weight, a_log, dt_bias = (
             x.unflatten(0, (self.groups, -1)).narrow(0, self.cp_group.rank() * groups, groups)
             for x in (self.conv1d(), self.A_log, self.dt_bias)
         )
         beta = beta.sigmoid()
-        decay = -log_rate.float().exp() * F.softplus(step.float() + bias.float())
-        weight = weight.flatten(0, 1)
-        # fla's kernels are for half precision, and add up in no fixed order.
-        fits = mixed.is_cuda and mixed.dtype != torch.float32 and not self.config.deterministic_mode
-        if fits and (fused := _fla()) is not None:
-            output = self._fused(fused, mixed, weight, decay, beta, runs)
+        decay = -a_log.float().exp() * F.softplus(dt.float() + dt_bias.float())
+        conv_weight = conv_weight.flatten(0, 1)
+        # fla's kernels support half precision only, and are not deterministic.
+        is_supported = qkv.is_cuda and qkv.dtype != torch.float32 and not self.config.deterministic_mode
+        if is_supported and (kernels := _fla_kernels()) is not None:
+            output = self._run_fla(kernels, qkv, conv_weight, decay, beta, layout)
         else:
-            # What is between is recomputed in the backward pass: it is many times the size of what goes in.
+            # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
             output = checkpoint(
-                self._plain,
-                *(x.flatten(0, 1) for x in (mixed.flatten(2), decay, beta)),
-                weight,
-                runs,
+                self._run_torch,
+                *(x.flatten(0, 1) for x in (qkv.flatten(2), decay, beta)),
+                conv_weight,
+                layout,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
         assert isinstance(output, Tensor)
         return output.view(sequence, rows, groups, self.heads, self.value_dim)
 
-    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., groups * channels] -> query, key [..., groups, key dim], value [..., groups, heads, value dim]"""
-        query, key, value = mixed.unflatten(-1, (-1, self.mixed)).split(
+        query, key, value = qkv.unflatten(-1, (-1, self.conv_dim)).split(
             (self.key_dim, self.key_dim, self.heads * self.value_dim), dim=-1
         )
         return query, key, value.unflatten(-1, (self.heads, self.value_dim))
 
-    def _plain(self, mixed: Tensor, decay: Tensor, beta: Tensor, weight: Tensor, runs: DeltaLayout) -> Tensor:
-        return delta_rule(*self._parts(causal_conv(mixed, weight, runs)), decay, beta, runs)
+    def _run_torch(self, qkv: Tensor, decay: Tensor, beta: Tensor, conv_weight: Tensor, layout: DeltaLayout) -> Tensor:
+        return delta_rule(*self._split_qkv(causal_conv(qkv, conv_weight, layout)), decay, beta, layout)
 
-    def _fused(
-        self, fused: _Fused, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, runs: DeltaLayout
+    def _run_fla(
+        self, kernels: _FlaKernels, qkv: Tensor, conv_weight: Tensor, decay: Tensor, beta: Tensor, layout: DeltaLayout
     ) -> Tensor:
-        """Compute `_plain` by fla's kernels, on [sequence, rows, ...] instead of [tokens, ...]."""
-        # fla has one row of documents: rows go one after another.
-        sequence, rows = mixed.shape[:2]
-        line = [x.transpose(0, 1).flatten(0, 1).unsqueeze(0) for x in (mixed.flatten(2), decay, beta)]
-        convolved, _ = fused.conv(
-            x=line[0].contiguous(),
-            weight=weight.squeeze(1).to(mixed.dtype),
+        """Compute `_run_torch` with fla's kernels, on [sequence, rows, ...] instead of [tokens, ...]."""
+        # fla takes one row of documents, so the rows are concatenated.
+        sequence, rows = qkv.shape[:2]
+        packed = [x.transpose(0, 1).flatten(0, 1).unsqueeze(0) for x in (qkv.flatten(2), decay, beta)]
+        convolved, _ = kernels.conv(
+            x=packed[0].contiguous(),
+            weight=conv_weight.squeeze(1).to(qkv.dtype),
             bias=None,
             activation="silu",
-            cu_seqlens=runs.ends,
+            cu_seqlens=layout.cu_seqlens,
         )
-        query, key, value = self._parts(convolved)
+        query, key, value = self._split_qkv(convolved)
         query, key = (x.repeat_interleave(self.heads, dim=-2) for x in (query, key))
-        output, _ = fused.rule(
+        output, _ = kernels.rule(
             query,
             key,
             value.flatten(2, 3).contiguous(),
-            g=line[1].flatten(2).contiguous(),
-            beta=line[2].flatten(2).contiguous(),
+            g=packed[1].flatten(2).contiguous(),
+            beta=packed[2].flatten(2).contiguous(),
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=runs.ends,
+            cu_seqlens=layout.cu_seqlens,
         )
         return output.view(rows, sequence, -1).transpose(0, 1).contiguous()
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        # Ranks norm different heads by the same weight: its gradient is their sum.
+        # Ranks normalize different heads by the same weight, so its gradient is summed over them.
         weight = copy_to_tensor_model_parallel_region(self.norm(), group=self.tp_group)
         normed = F.rms_norm(x.float(), (self.value_dim,), weight.float(), self.config.layernorm_epsilon)
         return (normed * F.silu(gate.float())).to(x.dtype)
 
-    def _to_heads(self, x: Tensor, runs: DeltaLayout) -> Tensor:
+    def _to_heads(self, x: Tensor, layout: DeltaLayout) -> Tensor:
         """Exchange [sequence / CP, rows, groups, ...] for [sequence, rows, groups / CP, ...], in document order."""
         ranks = self.cp_group.size()
-        x = x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # whom it goes to, first
-        return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, not_none(runs.natural))
+        x = x.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()  # destination rank first
+        return all_to_all(self.cp_group, x).flatten(0, 1).index_select(0, not_none(layout.document_order))
 
-    def _to_positions(self, x: Tensor, runs: DeltaLayout) -> Tensor:
+    def _to_positions(self, x: Tensor, layout: DeltaLayout) -> Tensor:
         """Exchange [sequence, rows, groups / CP, ...] for [sequence / CP, rows, groups, ...]."""
         ranks = self.cp_group.size()
-        x = x.index_select(0, not_none(runs.ranked)).unflatten(0, (ranks, -1)).contiguous()
+        x = x.index_select(0, not_none(layout.rank_order)).unflatten(0, (ranks, -1)).contiguous()
         return all_to_all(self.cp_group, x).movedim(0, 2).flatten(2, 3)
 
 
 class _Weight(torch.nn.Module):
-    """A parameter named `weight`, got by a call: an overlapped gathering of parameters waits in a module's hooks."""
+    """A parameter named `weight`, returned by `forward`: module hooks wait for an overlapped parameter all-gather."""
 
     def __init__(self, config: TransformerConfig, *shape: int, fp32: bool = False, split: bool = False):
         super().__init__()

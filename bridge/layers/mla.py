@@ -1,8 +1,8 @@
 """Multi-latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
-Keys and values of all heads are made of one latent vector a token, and so are queries where `config.q_lora_rank` is
-set. A head's last `qk_pos_emb_head_dim` dimensions turn by position, and their key is the same for all heads. Each
-tensor-parallel rank makes the whole latents (of its own tokens under sequence parallelism) and its own heads of them.
+Keys and values of all heads are projections of one latent vector per token; so are queries if `config.q_lora_rank` is
+set. A head's last `qk_pos_emb_head_dim` dimensions are rotated by position, and their key is shared by all heads. Each
+tensor-parallel rank computes the full latents (of its own tokens with sequence parallelism) and its own heads.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from .attention import CoreAttention
 from .norm import NormBuilder
 from .packed_seqs import Documents
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever config.json says of the other norms: as transformers has it
+LATENT_EPS = 1e-6  # of the latents' norms; transformers too ignores the eps in config.json here
 
 
 @dataclass
 class LatentAttentionSubmodules:
-    """The modules that differ between Transformer Engine's layers and plain ones."""
+    """Modules that differ between Transformer Engine's layers and megaswift's."""
 
     column: Any
     row: Any
@@ -35,23 +35,23 @@ class LatentAttentionSubmodules:
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A matrix that every tensor-parallel rank holds whole: `weight` [outputs, inputs]."""
+    """Linear layer replicated on all tensor-parallel ranks: `weight` [outputs, inputs]."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
-        # Under sequence parallelism each rank sees its own tokens: the gradients are summed over the ranks.
+        # With sequence parallelism each rank has different tokens, so the gradients are summed over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
-class _TurnedAttention(CoreAttention):
-    """Queries and keys come turned: only a part of a head turns, and that of the keys before the heads have it."""
+class _PreRotatedAttention(CoreAttention):
+    """Core attention without rotation: queries and keys are already rotated, since only part of each head is."""
 
-    def turn(self, x: Tensor, documents: Documents) -> Tensor:
+    def rotate(self, x: Tensor, documents: Documents) -> Tensor:
         return super()._rotate(x, documents)
 
     def _rotate(self, x: Tensor, documents: Documents) -> Tensor:
@@ -59,9 +59,9 @@ class _TurnedAttention(CoreAttention):
 
 
 class LatentAttention(MegatronModule):
-    """Causal multi-latent self-attention within documents, at the place of megatron-core's `self_attention`.
+    """Causal multi-latent self-attention within documents: a `self_attention` for layer specs.
 
-    Its matrices have the names that megatron-core's own MLASelfAttention gives them.
+    Its matrices have the names of megatron-core's MLASelfAttention.
     """
 
     config: MLATransformerConfig
@@ -83,7 +83,7 @@ class LatentAttention(MegatronModule):
         self.heads = config.num_attention_heads // self.tp_group.size()
         self.query_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
         selective = (config.recompute_modules or []) if config.recompute_granularity == "selective" else []
-        self.recompute_core, self.recompute_up = "core_attn" in selective, "mla_up_proj" in selective
+        self.recomputes_core, self.recomputes_up = "core_attn" in selective, "mla_up_proj" in selective
 
         def column(inputs: int, outputs: int) -> Any:
             return submodules.column(
@@ -112,7 +112,7 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = column(
             config.kv_lora_rank, config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
         )
-        self.core_attention = _TurnedAttention(
+        self.core_attention = _PreRotatedAttention(
             config=config,
             layer_number=layer_number,
             attn_mask_type=AttnMaskType.causal,
@@ -134,71 +134,75 @@ class LatentAttention(MegatronModule):
         )
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """megatron-core's wish, with FP8: what is recomputed is kept as it comes, not in FP8."""
+        """Save the input unquantized: megatron-core calls this for FP8 with a recomputed input norm."""
         if self.config.q_lora_rank is None:
             self.linear_q_proj.save_original_input = True
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Documents, **_
     ) -> tuple[Tensor, None]:
-        """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> the same shape, no bias"""
+        """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> (same shape, None)"""
         documents = packed_seq_params
         if self.config.q_lora_rank is None:
             query_source = hidden_states
         else:
             query_source = self.q_layernorm(self.linear_q_down_proj(hidden_states))
-        latent, turning_key = self.linear_kv_down_proj(hidden_states).split(
+        latent, rope_key = self.linear_kv_down_proj(hidden_states).split(
             [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
         )
         latent = self.kv_layernorm(latent)
-        # Each rank's heads use the shared key: its gradient is summed over the ranks.
+        # The heads of every rank use the shared key, so its gradient is summed over the ranks.
         if self.config.sequence_parallel:
-            turning_key = tensor_parallel.gather_from_sequence_parallel_region(turning_key, group=self.tp_group)
+            rope_key = tensor_parallel.gather_from_sequence_parallel_region(rope_key, group=self.tp_group)
         else:
-            turning_key = tensor_parallel.copy_to_tensor_model_parallel_region(turning_key, group=self.tp_group)
+            rope_key = tensor_parallel.copy_to_tensor_model_parallel_region(rope_key, group=self.tp_group)
 
-        def heads(query_source: Tensor, latent: Tensor, turning_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._heads(query_source, latent, turning_key, documents)
+        def project_heads(query_source: Tensor, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._heads(query_source, latent, rope_key, documents)
 
-        up = None
-        if self.recompute_up and self.training:
-            up = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)  # pyright: ignore[reportArgumentType]
-        make = heads if up is None else lambda *sources: up.checkpoint(heads, *sources)
-        query, key, value = make(query_source, latent, turning_key)
-        if self.recompute_core and self.training:
+        checkpoint = None
+        if self.recomputes_up and self.training:
+            checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)  # pyright: ignore[reportArgumentType]
+        project = (
+            project_heads if checkpoint is None else lambda *sources: checkpoint.checkpoint(project_heads, *sources)
+        )
+        query, key, value = project(query_source, latent, rope_key)
+        if self.recomputes_core and self.training:
             context = tensor_parallel.checkpoint(partial(self._attend, documents=documents), False, query, key, value)
         else:
             context = self._attend(query, key, value, documents)
-        if up is not None:
-            up.discard_output_and_register_recompute(context)
+        if checkpoint is not None:
+            checkpoint.discard_output_and_register_recompute(context)
         output, _ = self.linear_proj(context)
         return output, None
 
     def _heads(
-        self, query_source: Tensor, latent: Tensor, turning_key: Tensor, documents: Documents
+        self, query_source: Tensor, latent: Tensor, rope_key: Tensor, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key [sequence, batch, heads, query_dim] and value [sequence, batch, heads, v_head_dim] of this rank's
-        heads, turned."""
+        """Return this rank's rotated query and key [sequence, batch, heads, query_dim], and value.
+
+        value: [sequence, batch, heads, v_head_dim]
+        """
         config = self.config
-        project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query, _ = project(query_source)
+        query_proj = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query, _ = query_proj(query_source)
         key_value, _ = self.linear_kv_up_proj(latent)
         query = query.unflatten(-1, (self.heads, self.query_dim))
         key_value = key_value.unflatten(-1, (self.heads, config.qk_head_dim + config.v_head_dim))
-        still, turning = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat((still, self.core_attention.turn(turning, documents)), dim=-1)
+        nope_query, rope_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat((nope_query, self.core_attention.rotate(rope_query, documents)), dim=-1)
         key, value = key_value.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        turned = self.core_attention.turn(turning_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
-        return query, torch.cat((key, turned), dim=-1), value.contiguous()
+        rotated_key = self.core_attention.rotate(rope_key.unsqueeze(2), documents).expand(-1, -1, self.heads, -1)
+        return query, torch.cat((key, rotated_key), dim=-1), value.contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """[sequence, batch, heads * v_head_dim]"""
-        # Flash kernels want values as wide as keys; zeros add nothing, and are cut off again.
-        padded = self.query_dim - value.shape[-1] if self.core_attention.kernel != "sdpa" else 0
-        value = F.pad(value, (0, padded))
+        """Return the attention output, [sequence, batch, heads * v_head_dim]."""
+        # Flash kernels need values as wide as keys: pad with zeros, and slice the output.
+        padding = self.query_dim - value.shape[-1] if self.core_attention.kernel != "sdpa" else 0
+        value = F.pad(value, (0, padding))
         batch = query.shape[1]
         if documents.qkv_format == "thd":
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         context = self.core_attention(query, key, value, packed_seq_params=documents)
         context = context.view(-1, batch, self.heads, value.shape[-1])
-        return context[..., : value.shape[-1] - padded].flatten(2)
+        return context[..., : value.shape[-1] - padding].flatten(2)

@@ -1,4 +1,4 @@
-"""The activation of gated MLPs."""
+"""Activation of gated MLPs."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from ..kernels import usable
 
 
 class SwiGLU(torch.nn.Module):
-    """silu(gate) * up, at the place where an MLP of megatron-core takes Transformer Engine's activation module.
+    """silu(gate) * up, in place of the Transformer Engine activation module of megatron-core's MLP.
 
     x [..., 2 * width], gates first -> [..., width]
     """

@@ -1,4 +1,4 @@
-"""The layer of experts, and how tokens reach them and come back, by the kernels of fused/permute.py."""
+"""MoE layer whose token dispatcher uses the fused permutation kernels of kernels/permute.py."""
 
 from copy import copy
 from typing import cast
@@ -18,28 +18,28 @@ from .router import Router
 
 
 class ExpertLayer(MoELayer):
-    """megatron-core's, with our dispatcher where `config.permutes`."""
+    """megatron-core's MoE layer, with the dispatcher below if `config.fuses_permutation`."""
 
     def __init__(self, config: TransformerConfig, *args, pg_collection: ProcessGroupCollection | None = None, **kwargs):
         groups = pg_collection or get_default_pg_collection()
         super().__init__(config, *args, pg_collection=groups, **kwargs)
-        if config.permutes:  # type: ignore[attr-defined]
-            cast(Router, self.router).compact = True
+        if config.fuses_permutation:  # type: ignore[attr-defined]
+            cast(Router, self.router).is_compact = True
             self.token_dispatcher = Dispatcher(self.num_local_experts, self.local_expert_indices, config, groups)
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's exchange of rows between permutations of ours, where no token is dropped.
+    """megatron-core's all-to-all dispatcher with fused permutations; it drops no tokens.
 
-    In place of a map over all experts it takes the numbers of each token's. How many rows each expert has stays on the
-    device: the host waits for the sizes of an exchange only, and for nothing where there is none.
+    It takes the indices of each token's experts instead of a routing map over all experts. The number of rows per
+    expert stays on the device: the host waits only for the split sizes of an all-to-all, if there is one.
     """
 
     def __init__(self, experts: int, indices: list[int], config: TransformerConfig, groups: ProcessGroupCollection):
         config = copy(config)
-        config.moe_permute_fusion = True  # what the sorting of chunks needs stays on the device, too
+        config.moe_permute_fusion = True  # keeps the inputs of the chunk sort on the device too
         super().__init__(experts, indices, config, groups)
         self.ranks = self.ep_size * self.tp_size
         self.sorts_chunks = self.ranks > 1 and experts > 1
@@ -48,21 +48,21 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         """Return the rows sorted by expert, and their weights.
 
         hidden_states: [..., hidden_size]
-        routing_map, probs: [tokens, topk], each token's experts and their weights
+        routing_map, probs: [tokens, topk], the experts of each token and their weights
         """
         from ..kernels.permute import permute, sort_map
 
         self.hidden_shape, self.probs = hidden_states.shape, probs
-        self.places, counts = sort_map(routing_map, self.num_experts)
-        # megatron-core sums a map's column for each expert: here it is the sum already.
+        self.row_map, counts = sort_map(routing_map, self.num_experts)
+        # megatron-core sums each expert's column of the routing map; `counts` is that sum already.
         self.tokens_per_expert = counts if self.ranks == 1 else self.preprocess(counts.unsqueeze(0))
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self._maybe_dtoh_and_synchronize("before_permutation_1")
-        return permute(hidden_states.flatten(0, -2), self.places, probs)
+        return permute(hidden_states.flatten(0, -2), self.row_map, probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort the received rows by expert. Return them, the number of rows of each expert, and the weights."""
+        """Return the received rows sorted by expert, the number of rows per expert, and the weights."""
         from ..kernels.permute import chunk_sort_map, permute
 
         rows, weights, counts = global_input_tokens, global_probs, cast(Tensor, self.tokens_per_expert)
@@ -78,26 +78,26 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return rows, counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the experts' rows in the order in which they were received."""
+        """Return the experts' rows in the order of reception."""
         from ..kernels.permute import unpermute
 
         if self.sorts_chunks:
             hidden_states = unpermute(hidden_states, self.chunk_sort_map)
             del self.chunk_sort_map
         if self.tp_size > 1:
-            wide = hidden_states.to(self.probs.dtype)
-            summed = reduce_scatter_to_sequence_parallel_region(
-                wide, group=self.tp_group, input_split_sizes=self._tp_sizes()
+            states = hidden_states.to(self.probs.dtype)
+            reduced = reduce_scatter_to_sequence_parallel_region(
+                states, group=self.tp_group, input_split_sizes=self._tp_sizes()
             )
-            hidden_states = summed.to(hidden_states.dtype)
+            hidden_states = reduced.to(hidden_states.dtype)
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the sum of each token's returned rows, in the shape of the layer's input."""
+        """Return the sum of each token's rows, in the shape of the layer's input."""
         from ..kernels.permute import unpermute
 
-        output = unpermute(permutated_local_input_tokens, self.places).view(self.hidden_shape)
-        del self.places, self.probs  # autograd has what the backward pass needs
+        output = unpermute(permutated_local_input_tokens, self.row_map).view(self.hidden_shape)
+        del self.row_map, self.probs  # autograd keeps what the backward pass needs
         if self.shared_experts is not None:
             output += cast(Tensor, self.shared_experts.get_output())
         return output

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2).
 
-Depth k makes, of what depth k - 1 knows at a position (depth 0: the model's last hidden state, behind its norm) and of
-the embedding of the token k places on, the hidden state that predicts the token after that. Embedding and output layer
-are the model's own. Names are those of megatron-core's MultiTokenPredictionBlock.
+At each position, depth k combines the hidden state of depth k - 1 (depth 0: the model's final hidden state, after its
+norm) with the embedding of the token k positions later. Its output predicts the token after that one. Embedding and
+output layer are shared with the model. Names are those of megatron-core's MultiTokenPredictionBlock.
 """
 
 from typing import Any, cast
@@ -22,7 +22,7 @@ from .packed_seqs import Documents
 
 
 class MtpLayer(MegatronModule):
-    """One depth."""
+    """Layer of one prediction depth."""
 
     def __init__(self, config: TransformerConfig, depth: int, layer: ModuleSpec, norm: NormBuilder):
         super().__init__(config=config)
@@ -38,16 +38,16 @@ class MtpLayer(MegatronModule):
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         if hasattr(self.mtp_model_layer.mlp, "set_layer_number"):
-            # megatron-core adds the model's layers: balancing losses are logged with those of the last one.
+            # megatron-core adds the model's number of layers: balancing losses are logged with its last layer's.
             self.mtp_model_layer.mlp.set_layer_number(0)
 
     def forward(self, hidden: Tensor, embedding: Tensor, documents: Documents) -> Tensor:
-        """Both [sequence (/ TP under sequence parallelism), batch, hidden_size] -> the same."""
+        """Return the hidden states; all are [sequence (/ TP under sequence parallelism), batch, hidden_size]."""
 
         def run(hidden: Tensor, embedding: Tensor) -> Tensor:
-            joined = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
-            made, _ = self.mtp_model_layer(hidden_states=joined, attention_mask=None, packed_seq_params=documents)
-            return self.final_layernorm(made)
+            inputs = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
+            output, _ = self.mtp_model_layer(hidden_states=inputs, attention_mask=None, packed_seq_params=documents)
+            return self.final_layernorm(output)
 
         if self.training and self.config.recompute_granularity == "full":
             return tensor_parallel.checkpoint(run, False, hidden, embedding)  # pyright: ignore[reportReturnType]
@@ -55,14 +55,14 @@ class MtpLayer(MegatronModule):
 
 
 class MtpBlock(MegatronModule):
-    """All depths: `mtp` of a GPTModel."""
+    """Layers of all prediction depths: `mtp` of a GPTModel."""
 
     def __init__(self, config: TransformerConfig, depths: int, layer: ModuleSpec, norm: NormBuilder):
         super().__init__(config=config)
         self.layers = torch.nn.ModuleList(MtpLayer(config, depth + 1, layer, norm) for depth in range(depths))
 
     def forward(self, hidden: Tensor, embedding: torch.nn.Module, tokens: Tensor, documents: Documents) -> list[Tensor]:
-        """Return the hidden states of each depth, of the model's own `hidden`; tokens [batch, local sequence]."""
+        """Return the hidden states of each depth, given the model's `hidden`; tokens [batch, local sequence]."""
         depths = []
         for layer in self.layers:
             tokens = shift_left(tokens, documents)
@@ -72,7 +72,7 @@ class MtpBlock(MegatronModule):
 
 
 def shift_left(values: Tensor, documents: Documents) -> Tensor:
-    """Return the values of the next position of the same document, [batch, local sequence]; 0 at its end."""
+    """Return the values at the next position of the same document, [batch, local sequence]; 0 at its end."""
     assert documents.next_positions is not None
     group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
     gathered = values

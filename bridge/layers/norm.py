@@ -1,4 +1,4 @@
-"""Norms: in plain PyTorch, and RMSNorm in one kernel on a GPU."""
+"""Norms in plain PyTorch, with a fused RMSNorm kernel on a GPU."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup
 
 from ..kernels import usable
 
-NormBuilder = Callable[..., Any]  # of config=, hidden_size=, eps=
+NormBuilder = Callable[..., Any]  # arguments: config=, hidden_size=, eps=
 
 
 class Norm:
-    """RMSNorm or LayerNorm, as `config.normalization` says, with the mark that sequence parallelism needs.
+    """RMSNorm or LayerNorm by `config.normalization`, with support for sequence parallelism.
 
-    megatron-core's own torch norm refuses sequence parallelism. All that it asks of a norm is the mark on its
-    parameters: each rank sees its own tokens, so their gradients are summed over the tensor-parallel ranks.
+    megatron-core's torch norm refuses sequence parallelism. A norm needs only the attribute `sequence_parallel` on its
+    parameters: each rank has different tokens, so their gradients are summed over the tensor-parallel ranks.
     """
 
     def __new__(
@@ -40,10 +40,10 @@ class Norm:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, and one kernel each way on a GPU: x [..., size].
+    """torch's RMSNorm, with fused forward and backward kernels on a GPU: x [..., size].
 
-    Where the kernel runs and `has_residual` is set, x comes back beside it (megatron-core's layers take both):
-    the kernel then adds up the gradients of both.
+    With the kernel and `has_residual`, it also returns x for the residual (megatron-core's layers accept both). The
+    backward kernel then adds the residual's gradient.
     """
 
     zero_centred = False
@@ -51,31 +51,31 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not usable(x, self.weight):
-            return self.plain(x)
-        from ..kernels.norm import rms_norm, rms_norm_beside
+            return self.torch_forward(x)
+        from ..kernels.norm import rms_norm, rms_norm_with_residual
 
-        norm = rms_norm_beside if self.has_residual else rms_norm
+        norm = rms_norm_with_residual if self.has_residual else rms_norm
         return norm(x, self.weight, self.eps or 0.0, zero_centred=self.zero_centred)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def torch_forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
 class ZeroCentredNorm(RMSNorm):
-    """RMSNorm times 1 + weight, in fp32 until its end (Gemma, https://arxiv.org/abs/2403.08295)."""
+    """RMSNorm times 1 + weight, in fp32 up to its output (Gemma, https://arxiv.org/abs/2403.08295)."""
 
     zero_centred = True
 
-    def plain(self, x: Tensor) -> Tensor:
+    def torch_forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class WideNorm(torch.nn.Module):
-    """RMSNorm over all heads together, at the place of a query's or key's norm: x [sequence, batch, heads, dim].
+    """RMSNorm over all heads together, as a norm of queries or keys: x [sequence, batch, heads, dim].
 
-    A rank has some of the heads (with fewer key heads than ranks, some ranks the same ones): the mean of the squares is
-    the mean over the ranks. Every rank holds the whole weight, since megatron-core sums the gradients of these norms
-    over the tensor-parallel ranks.
+    A rank has some of the heads (with fewer key heads than ranks, several ranks have the same one), so the mean of the
+    squares is averaged over the ranks. Every rank holds the full weight, since megatron-core sums the gradients of
+    these norms over the tensor-parallel ranks.
     """
 
     def __init__(self, heads: int, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
@@ -86,15 +86,15 @@ class WideNorm(torch.nn.Module):
         self.heads, self.eps = heads, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        mean = wide.square().mean(dim=(-2, -1), keepdim=True)
+        x_fp32 = x.float()
+        mean = x_fp32.square().mean(dim=(-2, -1), keepdim=True)
         group = cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         ranks = group.size()
-        # The sum's gradient is summed too: the mean is in every rank's output.
+        # The gradient is summed over the ranks too, since every rank's output depends on the mean.
         mean = copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(mean / ranks, group=group), group=group
         )
-        here = x.shape[-2]
-        first = group.rank() * self.heads // ranks  # with fewer heads than ranks, one each, the same for neighbours
-        weight = self.weight.view(self.heads, -1)[first : first + here]
-        return weight * (wide * (mean + self.eps).rsqrt()).to(x.dtype)
+        local_heads = x.shape[-2]
+        first = group.rank() * self.heads // ranks  # with fewer heads than ranks, adjacent ranks share a head
+        weight = self.weight.view(self.heads, -1)[first : first + local_heads]
+        return weight * (x_fp32 * (mean + self.eps).rsqrt()).to(x.dtype)

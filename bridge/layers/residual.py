@@ -1,4 +1,4 @@
-"""The end of a branch: what attention or an MLP gives passes a norm or a factor, then joins the residual stream."""
+"""Residual addition with an optional norm or scale on the branch's output."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,8 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
-class BranchEnd(torch.nn.Module):
-    """Takes the place of megatron-core's bias-dropout-add in a layer spec, where its norm is `norm`'s module."""
+class ResidualAdd(torch.nn.Module):
+    """Replacement of megatron-core's bias-dropout-add in a layer spec, with a norm and a scale before the addition."""
 
     def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module] | None, scale: float):
         super().__init__()
@@ -21,7 +21,7 @@ class BranchEnd(torch.nn.Module):
         return partial(self._add, training)
 
     def _add(self, training: bool, branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        """Return the branch's output and bias, and residual, all [sequence, batch, hidden_size]."""
+        """Add a branch's (output, bias) to the residual, [sequence, batch, hidden_size]."""
         x, bias = branch
         if bias is not None:
             x = x + bias

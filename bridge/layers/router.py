@@ -1,4 +1,4 @@
-"""The router of experts: megatron-core's, with routing rules that it does not have."""
+"""megatron-core's router of experts, with additional routing rules."""
 
 from typing import cast
 
@@ -21,23 +21,23 @@ from .replay import CoreReplay, Replay, replay_choice
 
 
 class Router(TopKRouter):
-    """A router by `config.architecture.routing` if that is set, else megatron-core's.
+    """Router with the rule `config.architecture.routing`, or with megatron-core's if that is None.
 
-    A bias on the experts' scores stays as the checkpoint has it: balancing by it is for pre-training.
+    The bias on the experts' scores stays the checkpoint's: balancing by this bias is for pre-training.
     """
 
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.frozen_expert_bias = True
         self.replay = Replay()
-        self.router_replay = cast(RouterReplay, CoreReplay(self))  # called by megatron-core
-        self.compact = False  # `routing` returns the weights and numbers of a token's experts: [tokens, topk]
+        self.router_replay = cast(RouterReplay, CoreReplay(self))  # megatron-core calls it
+        self.is_compact = False  # `routing` returns the weights and indices of each token's experts: [tokens, topk]
         self.rule: Routing | None = config.architecture.routing  # type: ignore[attr-defined]
         if self.rule is None:
             return
         experts, device = config.num_moe_experts, self.weight.device
         assert experts is not None
-        if self.rule.choice_bias:  # megatron-core has it with sigmoid scores only; two dimensions as in ERNIE's files
+        if self.rule.choice_bias:  # megatron-core: with sigmoid scores only; 2D as in ERNIE's checkpoints
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(1, experts, dtype=torch.float32, device=device))
         if self.rule.logit_bias:
@@ -48,20 +48,22 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [sequence, batch, experts] of input [sequence, batch, hidden_size]."""
-        logits = self._logits(input)
-        # The matrix is used without a call of its module, so no hook calls the adapter.
+        logits = self._compute_logits(input)
+        # The weight is used without calling its module, so no hook applies the adapter.
         adapter = getattr(self, "adapter", None)
         return logits if adapter is None else adapter(input, logits)
 
-    def _logits(self, input: Tensor) -> Tensor:
-        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype or "", input.dtype)
+    def _compute_logits(self, input: Tensor) -> Tensor:
+        compute_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
+            self.config.moe_router_dtype or "", input.dtype
+        )
         if self.weight.dtype == torch.float32:
-            # megatron-core would give it to Transformer Engine where that is installed, which takes it in TF32.
-            logits = F.linear(input.to(wide), self.weight.to(wide))
-        elif input.is_cuda and wide == torch.float32 and input.dtype == self.weight.dtype == torch.bfloat16:
-            logits = cast(Tensor, _WideProduct.apply(input.flatten(0, -2), self.weight)).unflatten(0, input.shape[:-1])
-        elif self.bias is not None:  # Transformer Engine's product takes no bias of another dtype than its result's
-            logits = router_gating_linear(input, self.weight, None, wide)
+            # If Transformer Engine is installed, megatron-core uses it, and it computes in TF32.
+            logits = F.linear(input.to(compute_dtype), self.weight.to(compute_dtype))
+        elif input.is_cuda and compute_dtype == torch.float32 and input.dtype == self.weight.dtype == torch.bfloat16:
+            logits = cast(Tensor, _Fp32Product.apply(input.flatten(0, -2), self.weight)).unflatten(0, input.shape[:-1])
+        elif self.bias is not None:  # Transformer Engine needs a bias of the output's dtype
+            logits = router_gating_linear(input, self.weight, None, compute_dtype)
         else:
             return super().gating(input)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
@@ -69,9 +71,9 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return each expert's weight and whether it is chosen, both [sequence * batch, experts].
 
-        logits [sequence, batch, experts]. If `compact`: a token's experts and their weights, as `choose` returns them.
+        logits [sequence, batch, experts]. If `is_compact`: return the same as `choose_experts`.
         """
-        if self.compact:
+        if self.is_compact:
             return self._compact_routing(logits)
         if self.rule is None or self.routing_type == "sinkhorn":
             return super().routing(logits, padding_mask)
@@ -79,7 +81,7 @@ class Router(TopKRouter):
         length, batch = logits.shape[:2]
         logits = self.apply_z_loss(logits.flatten(0, 1))
         replayed = self.replay.pop_experts(training=self.training)
-        topk_weights, experts = choose(logits.float(), self.expert_bias, self.rule, self.config, replayed)
+        topk_weights, experts = choose_experts(logits.float(), self.expert_bias, self.rule, self.config, replayed)
         self.replay.record(experts)
         weights = torch.zeros_like(logits).scatter(1, experts, topk_weights.to(logits.dtype))
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
@@ -92,25 +94,25 @@ class Router(TopKRouter):
                 drop_policy=self.config.moe_token_drop_policy,
                 pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
             )
-        return self._balanced(weights, logits, length, batch), routing_map
+        return self._attach_balancing_losses(weights, logits, length, batch), routing_map
 
     def _compact_routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         length, batch = logits.shape[:2]
         logits, config, rule = self.apply_z_loss(logits.flatten(0, 1)), self.config, self.rule
-        sigmoid, grouped = self.score_function == "sigmoid", config.moe_router_group_topk is not None
-        if usable(logits) and not grouped and logits.dtype != torch.float64:
+        is_sigmoid, has_groups = self.score_function == "sigmoid", config.moe_router_group_topk is not None
+        if usable(logits) and not has_groups and logits.dtype != torch.float64:
             from ..kernels.routing import RoutingForm, route
 
-            normalize = rule.normalize if rule else (self.topk > 1 if sigmoid else not config.moe_router_pre_softmax)
+            normalize = rule.normalize if rule else (self.topk > 1 if is_sigmoid else not config.moe_router_pre_softmax)
             smallest_sum = rule.smallest_sum if rule else 1e-20
             scale = config.moe_router_topk_scaling_factor or 1.0
-            bias = self.expert_bias if rule or sigmoid else None
-            form = RoutingForm(self.topk, sigmoid, normalize, smallest_sum, scale)
+            bias = self.expert_bias if rule or is_sigmoid else None
+            form = RoutingForm(self.topk, is_sigmoid, normalize, smallest_sum, scale)
             weights, experts = route(logits, bias, form, self.replay.pop_experts(training=self.training))
             self.replay.record(experts)
         elif rule:
             replayed = self.replay.pop_experts(training=self.training)
-            weights, experts = choose(logits.float(), self.expert_bias, rule, config, replayed)
+            weights, experts = choose_experts(logits.float(), self.expert_bias, rule, config, replayed)
             self.replay.record(experts)
             weights = weights.to(logits.dtype)
         else:
@@ -126,9 +128,9 @@ class Router(TopKRouter):
                 router_replay=self.router_replay,
                 dense_output=True,
             )
-        return self._balanced(weights, logits, length, batch), experts
+        return self._attach_balancing_losses(weights, logits, length, batch), experts
 
-    def _balanced(self, weights: Tensor, logits: Tensor, length: int, batch: int) -> Tensor:
+    def _attach_balancing_losses(self, weights: Tensor, logits: Tensor, length: int, batch: int) -> Tensor:
         """Attach the gradients of the balancing losses of logits [length * batch, experts] to `weights`."""
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             routing_map, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
@@ -138,11 +140,11 @@ class Router(TopKRouter):
         return weights
 
 
-class _WideProduct(torch.autograd.Function):
-    """The fp32 product of bf16 matrices with its backward pass in bf16: the fp32 gradient is split into a sum of two.
+class _Fp32Product(torch.autograd.Function):
+    """fp32 product of bf16 matrices. The backward pass splits the fp32 gradient into a sum of two bf16 tensors.
 
     x [tokens, hidden_size], weight [experts, hidden_size] -> [tokens, experts]. A product of bf16 numbers is exact in
-    fp32, and the two have 16 of the gradient's 24 bits; TF32, which Transformer Engine takes, has 11.
+    fp32, and the two tensors hold 16 of the gradient's 24 bits; TF32, which Transformer Engine uses, holds 11.
     """
 
     @staticmethod
@@ -162,25 +164,25 @@ class _WideProduct(torch.autograd.Function):
         return grad_x, grad_weight.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
 
 
-def choose(
+def choose_experts(
     logits: Tensor, bias: Tensor | None, rule: Routing, config: TransformerConfig, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and numbers of each token's experts, both [tokens, topk], of fp32 logits [tokens, experts].
+    """Return the weights and indices of each token's experts, both [tokens, topk], for fp32 logits [tokens, experts].
 
-    Scores are sigmoids, or a softmax over all experts. `bias` ([1,] experts) takes part in the choice, not in the
-    weights. `replayed` [tokens, topk]: the choice to repeat (layers/replay.py).
-    With groups only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
+    Scores are sigmoids, or a softmax over all experts. `bias` ([1,] experts) affects the choice, not the weights.
+    `replayed` [tokens, topk]: the choice to repeat (layers/replay.py).
+    With groups, only experts of the best groups can be chosen (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section
     2.1.2; DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
     """
     scores = logits.sigmoid() if config.moe_router_score_function == "sigmoid" else logits.softmax(dim=-1)
-    merit = scores.detach() if bias is None else scores.detach() + bias
+    choice_scores = scores.detach() if bias is None else scores.detach() + bias
     if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
-        grouped = merit.unflatten(1, (config.moe_router_num_groups, -1))
-        groups = grouped.topk(rule.group_members, dim=-1).values.sum(dim=-1)
-        best = groups.topk(config.moe_router_group_topk, dim=-1).indices
-        allowed = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, best, True)
-        merit = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = replay_choice(merit.topk(config.moe_router_topk, dim=-1).indices, replayed)
+        grouped = choice_scores.unflatten(1, (config.moe_router_num_groups, -1))
+        group_scores = grouped.topk(rule.group_members, dim=-1).values.sum(dim=-1)
+        best_groups = group_scores.topk(config.moe_router_group_topk, dim=-1).indices
+        is_allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best_groups, True)
+        choice_scores = grouped.masked_fill(~is_allowed.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = replay_choice(choice_scores.topk(config.moe_router_topk, dim=-1).indices, replayed)
     weights = scores.gather(1, experts)
     if rule.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=rule.smallest_sum)

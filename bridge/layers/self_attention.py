@@ -1,4 +1,4 @@
-"""megatron-core's self-attention, whose heads are split, normed and turned in one kernel: see fused/qkv.py."""
+"""megatron-core's self-attention with the fused kernels of kernels/qkv.py, which split, normalize and rotate heads."""
 
 from typing import Any, cast
 
@@ -12,29 +12,29 @@ from ..mapping.param_mapping import Architecture
 from .packed_seqs import Documents
 
 
-def fuses(config: TransformerConfig) -> bool:
-    """Return whether the kernel supports this model's attention heads."""
+def supports_fused_heads(config: TransformerConfig) -> bool:
+    """Return whether the fused kernels support this model's attention heads."""
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
     assert config.num_query_groups is not None
     assert config.kv_channels is not None
-    normed = config.normalization == "RMSNorm" and architecture.qk_norm == "head"
+    has_head_rms_norm = config.normalization == "RMSNorm" and architecture.qk_norm == "head"
     return (
         config.fuse_heads  # type: ignore[attr-defined]
         and not config.multi_latent_attention
-        and (normed if config.qk_layernorm else architecture.qk_norm != "l2")
+        and (has_head_rms_norm if config.qk_layernorm else architecture.qk_norm != "l2")
         and config.num_query_groups >= config.tensor_model_parallel_size
         and config.kv_channels % 2 == 0
     )
 
 
 class FusedSelfAttention(SelfAttention):
-    """Its weights are megatron-core's, under their names."""
+    """Self-attention with fused heads and megatron-core's parameter names."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         core: Any = self.core_attention
-        self.rope, core.rope = core.rope, None  # queries and keys come turned
-        # A value is not copied where attention takes it as it lies, unless that kept more in memory.
+        self.rope, core.rope = core.rope, None  # its queries and keys are already rotated
+        # The value can be a view if attention takes its strides and the norms keep the QKV tensor in memory anyway.
         self.view_value = self.q_layernorm is not None and core.kernel != "transformer_engine"
         self.documents: Documents | None = None
 
@@ -49,23 +49,25 @@ class FusedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """hidden_states [sequence (/ TP under sequence parallelism), batch, hidden_size] -> query, key, value, and gate
-        where asked for: [sequence, batch, heads, dim]"""
-        from ..kernels.qkv import Heads, split_heads
+        """Return query, key, value and, with `output_gate`, the gate: [sequence, batch, heads, dim].
+
+        hidden_states: [sequence (/ TP under sequence parallelism), batch, hidden_size]
+        """
+        from ..kernels.qkv import HeadLayout, split_heads
 
         assert self.documents is not None
         documents, self.documents = self.documents, None
-        mixed, _ = apply_module(self.linear_qkv)(hidden_states)
+        qkv, _ = apply_module(self.linear_qkv)(hidden_states)
         norms = None
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            # Their modules are not called: their hooks (which wait for an overlapped gathering) run here.
+            # The norms' modules are not called. Their hooks, which wait for overlapped all-gathers, run here.
             modules = cast(list[Module], [self.q_layernorm, self.k_layernorm])
             for module in modules:
                 for hook in module._forward_pre_hooks.values():
                     hook(module, ())
             norms = cast(tuple[Tensor, Tensor], tuple(module.weight for module in modules))
         rotary = None if self.rope is None else documents.rotary[self.rope]
-        heads = Heads(
+        layout = HeadLayout(
             groups=self.num_query_groups_per_partition,
             queries=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
             dim=self.hidden_size_per_attention_head,
@@ -75,5 +77,5 @@ class FusedSelfAttention(SelfAttention):
             interleaved=rotary is not None and rotary.interleaved,
             view_value=self.view_value,
         )
-        query, key, value, gate = split_heads(mixed, norms, None if rotary is None else rotary.exact, heads)
+        query, key, value, gate = split_heads(qkv, norms, None if rotary is None else rotary.plane_cos_sin, layout)
         return (query, key, value, gate) if output_gate else (query, key, value)

@@ -1,4 +1,4 @@
-"""Layer specs: which module stands at each place of a transformer layer. Nothing of megatron-core is patched for it."""
+"""Layer specs: the modules of each transformer layer. They need no patches of megatron-core."""
 
 from copy import copy
 from functools import partial
@@ -28,15 +28,15 @@ from .mla import LatentAttention, LatentAttentionSubmodules
 from .mlp import SwiGLU
 from .moe import ExpertLayer
 from .norm import Norm, NormBuilder, WideNorm
-from .residual import BranchEnd
+from .residual import ResidualAdd
 from .router import Router
-from .self_attention import FusedSelfAttention, fuses
+from .self_attention import FusedSelfAttention, supports_fused_heads
 
 
 def block_spec(
     config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage (and virtual stage), dense or MoE as `config.moe_layer_freq` says."""
+    """Return the layers of this pipeline stage (and virtual stage), dense or MoE by `config.moe_layer_freq`."""
     frequency = config.moe_layer_freq
     if config.num_moe_experts is None:
         pattern = [False] * config.num_layers
@@ -47,60 +47,60 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     last = first + get_num_layers_to_build(config, vp_stage=vp_stage)
     mixers = [layer.mixer for layer in config.architecture.layers]  # type: ignore[attr-defined]
-    here = zip(pattern[first:last], mixers[first:last], strict=True)
+    local_layers = zip(pattern[first:last], mixers[first:last], strict=True)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, moe, transformer_engine, mixer) for moe, mixer in here],
-        layer_norm=_norm(config, transformer_engine),
+        layer_specs=[_layer_spec(config, moe, transformer_engine, mixer) for moe, mixer in local_layers],
+        layer_norm=_norm_builder(config, transformer_engine),
     )
 
 
 def mtp_spec(config: TransformerConfig, *, transformer_engine: bool) -> tuple[ModuleSpec, NormBuilder]:
-    """Return a layer of multi-token prediction, with experts where the model has any, and the norm to go with it."""
-    norm = _norm(config, transformer_engine)
-    return _layer(config, config.num_moe_experts is not None, transformer_engine), norm
+    """Return the spec of a multi-token prediction layer, MoE if the model has experts, and its norm."""
+    norm = _norm_builder(config, transformer_engine)
+    return _layer_spec(config, config.num_moe_experts is not None, transformer_engine), norm
 
 
-def _engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
-    """Return whether to use Transformer Engine's norms: in FP8 they output the matrix's input. Else ours are faster."""
-    if config.norms_apart:  # type: ignore[attr-defined]
+def _uses_engine_norms(config: TransformerConfig, transformer_engine: bool) -> bool:
+    """Return whether to use Transformer Engine's norms: with FP8 they output FP8, else megaswift's are faster."""
+    if config.separates_norms:  # type: ignore[attr-defined]
         return False
     return transformer_engine and bool(config.fp8 or config.normalization != "RMSNorm" or not usable())
 
 
-def _norm(config: TransformerConfig, transformer_engine: bool):
-    if not _engine_norms(config, transformer_engine):
+def _norm_builder(config: TransformerConfig, transformer_engine: bool):
+    if not _uses_engine_norms(config, transformer_engine):
         return Norm
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
 
 
-def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer: str = "attention") -> ModuleSpec:
-    norm = branch_norm = _norm(config, transformer_engine)
-    recomputed = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or [])
-    if norm is Norm and not recomputed:  # which frees all that a norm returns
+def _layer_spec(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer: str = "attention") -> ModuleSpec:
+    norm = branch_norm = _norm_builder(config, transformer_engine)
+    recomputes_norms = config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or [])
+    if norm is Norm and not recomputes_norms:  # recomputation frees all outputs of a norm
         branch_norm = partial(Norm, has_residual=True)
     column, row = ColumnParallelLinear, RowParallelLinear
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
-    column, row = _accumulating(config, column), _accumulating(config, row)
-    norm_column, norm_before = column, branch_norm  # a norm of its own, then the matrix
-    if _engine_norms(config, transformer_engine):
+    column, row = _with_accumulation(config, column), _with_accumulation(config, row)
+    norm_column, separate_norm = column, branch_norm  # a separate norm before the linear
+    if _uses_engine_norms(config, transformer_engine):
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
-        # The norm lies inside the matrix's module.
-        norm_column, norm_before = _accumulating(config, TELayerNormColumnParallelLinear), IdentityOp
+        # The linear's module includes the norm.
+        norm_column, separate_norm = _with_accumulation(config, TELayerNormColumnParallelLinear), IdentityOp
     architecture: Architecture = config.architecture  # type: ignore[attr-defined]
-    # megatron-core has one switch for the biases of all these; here each is set by itself.
-    output = _biased(row, architecture.output_bias)
-    fc1, fc2 = (_biased(linear, architecture.mlp_bias) for linear in (norm_column, row))
+    # megatron-core has one setting for the biases of all these linears; here each has its own.
+    output = _with_bias(row, architecture.output_bias)
+    fc1, fc2 = (_with_bias(linear, architecture.mlp_bias) for linear in (norm_column, row))
     q_norm, k_norm = _head_norms(config, norm)
-    end = get_bias_dropout_add
+    bias_dropout_add = get_bias_dropout_add
     if architecture.post_norms or architecture.residual_scale != 1.0:
-        end = ModuleSpec(
-            module=BranchEnd,
+        bias_dropout_add = ModuleSpec(
+            module=ResidualAdd,
             params={
                 "config": config,
                 "norm": norm if architecture.post_norms else None,
@@ -108,7 +108,7 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
             },
         )
     attention = ModuleSpec(
-        module=FusedSelfAttention if fuses(config) else SelfAttention,
+        module=FusedSelfAttention if supports_fused_heads(config) else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=norm_column,
@@ -118,9 +118,9 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
             k_layernorm=k_norm,
         ),
     )
-    norm_input = norm_before
+    norm_input = separate_norm
     if config.multi_latent_attention:
-        # Two matrices follow the norm.
+        # Two linears follow the norm, so it is separate.
         attention = ModuleSpec(module=LatentAttention, submodules=LatentAttentionSubmodules(column, row, norm))
         norm_input = branch_norm
     elif mixer == "gated_delta_net":
@@ -137,16 +137,16 @@ def _layer(config: TransformerConfig, moe: bool, transformer_engine: bool, mixer
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_input,
             self_attention=attention,
-            self_attn_bda=end,  # pyright: ignore[reportArgumentType]
-            pre_mlp_layernorm=branch_norm if moe else norm_before,
+            self_attn_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            pre_mlp_layernorm=branch_norm if moe else separate_norm,
             mlp=mlp,
-            mlp_bda=end,  # pyright: ignore[reportArgumentType]
+            mlp_bda=bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
 def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuilder, NormBuilder]:
-    """Return the norms of queries and of keys."""
+    """Return the builders of the queries' and the keys' norm."""
     if not config.qk_layernorm:
         return IdentityOp, IdentityOp
     if config.architecture.qk_norm == "head":  # type: ignore[attr-defined]
@@ -155,8 +155,8 @@ def _head_norms(config: TransformerConfig, norm: NormBuilder) -> tuple[NormBuild
     return partial(WideNorm, config.num_attention_heads), partial(WideNorm, config.num_query_groups)
 
 
-def _biased(linear, bias: bool):
-    """`linear`, with a bias or without, whatever it is asked for."""
+def _with_bias(linear, bias: bool):
+    """Return a builder of `linear` that overrides the `bias` argument."""
 
     def build(*args, **kwargs):
         return linear(*args, **kwargs | {"bias": bias})
@@ -164,17 +164,17 @@ def _biased(linear, bias: bool):
     return build
 
 
-def _accumulating(config: TransformerConfig, linear: type):
-    """`linear`, adding its weight gradient to `main_grad` inside the matrix product where the builder chose that.
+def _with_accumulation(config: TransformerConfig, linear: type):
+    """Return a builder of `linear` with fused weight gradient accumulation, if the model builder chose that.
 
-    The choice is not in `config.gradient_accumulation_fusion`, for megatron-core's own output layer would read it.
+    The choice is not in `config.gradient_accumulation_fusion`, since megatron-core's output layer would read it.
     """
     if not config.accumulate_in_matmul:  # type: ignore[attr-defined]
         return linear
-    fused = copy(config)
-    fused.gradient_accumulation_fusion = True
+    fused_config = copy(config)
+    fused_config.gradient_accumulation_fusion = True
 
     def build(*args, config, **kwargs):
-        return linear(*args, config=fused, **kwargs)
+        return linear(*args, config=fused_config, **kwargs)
 
     return build

@@ -46,7 +46,7 @@ def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, 
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
     kernels = choose_kernels(options, architecture, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
-    config.norms_apart = adapters  # type: ignore[attr-defined]
+    config.separates_norms = adapters  # type: ignore[attr-defined]
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)

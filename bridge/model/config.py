@@ -62,7 +62,7 @@ def transformer_config(
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
         and architecture.transformer["activation_func"] == "silu",
-        # Transformer Engine's kernel, for heads that ours (fused/qkv.py) does not know.
+        # Transformer Engine's kernel, for heads that ours (kernels/qkv.py) does not know.
         "apply_rope_fusion": options.apply_rope_fusion and kernels.attention == "transformer_engine",
         "gradient_accumulation_fusion": False,  # see layers/spec.py
         "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
@@ -78,7 +78,7 @@ def transformer_config(
     # Ours, beside megatron-core's: read by layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
-    config.permutes = kernels.permutation == "own"  # type: ignore[attr-defined]
+    config.fuses_permutation = kernels.permutation == "own"  # type: ignore[attr-defined]
     fused = usable(torch.empty(0, device=runtime.device()))
     config.fuse_heads = options.apply_rope_fusion and fused  # type: ignore[attr-defined]
     config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]

@@ -116,5 +116,5 @@ class Model:
             documents.next_positions = next_positions(bounds, cp_rank, cp_size, device)
         if any(layer.mixer == "gated_delta_net" for layer in self.architecture.layers):
             kernel = self.architecture.transformer["linear_conv_kernel_dim"]
-            documents.runs = make_delta_layout(bounds, rows, cp_size, kernel, device)
+            documents.delta_layout = make_delta_layout(bounds, rows, cp_size, kernel, device)
         return documents

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
 from ..layers.mtp import shift_left
 from ..layers.packed_seqs import to_device
-from ..layers.pooling import last_tokens, mean_tokens, unused
+from ..layers.pooling import add_zero_gradient, last_tokens, mean_tokens
 from .model import LastStage
 
 
@@ -84,7 +84,7 @@ class Embeddings:
         stage.run_hooks()
         weight = stage.output_layer.weight  # None where it is the embedding, which this chunk has
         assert weight is None or isinstance(weight, Tensor)
-        hidden, parallel = unused(stage.hidden_states, weight), stage.model.config.sequence_parallel
+        hidden, parallel = add_zero_gradient(stage.hidden_states, weight), stage.model.config.sequence_parallel
         if self.pooling == "last":
             return last_tokens(hidden, self.ends, sequence_parallel=parallel)
         assert stage.documents.positions is not None

@@ -26,6 +26,6 @@ def asks_for_fp8(patch: str) -> str:
 @pytest.mark.slow
 def test_recompute_without_fp8():
     assert asks_for_fp8("") == "True", (
-        "megatron-core has fixed it: remove _recompute_without_fp8 from bridge/patches.py"
+        "megatron-core has fixed it: remove _fix_recompute_without_fp8 from bridge/patches.py"
     )
     assert asks_for_fp8("from megaswift.bridge import patches; patches.apply_patches()") == "False"

@@ -51,14 +51,14 @@ def _planted(name: str, plant: Callable[[Any], None]) -> Fault:
 
 
 def _leaking(*fields: str) -> Fault:
-    """All documents are one, as far as these fields of `Runs` go."""
+    """All documents are one, as far as these fields of `DeltaLayout` go."""
     from megaswift.bridge.layers.delta_rule import make_delta_layout
 
     def leak(module, args, kwargs):
         documents = copy(kwargs["packed_seq_params"])
-        places = documents.runs.places
+        places = documents.delta_layout.slots
         whole = make_delta_layout([0, len(places)], 1, 1, module.conv1d.weight.shape[-1], places.device)
-        documents.runs = replace(documents.runs, **{field: getattr(whole, field) for field in fields})
+        documents.delta_layout = replace(documents.delta_layout, **{field: getattr(whole, field) for field in fields})
         return args, kwargs | {"packed_seq_params": documents}
 
     return _planted("GatedDeltaNet", lambda module: module.register_forward_pre_hook(leak, with_kwargs=True))
@@ -69,8 +69,8 @@ def _ungated(self, x, gate):
 
 
 FAULTS = {
-    "states leak": _leaking("places", "steps"),
-    "convolution leaks": _leaking("spaced", "line"),
+    "states leak": _leaking("slots", "steps"),
+    "convolution leaks": _leaking("conv_slots", "conv_length"),
     "gate of the delta net dropped": _planted(
         "GatedDeltaNet", lambda module: setattr(module, "_gated_norm", MethodType(_ungated, module))
     ),

@@ -33,7 +33,7 @@ def plain(query, key, value, segments, scale):
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention(case, device):
-    from megaswift.bridge.kernels.attention import BLOCK, attend, attend_back
+    from megaswift.bridge.kernels.attention import BLOCK, attend, attend_backward
 
     cp_size = CASES[case].get("cp_size", 1)
     bounds = [0, *torch.tensor(CASES[case]["lengths"]).cumsum(0).tolist()]
@@ -61,6 +61,6 @@ def test_attention(case, device):
     tiles, key_tiles = segments.tiles(BLOCK)
     query, key, value = map(here, inputs)
     found = attend(query, key, value, tiles, 0.3, segments.window)
-    grads = attend_back(here(slopes), query, key, value, *found, tiles, key_tiles, 0.3, segments.window)
+    grads = attend_backward(here(slopes), query, key, value, *found, tiles, key_tiles, 0.3, segments.window)
     for mine, reference in zip((*found, *grads), (expected, log_sum, *exact), strict=True):
         torch.testing.assert_close(mine.double().cpu(), reference.detach(), rtol=bound, atol=bound)

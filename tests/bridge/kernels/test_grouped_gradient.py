@@ -11,7 +11,7 @@ COUNTS = {"uneven": [64, 1, 3, 70], "none for some": [5, 0, 11, 0], "all for one
 def test_adds_each_experts_product(device, monkeypatch, counts, engine):
     from megaswift.bridge.kernels import grouped_gradient
 
-    monkeypatch.setattr(grouped_gradient, "_copied_by_engine", lambda rows: engine)
+    monkeypatch.setattr(grouped_gradient, "_supports_copy_engine", lambda rows: engine)
     torch.manual_seed(0)
     rows, dtype = sum(counts), torch.float32 if device == "cpu" else torch.bfloat16
     grad, x = (torch.randn(rows, size, device=device, dtype=dtype) for size in (136, 200))

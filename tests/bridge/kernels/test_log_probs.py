@@ -48,7 +48,7 @@ def gather_or_raise(found, expected):
 
 def waiting(module) -> int:
     """Chunks of logits that are kept."""
-    return sum(len(kept.chunks) for kept in module._KeptLogits.everywhere)
+    return sum(len(kept.chunks) for kept in module._KeptLogits.instances)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -61,7 +61,7 @@ def test_kept_and_computed_again(alone, inputs, temperature, monkeypatch):
     monkeypatch.setattr(log_probs, "_chunks", lambda hidden, columns: [slice(0, 4), slice(4, 8), slice(8, 10)])
     several = []
     for room, kept in ((0, 0), (4 * 128 * 4, 1), (2**20, 3)):
-        monkeypatch.setattr(log_probs, "most_kept", lambda device, room=room: room)
+        monkeypatch.setattr(log_probs, "max_kept_bytes", lambda device, room=room: room)
         found = label_log_probs(hidden, output, labels, temperature=temperature)
         assert waiting(log_probs) == kept
         for again in (True, False):
@@ -94,7 +94,7 @@ def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
 
     hidden, weight, labels, _ = inputs
     output = OutputMatrix(weight, VOCAB, alone)
-    monkeypatch.setattr(log_probs, "most_kept", lambda device: 2 * 10 * 128 * 4)
+    monkeypatch.setattr(log_probs, "max_kept_bytes", lambda device: 2 * 10 * 128 * 4)
     calls = [label_log_probs(hidden, output, labels) for _ in range(3)]
     assert waiting(log_probs) == 2
     del calls[0]
@@ -170,7 +170,7 @@ def test_sums_that_are_not_in_fp32_get_no_gradient_by_chunks(alone, inputs):
 def test_chunks_are_equal_and_fit(monkeypatch):
     from megaswift.bridge.kernels import log_probs
 
-    monkeypatch.setattr(log_probs, "most_kept", lambda device: 9_000_000_000)
+    monkeypatch.setattr(log_probs, "max_kept_bytes", lambda device: 9_000_000_000)
     for tokens, sizes in ((16_384, [8_192] * 2), (8_192, [8_192]), (20_001, [6_784] * 2 + [6_433]), (0, [])):
         chunks = log_probs._chunks(torch.empty(tokens, 1, dtype=torch.bfloat16, device="meta"), 151_936)
         assert [part.stop - part.start for part in chunks] == sizes

@@ -28,7 +28,7 @@ def test_a_frozen_weight(device):
     "shape", [(70, 1, 128), (9, 3, 2, 40), (3, 5000), (0, 64)], ids=["rows", "views of heads", "wide", "none"]
 )
 def test_agrees_with_the_formula(device, shape, zero_centred, beside):
-    from megaswift.bridge.kernels.norm import rms_norm, rms_norm_beside
+    from megaswift.bridge.kernels.norm import rms_norm, rms_norm_with_residual
 
     torch.manual_seed(0)
     wide = torch.randn(*shape[:-2], shape[-2] + 2, shape[-1], device=device) * 3
@@ -42,7 +42,7 @@ def test_agrees_with_the_formula(device, shape, zero_centred, beside):
         if dtype == torch.float64:
             made = formula(view, factor, zero_centred), view
         elif beside:
-            made = rms_norm_beside(view, factor, EPS, zero_centred=zero_centred)
+            made = rms_norm_with_residual(view, factor, EPS, zero_centred=zero_centred)
         else:
             made = rms_norm(view, factor, EPS, zero_centred=zero_centred), view
         ((made[0] * given[0]).sum() + (made[1] * given[1]).sum() * beside).backward()

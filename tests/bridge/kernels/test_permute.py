@@ -18,7 +18,7 @@ def test_rows_by_expert_and_back(device, monkeypatch, tokens, experts, topk, wid
     from megaswift.bridge.kernels import permute as kernels
     from megaswift.bridge.kernels.permute import permute, sort_map, unpermute
 
-    monkeypatch.setattr(kernels, "PLACERS", 2)  # with many experts a program takes several steps
+    monkeypatch.setattr(kernels, "MAX_PROGRAMS", 2)  # with many experts a program takes several steps
     chosen = choices(tokens, experts, topk, device)
     places, counts = sort_map(chosen, experts)
     order = chosen.flatten().argsort(stable=True)  # of (token, k) by expert, then by token

@@ -64,7 +64,7 @@ def test_split_heads(case, shape, device, monkeypatch):
         return x.detach().to(device, torch.float32).requires_grad_(x.requires_grad)
 
     inputs = [here(mixed), *map(here, weights or ())]
-    heads = qkv.Heads(groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False))
+    heads = qkv.HeadLayout(groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False))
     turns = None if angles is None else (here(angles.cos()), here(angles.sin()))
     found = qkv.split_heads(inputs[0], (inputs[1], inputs[2]) if weights else None, turns, heads)
     assert (found[3] is not None) == gated

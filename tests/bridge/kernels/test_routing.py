@@ -16,7 +16,7 @@ def logits_of(tokens: int, experts: int) -> torch.Tensor:
 @pytest.mark.parametrize("biased", [False, True])
 def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smallest, biased):
     from megaswift.bridge.kernels.routing import RoutingForm, route
-    from megaswift.bridge.layers.router import choose
+    from megaswift.bridge.layers.router import choose_experts
     from megaswift.bridge.mapping.param_mapping import Routing
 
     logits = logits_of(19, 12).to(device)
@@ -30,7 +30,7 @@ def test_chooses_and_weighs_as_in_plain_pytorch(device, sigmoid, normalize, smal
     )
     exact = logits.clone().requires_grad_()
     rule = Routing(normalize=normalize, smallest_sum=smallest)
-    wanted, wanted_experts = choose(exact, bias, rule, config)  # pyright: ignore[reportArgumentType]
+    wanted, wanted_experts = choose_experts(exact, bias, rule, config)  # pyright: ignore[reportArgumentType]
     given = logits.float().requires_grad_()
     weights, experts = route(given, bias, RoutingForm(3, sigmoid, normalize, smallest, 2.5))
     assert torch.equal(experts.long(), wanted_experts)
@@ -59,7 +59,7 @@ def test_chooses_and_weighs_as_megatron_core(device, function, before):
 def test_takes_the_experts_that_it_is_given(device, sigmoid):
     """Of every other token; the others choose."""
     from megaswift.bridge.kernels.routing import RoutingForm, route
-    from megaswift.bridge.layers.router import choose
+    from megaswift.bridge.layers.router import choose_experts
     from megaswift.bridge.mapping.param_mapping import Routing
 
     config = SimpleNamespace(
@@ -73,7 +73,7 @@ def test_takes_the_experts_that_it_is_given(device, sigmoid):
     told = logits_of(19, 12).flip(0, 1).argsort(-1)[:, :3].short().to(device)
     told[1::2] = -1
     exact, given = logits.clone().requires_grad_(), logits.float().requires_grad_()
-    wanted, wanted_experts = choose(exact, None, Routing(), config, told)  # pyright: ignore[reportArgumentType]
+    wanted, wanted_experts = choose_experts(exact, None, Routing(), config, told)  # pyright: ignore[reportArgumentType]
     weights, experts = route(given, None, RoutingForm(3, sigmoid, True, 1e-20, 2.5), told)
     assert torch.equal(experts[::2].short(), told[::2])
     assert torch.equal(experts.long(), wanted_experts)

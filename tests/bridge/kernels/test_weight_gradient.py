@@ -89,7 +89,7 @@ def test_linears_of_megatron_core_add_to_it_without_apex():
     from megaswift.bridge import patches
     from megatron.core.tensor_parallel import layers
 
-    patches._weight_gradients_without_apex()
+    patches._provide_weight_gradients_without_apex()
     assert layers._grad_accum_fusion_available
     for total in (torch.float32, torch.bfloat16):
         weight = torch.nn.Parameter(torch.randn(5, 3).bfloat16())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megaswift.bridge.families import qwen3_5_text
 from megaswift.bridge.layers.delta_rule import CHUNK, causal_conv, delta_rule, make_delta_layout
-from megaswift.bridge.layers.gated_delta import GatedDeltaNet, _Fused
+from megaswift.bridge.layers.gated_delta import GatedDeltaNet, _FlaKernels
 
 GROUPS, HEADS, KEY, VALUE, KERNEL = 3, 2, 16, 24, 4
 CPU = torch.device("cpu")
@@ -36,9 +36,9 @@ def test_rule_is_transformers_own_for_each_document(bounds, rows, rule):
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
     given = query, key, value, decay, beta = inputs(bounds[-1], rows)
-    runs = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
-    assert sum(runs.steps) == rows * sum(-(-(end - start) // CHUNK) for start, end in pairwise(bounds))
-    found = delta_rule(*(x.flatten(0, 1) for x in given), runs).view(value.shape)
+    layout = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
+    assert sum(layout.steps) == rows * sum(-(-(end - start) // CHUNK) for start, end in pairwise(bounds))
+    found = delta_rule(*(x.flatten(0, 1) for x in given), layout).view(value.shape)
     expected = []
     for start, end in pairwise(bounds):
         q, k, v, g, b = (x[start:end].transpose(0, 1) for x in (query, key, value, decay, beta))
@@ -83,9 +83,9 @@ def test_half_precision_goes_in_and_comes_out():
 
 def test_steps_follow_one_another():
     """The n-th chunk of a document lies as many places behind the n-th step's first as every chunk of it does."""
-    runs = make_delta_layout([0, 10, 200, 201, 330], 1, 1, KERNEL, CPU)
-    assert runs.steps == [4, 2, 2]
-    chunks = runs.places // CHUNK
+    layout = make_delta_layout([0, 10, 200, 201, 330], 1, 1, KERNEL, CPU)
+    assert layout.steps == [4, 2, 2]
+    chunks = layout.slots // CHUNK
     firsts = [0, 4, 6]
     for start, end in ((10, 200), (201, 330)):
         ranks = {int(chunks[token]) - firsts[(token - start) // CHUNK] for token in range(start, end)}
@@ -101,9 +101,9 @@ def test_positions_of_context_parallel_ranks_are_put_in_place():
             for number in (rank, 3 - rank):
                 of_rank[rank] += range(start + number * part, start + (number + 1) * part)
     laid = torch.tensor(of_rank[0] + of_rank[1])
-    runs = make_delta_layout(bounds, 1, ranks, KERNEL, CPU)
-    assert laid[runs.natural].tolist() == list(range(24))
-    assert torch.arange(24)[runs.ranked].tolist() == laid.tolist()
+    layout = make_delta_layout(bounds, 1, ranks, KERNEL, CPU)
+    assert laid[layout.document_order].tolist() == list(range(24))
+    assert torch.arange(24)[layout.rank_order].tolist() == laid.tolist()
 
 
 @pytest.mark.slow
@@ -132,13 +132,13 @@ def test_what_goes_to_fused_kernels_is_what_they_take(bounds, rows):
 
     net = GatedDeltaNet.__new__(GatedDeltaNet)
     torch.nn.Module.__init__(net)
-    net.key_dim, net.value_dim, net.heads, net.mixed = KEY, VALUE, HEADS, 2 * KEY + HEADS * VALUE
+    net.key_dim, net.value_dim, net.heads, net.conv_dim = KEY, VALUE, HEADS, 2 * KEY + HEADS * VALUE
     _, _, _, decay, beta = inputs(bounds[-1], rows)
-    mixed, weight = torch.randn(bounds[-1], rows, GROUPS, net.mixed), torch.randn(GROUPS * net.mixed, 1, KERNEL)
-    runs = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
-    found = net._fused(_Fused(conv, rule), mixed, weight, decay, beta, runs)
+    mixed, weight = torch.randn(bounds[-1], rows, GROUPS, net.conv_dim), torch.randn(GROUPS * net.conv_dim, 1, KERNEL)
+    layout = make_delta_layout(bounds, rows, 1, KERNEL, CPU)
+    found = net._run_fla(_FlaKernels(conv, rule), mixed, weight, decay, beta, layout)
     flat = (x.flatten(0, 1) for x in (mixed.flatten(2), decay, beta))
-    expected = net._plain(*flat, weight, runs).view(bounds[-1], rows, -1)
+    expected = net._run_torch(*flat, weight, layout).view(bounds[-1], rows, -1)
     assert relative(found, expected) < 1e-5
 
 

@@ -58,9 +58,9 @@ def test_ropes_are_those_of_transformers(name):
     embedding = LlamaRotaryEmbedding(config)
     torch.testing.assert_close(found.frequencies, embedding.inv_freq, rtol=1e-6, atol=0)
     assert found.factor == pytest.approx(embedding.attention_scaling)
-    if found.long is not None:
+    if found.long_frequencies is not None:
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=65)
-        torch.testing.assert_close(found.long, long, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.long_frequencies, long, rtol=1e-6, atol=0)
 
 
 def test_an_unknown_rope_is_an_error():

@@ -221,7 +221,7 @@ def test_choices_are_written_down_with_the_best_first():
         found = scores.topk(topk)
         return found.values.flip(1), found.indices.flip(1)
 
-    Router.replay.records = True
+    Router.replay.is_recording = True
     scores = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         _, experts = CoreReplay(Router).get_replay_topk(scores, 3, None, None, backwards)
