@@ -29,9 +29,9 @@ from ..bridge.checkpoint.hub import (
     adapter_folder,
     has_weights,
     model_folder,
-    no_weights,
+    no_weights_message,
     read_adapter_config,
-    with_base,
+    set_base_model,
 )
 from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..templates.chat_template.chat import ChatTemplate
@@ -60,7 +60,7 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError."""
     rows = list(read_prompts(options)) if options.val_dataset else []
     adapter = checked_adapter(options)
-    options = with_base(options, adapter and adapter.folder)
+    options = set_base_model(options, adapter and adapter.folder)
     folder = checked_folder(options)
     path = result_path(adapter.folder if adapter else folder, options) if options.val_dataset else None
     engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(folder, adapter, options)
@@ -77,7 +77,7 @@ def checked_folder(options: InferOptions) -> Path:
         raise FileNotFoundError(f"--model {folder}: it has no config.json. Set the folder of a checkpoint-N.")
     _verify("--model", folder)
     if not has_weights(folder):
-        raise ValueError(f"--model {folder} {no_weights(folder)}. Use a folder that has them.")
+        raise ValueError(f"--model {folder} {no_weights_message(folder)}. Use a folder that has them.")
     return folder
 
 

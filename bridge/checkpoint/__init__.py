@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints: Hugging Face folders and megatron-core's format."""
+"""Readers and writers of Hugging Face and megatron-core checkpoints."""

@@ -1,9 +1,9 @@
-"""Experts' adapters in PEFT's fused spec, split into one adapter per expert.
+"""PEFT's fused adapters of experts, split into one adapter per expert.
 
 PEFT trains one adapter for the fused matrices of all experts of a layer: lora_A [experts * rank, inputs] and lora_B
-[outputs, rank * experts], of which an expert has every experts-th column; gates and ups are one matrix, with one A. If
-PEFT made this spec from separate adapters, that matrix has twice the rank of the other modules' adapters: here all get
-its rank, the others with zero rows and columns.
+[outputs, rank * experts]. Expert e owns the columns e, e + experts, ... of lora_B. Gate and up are one matrix with
+one A. If PEFT fused separate adapters, the adapter of gate and up has twice the rank of the other modules. All adapters
+then get this rank, padded with zero rows and columns.
 """
 
 import re
@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, AdapterPlan
-from .safetensors_io import SafetensorsFolder, StoredTensor, take_every
+from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
 
 
 class SeparatedExperts:
-    """The tensors of `source` under the names of `plan`: `tensors`, and `read` for slices of them."""
+    """View of `source` with one adapter per expert, under the tensor names of `plan`."""
 
     def __init__(self, source: SafetensorsFolder, plan: AdapterPlan, rank: int):
         self.folder, self._source, self._rank = source.folder, source, rank
         self._experts = 1 + max(key.expert or 0 for key in plan.adapted)
         self.tensors: dict[str, StoredTensor] = {}
-        self._fused: dict[str, tuple[str, int, int]] = {}  # our name -> the fused tensor's, the expert, the part
+        self._fused: dict[str, tuple[str, int, int]] = {}  # our name -> fused tensor, expert, part
         fused = {}
         for name, stored in source.tensors.items():
             module, leaf = re.fullmatch(r"(.+?)(\.lora_[AB]\.weight)?", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
@@ -47,7 +47,7 @@ class SeparatedExperts:
     def read(
         self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
     ) -> Tensor:
-        """Read as `SafetensorsFolder.read`."""
+        """Read a slice, as `SafetensorsFolder.read` does."""
         shape = self.tensors[name].shape
         if name in self._fused:
             values = self._read_expert(name)
@@ -56,7 +56,7 @@ class SeparatedExperts:
         else:
             values = self._read_all(name)
         padding = [pad for old, new in zip(values.shape[::-1], shape[::-1], strict=True) for pad in (0, new - old)]
-        return take_every(F.pad(values, padding).narrow(dim, start, stop - start), dim, step)
+        return take_strided(F.pad(values, padding).narrow(dim, start, stop - start), dim, step)
 
     def _read_expert(self, name: str) -> Tensor:
         fused, expert, part = self._fused[name]
@@ -65,12 +65,12 @@ class SeparatedExperts:
             return values.unflatten(0, (self._experts, -1))[expert]
         return values.unflatten(1, (-1, self._experts))[:, :, expert].split(self.tensors[name].shape[0])[part]
 
-    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object, once an adapter is read)
+    @lru_cache(maxsize=8)  # noqa: B019  (freed with this object once the adapter is loaded)
     def _read_all(self, name: str) -> Tensor:
         return self._source.read(name, 0, 0, self._source.tensors[name].shape[0])
 
     def _widen(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return `shape` with the rank of all adapters."""
+        """Return `shape` with the adapter rank raised to the common rank."""
         if name.endswith(("lora_A.weight", "lora_embedding_A")):
             return (max(self._rank, shape[0]), *shape[1:])
         if name.endswith(("lora_B.weight", "lora_embedding_B")):

@@ -1,8 +1,8 @@
-"""Adapters in PEFT's format: adapter_model.safetensors, and the adapter_config.json beside it.
+"""Adapters in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
-Tensors are named base_model.model.<module>.lora_A.weight, by the checkpoint's modules, with one adapter per expert.
-transformers fuses experts, and PEFT converts our spec when it reads it: for that adapter_config.json lists the modules
-that transformers holds as parameters (`target_parameters`).
+Tensors are named base_model.model.<module>.lora_A.weight after the checkpoint's modules, with one adapter per expert.
+transformers fuses experts into parameters, and PEFT converts these adapters when it loads them. For this,
+adapter_config.json lists the parameters in `target_parameters`.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from ..families.sequence_classification import SCORE
-from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, modules_of
+from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, adapted_modules
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
 from ..mapping.local_params import collect_params
@@ -28,46 +28,46 @@ from .adapter_experts import SeparatedExperts
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .load import read_tensors
 from .safetensors_io import SafetensorsFolder, sync, write_shard
-from .save import write_tensors, write_together
-from .tensor_names import some
+from .save import complete_folder, write_tensors
+from .tensor_names import abridge
 from .writer import RankReport, ShardWriter, StagedFolder
 
-# Names of parameters in transformers 5's models with experts, and names that PEFT treats as such.
-PARAMETERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-FUSED_NAMES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
+# Modules that are parameters in transformers 5's models with experts, and names that PEFT treats as parameters.
+PARAMETER_LEAVES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
-UNREAD = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's own weight beside its adapter
+IGNORED_WEIGHTS = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's weight with its adapter
 
 
 def read_settings(folder: Path, config: HfConfig) -> LoraSettings:
-    """Read the settings of the adapter in `folder`; `config`: its raw adapter_config.json. Raises ValueError."""
-    return LoraSettings.of_adapter(config, modules_of(folder, SafetensorsFolder(folder).tensors))
+    """Return the settings of the adapter in `folder`, given its raw adapter_config.json. Raises ValueError."""
+    return LoraSettings.from_adapter_config(config, adapted_modules(folder, SafetensorsFolder(folder).tensors))
 
 
 def read_num_labels(folder: Path) -> int | None:
-    """Return the number of labels of the head in an adapter's folder, None if it has no head."""
+    """Return the number of labels of the score head saved with an adapter, None without a head."""
     tensors = SafetensorsFolder(folder).tensors
     return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
 
 
 def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: Path) -> None:
-    """Load an adapter in PEFT's format into this rank's chunks: its adapters, and the parameters trained beside them.
+    """Load a PEFT adapter, and the fully trained modules saved with it, into this rank's chunks.
 
-    Raises ValueError for a tensor that the model has no place for, a missing one, or another shape.
+    Raises ValueError for unexpected and missing tensors and for mismatched shapes.
     """
     source = SafetensorsFolder(folder)
     if any(FUSED_EXPERTS.fullmatch(name.partition(".lora_")[0]) for name in source.tensors):
         source = SeparatedExperts(source, lora.plan, lora.settings.rank)
     tensors, entries = trained_tensors(chunks, lora)
     expected = {name for entry in entries.values() for name in entry.hf}
-    stored = {name for name in source.tensors if not UNREAD.fullmatch(name)} - lora.plan.copies.keys()
+    stored = {name for name in source.tensors if not IGNORED_WEIGHTS.fullmatch(name)} - lora.plan.copies.keys()
     fix = "Is the adapter of this model? Set --model to the one that its adapter_config.json names"
     if missing := expected - stored:
-        raise ValueError(f"{folder} lacks {some(missing)}. {fix}")
+        raise ValueError(f"{folder} lacks {abridge(missing)}. {fix}")
     if extra := stored - expected:
-        raise ValueError(f"{folder} has {some(extra)}, which this model has no place for. {fix}")
+        raise ValueError(f"{folder} has {abridge(extra)}, which this model has no place for. {fix}")
     for name, original in lora.plan.copies.items():
         rows = source.tensors[original].shape[0]
         if name in source.tensors and not torch.equal(source.read(name, 0, 0, rows), source.read(original, 0, 0, rows)):
@@ -77,11 +77,11 @@ def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, fo
 
 
 def save_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, destination: Path, *, base: str) -> None:
-    """Save as `stage_adapter`, and return once the files are on disk.
+    """Save the adapter of `chunks` as `stage_adapter` does, and return once the files are on disk.
 
-    Raises OSError on every rank if one cannot write.
+    Raises OSError on every rank if any rank cannot write.
     """
-    write_together(stage_adapter(chunks, hf_config, lora, destination, base=base))
+    complete_folder(stage_adapter(chunks, hf_config, lora, destination, base=base))
 
 
 def stage_adapter(
@@ -91,12 +91,12 @@ def stage_adapter(
     destination: Path,
     *,
     base: str,
-    copied: bool = False,
+    copy_to_host: bool = False,
 ) -> StagedFolder:
-    """Start to save the adapters of `chunks`, and the parameters trained beside them, into the folder `destination`.
+    """Start to save the adapters of `chunks`, and the fully trained modules, into the folder `destination`.
 
-    base: their model, a folder or a hub id. copied: training may continue at once (see ShardWriter). Every rank calls
-    this.
+    base: the base model, a folder or a hub id. copy_to_host: training may continue at once (see ShardWriter).
+    Every rank calls this.
     """
     architecture = describe_chunks(chunks, hf_config)
     tensors, entries = trained_tensors(chunks, lora)
@@ -106,11 +106,11 @@ def stage_adapter(
     if dist.get_rank() == 0:
         parts.mkdir()
     barrier()
-    writer = ShardWriter(parts, copied=copied)
+    writer = ShardWriter(parts, copy_to_host=copy_to_host)
     write_tensors(writer, tensors, entries, architecture, None, 5 * 10**9)
 
     def complete(_: list[RankReport]) -> dict[str, str]:
-        _join(parts, destination / ADAPTER_WEIGHTS, lora)
+        _join_files(parts, destination / ADAPTER_WEIGHTS, lora)
         shutil.rmtree(parts)
         write_adapter_config(destination, lora, architecture, base)
         return {}
@@ -119,7 +119,7 @@ def stage_adapter(
 
 
 def write_adapter_config(destination: Path, lora: Lora, architecture: Architecture, base: str) -> None:
-    """Write adapter_config.json."""
+    """Write adapter_config.json into the folder `destination`."""
     config = adapter_config(lora, architecture, base)
     with (destination / ADAPTER_CONFIG).open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
@@ -134,14 +134,14 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
     modules, parameters, fused = plan.modules, [], {}
     alpha, rslora = settings.alpha, settings.rslora
     if "num_moe_experts" in architecture.transformer:
-        fused_modules = {name for name in modules if name.rpartition(".")[2] in PARAMETERS}
+        fused_modules = {name for name in modules if name.rpartition(".")[2] in PARAMETER_LEAVES}
         modules = [name for name in modules if name not in fused_modules]
         parameters = _parameters(fused_modules)
         if plan.has_experts:  # neither PEFT's fusion nor vLLM supports rslora for experts
             alpha, rslora = settings.scaling * settings.rank, False
             fused = {FUSED: 2}
     saved = [entry.hf[0] for entry in plan.modules_to_save.values() if entry.hf[0].endswith(".weight")]
-    within = any("language_model." in name for name in plan.modules)  # other parts have modules of the same names
+    has_language_model = any("language_model." in name for name in plan.modules)  # towers share module names
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",
@@ -153,24 +153,24 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
         use_rslora=rslora,
         use_dora=settings.dora,
         target_modules=[],
-        exclude_modules=rf"({architecture.passthrough}).*" if within and architecture.passthrough else None,
+        exclude_modules=rf"({architecture.passthrough}).*" if has_language_model and architecture.passthrough else None,
         target_parameters=parameters or None,
         rank_pattern={pattern: times * settings.rank for pattern, times in fused.items()},
         alpha_pattern={pattern: times * alpha for pattern, times in fused.items()},
         modules_to_save=sorted(_leaf(name.removesuffix(".weight")) for name in saved) or None,
         ensure_weight_tying=bool(plan.copies),
     ).to_dict()
-    return config | {"target_modules": _shortened(modules, plan.leaves)}
+    return config | {"target_modules": _shorten_names(modules, plan.leaves)}
 
 
 def trained_tensors(chunks: Sequence[GPTModel], lora: Lora) -> tuple[dict[ParamKey, torch.Tensor], ParamTable]:
-    """Return this rank's trained tensors of an adapter, and the table of all of them."""
-    beside = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.modules_to_save}
-    return collect_params(chunks, adapters=True) | beside, lora.plan.all_entries
+    """Return this rank's tensors of adapters and fully trained modules, and the table for all ranks."""
+    saved_modules = {key: tensor for key, tensor in collect_params(chunks).items() if key in lora.plan.modules_to_save}
+    return collect_params(chunks, adapters=True) | saved_modules, lora.plan.all_entries
 
 
-def _join(parts: Path, file: Path, lora: Lora) -> None:
-    """Join the tensors of all files in `parts` into one file."""
+def _join_files(parts: Path, file: Path, lora: Lora) -> None:
+    """Join the tensors of all files in the folder `parts` into one file."""
     source, plan = SafetensorsFolder(parts), lora.plan
     names = {name: name for entry in plan.all_entries.values() for name in entry.hf} | plan.copies
     if set(names.values()) != source.tensors.keys():
@@ -184,19 +184,19 @@ def _leaf(name: str) -> str:
 
 
 def _parameters(modules: Iterable[str]) -> list[str]:
-    """Return the names of modules in PEFT's target_parameters."""
+    """Return the `target_parameters` of PEFT for these modules."""
     names = set()
     for name in modules:
         expert = EXPERT.fullmatch(name)
-        names.add(f"{expert[1]}.{FUSED_NAMES[expert[2]]}" if expert else f"{name}.weight")
+        names.add(f"{expert[1]}.{FUSED_LEAVES[expert[2]]}" if expert else f"{name}.weight")
     return sorted(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
 
 
-def _shortened(modules: list[str], leaves: dict[str, int]) -> list[str]:
-    """Shorten names of modules to their last word if all of the model's modules with that word are listed."""
+def _shorten_names(modules: list[str], leaves: dict[str, int]) -> list[str]:
+    """Shorten module names to their last word where all of the model's modules with that word are listed."""
     by_leaf = defaultdict(list)
     for name in modules:
         by_leaf[_leaf(name)].append(name)
     return sorted(
-        short for leaf, names in by_leaf.items() for short in ([leaf] if len(names) == leaves[leaf] else names)
+        entry for leaf, names in by_leaf.items() for entry in ([leaf] if len(names) == leaves[leaf] else names)
     )

@@ -1,7 +1,7 @@
-"""The per-tensor report of a conversion, conversion.json: names, checksums of the bytes, time and memory.
+"""Per-tensor report of a conversion, conversion.json: names, checksums, time and memory.
 
 `python -m megaswift.bridge.checkpoint.conversion_report FOLDER` compares the tensors of a Hugging Face folder with its
-conversion.json. The reports of a conversion and of its reverse have equal tensors if nothing was lost.
+conversion.json. A lossless conversion and its reverse report equal tensors.
 """
 
 import json
@@ -29,11 +29,11 @@ from .quantized import open_weights
 from .safetensors_io import BLOCK, CHECKSUM, NAMES, SafetensorsFolder, StoredTensor, TensorSpec, sync, tensor_names
 
 FILE = "conversion.json"
-SCALES = ("_scale_inv", "_scales", "_blocks")  # suffixes of quantized tensors, after the name in the table
+SCALES = ("_scale_inv", "_scales", "_blocks")  # suffixes of quantized tensors
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the most bytes that this process has used since its start: resident, and on the accelerator."""
+    """Return the peak memory of this process in bytes: resident, and on the accelerator."""
     peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
         peak["accelerator"] = torch.cuda.max_memory_allocated()
@@ -41,7 +41,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def describe_sources(entries: ParamTable) -> dict[str, TensorRecord]:
-    """Return the megatron-core tensor of each Hugging Face tensor of the table, with its part of it."""
+    """Return a record of the megatron-core tensor of each Hugging Face tensor of the table."""
     records: dict[str, TensorRecord] = {}
     for key, entry in entries.items():
         if key == OUTPUT and entry == entries.get(EMBEDDING):
@@ -59,7 +59,7 @@ def describe_sources(entries: ParamTable) -> dict[str, TensorRecord]:
 
 
 def unmapped_reasons(extra: Iterable[str], architecture: Architecture) -> dict[str, str]:
-    """Return the tensors of a checkpoint that need no mapping, each with the reason."""
+    """Return the reason for each tensor of a checkpoint that needs no mapping."""
     reasons = {}
     for name in extra:
         if name == "lm_head.weight" and architecture.tied:
@@ -72,7 +72,7 @@ def unmapped_reasons(extra: Iterable[str], architecture: Architecture) -> dict[s
 
 
 def unused_reasons(source: str | Path, written: Collection[str], architecture: Architecture) -> dict[str, str]:
-    """Return the reasons why tensors of the checkpoint `source` were not written.
+    """Return the reason for each tensor of the checkpoint `source` that was not written.
 
     Raises RuntimeError for a tensor without a reason.
     """
@@ -87,7 +87,7 @@ def unused_reasons(source: str | Path, written: Collection[str], architecture: A
 
 
 def base_name(name: str, dequantized: Collection[str]) -> str:
-    """Return the name of the tensor that `name` is a part of, if it is quantized."""
+    """Return the name of the quantized tensor that `name` belongs to, or `name` itself."""
     return next((name.removesuffix(end) for end in SCALES if name.removesuffix(end) in dequantized), name)
 
 
@@ -107,31 +107,29 @@ def _checksum(stored: StoredTensor) -> str:
 def report_conversion(
     source: str | Path, destination: str | Path, hf_config: HfConfig, seconds: float, mtp_depths: int = 0
 ) -> None:
-    """Write the conversion.json of a checkpoint that became something else: its tensors as they were stored.
+    """Write the conversion.json of a converted checkpoint, with its tensors as stored in `source`.
 
-    To be called by every rank: each computes the checksums of its share. `seconds` are what the conversion took,
-    `predicting` how many layers of multi-token prediction the model was built with.
+    seconds: duration of the conversion. mtp_depths: layers of multi-token prediction in the built model. Every rank
+    calls this and computes the checksums of its share.
     """
     family = family_of(hf_config)
     architecture = replace(family.describe(hf_config), mtp_depths=mtp_depths)
     folder = SafetensorsFolder(source)
-    of_table = describe_sources(
-        expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors)
-    )
+    mapped = describe_sources(expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors))
     names = sorted(folder.tensors)
-    mine = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    checksums = {name: _checksum(folder.tensors[name]) for name in names[dist.get_rank() :: dist.get_world_size()]}
     ranks: list[tuple[dict[str, str], dict[str, int]]] = [({}, {})] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, peak_memory()))
+    dist.all_gather_object(ranks, (checksums, peak_memory()))
     if dist.get_rank():
         return
-    checksums = {name: checksum for rank, _ in ranks for name, checksum in rank.items()}
-    reasons = unmapped_reasons(folder.tensors.keys() - of_table.keys(), architecture)
+    all_checksums = {name: checksum for rank, _ in ranks for name, checksum in rank.items()}
+    reasons = unmapped_reasons(folder.tensors.keys() - mapped.keys(), architecture)
     tensors = {}
     for name, stored in folder.tensors.items():
         if name not in reasons:
-            about = of_table.get(base_name(name, of_table), RECORD)
-            tensors[name] = about | describe_tensor(
-                TensorSpec(stored.dtype, stored.shape), stored.file.name, checksums[name]
+            record = mapped.get(base_name(name, mapped), RECORD)
+            tensors[name] = record | describe_tensor(
+                TensorSpec(stored.dtype, stored.shape), stored.file.name, all_checksums[name]
             )
     write_report(
         Path(destination),
@@ -173,7 +171,7 @@ def write_report(
         "seconds": round(seconds, 3),
         "gb_per_second": round(bytes / seconds / 1e9, 3),
         "peak_memory_bytes": peak_memory,
-        "unused": [],  # else load_weights, or unused_reasons, has stopped the conversion
+        "unused": [],  # always: load_weights and unused_reasons raise for such tensors
         "missing": [],
         "accounted": dict(reasons),
     }
@@ -186,7 +184,7 @@ def write_report(
 
 
 def differences(folder: str | Path) -> list[str]:
-    """Compare a Hugging Face folder's tensors with its conversion.json. Return one line per differing tensor.
+    """Return one line per tensor of a Hugging Face folder that differs from its conversion.json.
 
     Raises ValueError if the folder has no conversion.json, or its files cannot be read.
     """

@@ -1,7 +1,7 @@
-"""megatron-core's distributed checkpoints (torch_dist), saved from any layout and loaded into any other.
+"""Distributed checkpoints of megatron-core (torch_dist), which any parallel layout can save and load.
 
-A folder has what Megatron-LM writes (latest_checkpointed_iteration.txt and iter_0000001/), and beside it config.json,
-tokenizer and other small files of the model.
+A folder has the files that Megatron-LM writes (latest_checkpointed_iteration.txt and iter_0000001/), and the model's
+config.json, tokenizer and other small files.
 """
 
 import errno
@@ -49,12 +49,12 @@ from .pickles import UnsafePickle, read_metadata
 from .safetensors_io import tensor_names
 from .save import copy_small_files
 from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
-from .tensor_names import some
+from .tensor_names import abridge
 
-MAX_CARRIED = 5 * 2**30  # bytes of a file of passthrough.py
-APART = "Do the folder and its config.json belong together?"
-ADAPTED = "adapted_modules"  # in an adapter's checkpoint: Hugging Face's names of what it is beside
-OF_ANOTHER_MODEL = "Is it an adapter of another model?"
+MAX_PASSTHROUGH_FILE = 5 * 2**30  # bytes of a file of passthrough tensors
+MODEL_HINT = "Do the folder and its config.json belong together?"
+MODULES_KEY = "adapted_modules"  # in an adapter's checkpoint: Hugging Face names of the modules with adapters
+ADAPTER_HINT = "Is it an adapter of another model?"
 
 
 @torch.no_grad()
@@ -68,31 +68,31 @@ def save_distributed(
     iteration: int = 1,
     converted: bool = False,
 ) -> None:
-    """Write `chunks`, this rank's GPTModels of `dtype`, into the empty folder `destination`, as Megatron-LM has it.
+    """Save the model of `chunks`, which has `dtype`, into the empty folder `destination` in Megatron-LM's format.
 
-    To be called by every rank. `hf_config` is the raw config.json of `source`, whose tokenizer and other small files go
-    along; conversion.json (see conversion_report.py) has what was read from there where only the format changes
-    (`converted`), else only what the tensors are called there. Tensors are written one by one; the files are on the
-    disk when this returns.
-    Raises OSError on every rank where one cannot write, and then the folder is not whole.
+    chunks: this rank's GPTModels. hf_config: the raw config.json of `source`, whose tokenizer and other small files are
+    copied. converted: the weights are those of `source`, so conversion.json has its tensors' checksums (see
+    conversion_report.py); else it has only their names. Every rank calls this. Tensors are written one by one, and the
+    files are on the disk when this returns.
+    Raises OSError on every rank if any rank cannot write; the folder is then incomplete.
     """
     source, destination, started = Path(source), Path(destination), time.perf_counter()
     family, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
     naming = name_tensors(entries)
-    state = {"model": sharded_state(chunks, hf_config, naming), "args": _arguments(chunks[0].config, architecture)}
-    inside = _write(state, destination, iteration, stacked=naming.stacked)
-    names = describe_sources(entries)
-    along = PassthroughTensors(source, hf_config, architecture, names, dtype)
+    state = {"model": sharded_state(chunks, hf_config, naming), "args": _megatron_args(chunks[0].config, architecture)}
+    folder = _write(state, destination, iteration, stacked=naming.stacked)
+    sources = describe_sources(entries)
+    passthrough = PassthroughTensors(source, hf_config, architecture, sources, dtype)
 
     def finish() -> None:
         copy_small_files(source, destination, hf_config, dtype)
-        along.save_beside(destination, MAX_CARRIED)
+        passthrough.save_to_subfolder(destination, MAX_PASSTHROUGH_FILE)
         if not converted:
-            size, seconds = sum(file.stat().st_size for file in inside.iterdir()), time.perf_counter() - started
+            size, seconds = sum(file.stat().st_size for file in folder.iterdir()), time.perf_counter() - started
             cost = {"bytes": size, "seconds": seconds, "peak_memory": [peak_memory()]}
-            write_report(destination, "training", family.name, names, {}, **cost)
+            write_report(destination, "training", family.name, sources, {}, **cost)
 
-    _on_first_rank(finish)
+    _run_on_first_rank(finish)
     if converted:
         seconds = time.perf_counter() - started
         report_conversion(source, destination, hf_config, seconds, architecture.mtp_depths)
@@ -108,51 +108,50 @@ def save_distributed_adapter(
     base: str,
     iteration: int = 1,
 ) -> None:
-    """Write the adapters of `chunks` alone, and what is trained whole beside them, into the empty folder `destination`.
+    """Save only the adapters of `chunks`, and the fully trained modules, into the empty folder `destination`.
 
-    To be called by every rank. Beside the checkpoint lies adapter_config.json, which names the model `base`. Raises as
-    `save_distributed`.
+    base: the base model to name in adapter_config.json. Every rank calls this. Raises as `save_distributed`.
     """
     destination = Path(destination)
     architecture = describe_chunks(chunks, hf_config)
-    state = {"model": sharded_adapter(chunks, hf_config, lora.plan), ADAPTED: lora.plan.modules}
+    state = {"model": sharded_adapter(chunks, hf_config, lora.plan), MODULES_KEY: lora.plan.modules}
     _write(state, destination, iteration, stacked=False)
-    _on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
+    _run_on_first_rank(lambda: write_adapter_config(destination, lora, architecture, base))
 
 
 def _write(state: dict[str, object], destination: Path, iteration: int, *, stacked: bool) -> Path:
-    """Write `state` as Megatron-LM's checkpoint of an iteration into `destination`. Returns where its files are."""
-    inside = destination / f"iter_{iteration:07}"
+    """Write `state` as Megatron-LM's checkpoint of an iteration into `destination`. Return the folder of its files."""
+    folder = destination / f"iter_{iteration:07}"
 
     def begin() -> None:
-        inside.mkdir()
+        folder.mkdir()
         (destination / LATEST).write_text(f"{iteration}\n")
 
-    _on_first_rank(begin)
+    _run_on_first_rank(begin)
     state = state | {"checkpoint_version": 3.0, "iteration": iteration}
     metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not stacked}
     try:
         with _quiet():
-            save_checkpoint(state, str(inside), _Streaming(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
+            save_checkpoint(state, str(folder), _StreamingStrategy(), content_metadata=metadata)  # pyright: ignore[reportArgumentType]
     except CheckpointException as error:
         raise _first_failure(error, destination) from None
-    return inside
+    return folder
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of its own classes, which megatron-core uses."""
+    """Suppress torch's warnings about its own classes, which megatron-core uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
         yield
 
 
-def _on_first_rank(do: Callable[[], None]) -> None:
-    """`do()` on rank 0; its OSError on every rank."""
+def _run_on_first_rank(action: Callable[[], None]) -> None:
+    """Run `action` on rank 0. Raise its OSError on every rank."""
     failures: list[OSError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            do()
+            action()
         except OSError as error:
             failures = [error]
     dist.broadcast_object_list(failures, src=0)
@@ -162,55 +161,55 @@ def _on_first_rank(do: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | Path, *, seed: int = 0) -> None:
-    """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the checkpoint in `folder`.
+    """Load every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the checkpoint in `folder`.
 
-    `hf_config` is the raw config.json of the model, or `with_head`'s: of a model without a head the head is random by
-    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Beyond its own weights
-    a rank holds one piece of the checkpoint at a time. Nothing is sent between ranks. Raises ValueError where the
-    folder has no such checkpoint, or one of another model.
+    hf_config: the raw config.json of the model, or the result of `add_score_head`. A checkpoint without a score head
+    gets a random one by `seed`, the same in every layout. Values are converted to each parameter's dtype and device.
+    Besides its weights a rank holds one piece of the checkpoint at a time. Ranks do not communicate.
+    Raises ValueError if the folder has no such checkpoint, or the checkpoint of another model.
     """
     folder = mcore_folder(folder)
     family, architecture, entries = map_chunks(chunks, hf_config)
-    stored = _stored(folder)
+    stored = _tensor_shapes(folder)
     naming = name_tensors(entries, stored)
-    state, read = sharded_state(chunks, hf_config, naming), dict(naming.names)
+    state, names = sharded_state(chunks, hf_config, naming), dict(naming.names)
     if architecture.num_labels is not None and stored.get(OUTPUT.name, (math.inf,))[0] >= architecture.vocab_size:
-        del read[OUTPUT]  # the checkpoint has a matrix of the vocabulary, or none of its own
+        del names[OUTPUT]  # a language model's checkpoint: its output layer has the vocabulary's rows, or is tied
         stored.pop(OUTPUT.name, None)
         if state.pop(str(OUTPUT), None) is not None:
             init_head(collect_params(chunks)[OUTPUT], hf_config, seed)
-    _check_names(folder, stored.keys(), set(read.values()), family)
-    _check_vocabulary(folder, stored[read[EMBEDDING]][0], architecture)
-    _read(state, folder, stored, architecture, APART)
+    _check_names(folder, stored.keys(), set(names.values()), family)
+    _check_vocabulary(folder, stored[names[EMBEDDING]][0], architecture)
+    _read(state, folder, stored, architecture, MODEL_HINT)
 
 
 def read_distributed_settings(folder: str | Path) -> LoraSettings:
-    """Read the settings and the dtype of an adapter checkpoint, `--mcore_adapter`.
+    """Return the settings and the dtype of an adapter checkpoint, `--mcore_adapter`.
 
-    Raises FileNotFoundError or ValueError where the folder has none that can be read.
+    Raises FileNotFoundError or ValueError if the folder has none that can be read.
     """
-    config, inside = read_adapter_config(folder, mcore=True), mcore_folder(folder, "--mcore_adapter")
-    modules = _common(inside).get(ADAPTED)
+    config, checkpoint = read_adapter_config(folder, mcore=True), mcore_folder(folder, "--mcore_adapter")
+    modules = _common(checkpoint).get(MODULES_KEY)
     if modules is None:
         raise ValueError(f"--mcore_adapter {folder} does not say what its adapters are of: was it saved here?")
-    dtype = next(entry.properties.dtype for name, entry in _tensors(inside).items() if ADAPTER in name)
-    return replace(LoraSettings.of_adapter(config, modules), dtype=str(dtype).removeprefix("torch."))
+    dtype = next(entry.properties.dtype for name, entry in _tensor_metadata(checkpoint).items() if ADAPTER in name)
+    return replace(LoraSettings.from_adapter_config(config, modules), dtype=str(dtype).removeprefix("torch."))
 
 
 @torch.no_grad()
 def load_distributed_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: str | Path) -> None:
-    """Set the adapters of `chunks`, and what is trained whole beside them, from the adapter's checkpoint in `folder`.
+    """Load the adapters of `chunks`, and the fully trained modules, from the adapter checkpoint in `folder`.
 
-    As `load_distributed`. Raises ValueError where the folder has no such checkpoint, or one of another model.
+    As `load_distributed`. Raises ValueError if the folder has no such checkpoint, or the checkpoint of another model.
     """
     folder = mcore_folder(folder, "--mcore_adapter")
     architecture = describe_chunks(chunks, hf_config)
-    stored, expected = _stored(folder), set(name_adapter(lora.plan).names.values())
-    if lacking := expected - stored.keys():
-        raise ValueError(f"{folder} lacks {some(lacking)}, which adapters of this model have. {OF_ANOTHER_MODEL}")
+    stored, expected = _tensor_shapes(folder), set(name_adapter(lora.plan).names.values())
+    if missing := expected - stored.keys():
+        raise ValueError(f"{folder} lacks {abridge(missing)}, which adapters of this model have. {ADAPTER_HINT}")
     if extra := stored.keys() - expected:
-        raise ValueError(f"{folder} has {some(extra)}, for which this model has no place. {OF_ANOTHER_MODEL}")
-    _read(sharded_adapter(chunks, hf_config, lora.plan), folder, stored, architecture, OF_ANOTHER_MODEL)
+        raise ValueError(f"{folder} has {abridge(extra)}, for which this model has no place. {ADAPTER_HINT}")
+    _read(sharded_adapter(chunks, hf_config, lora.plan), folder, stored, architecture, ADAPTER_HINT)
 
 
 def _read(
@@ -218,30 +217,30 @@ def _read(
     folder: Path,
     stored: dict[str, tuple[int, ...]],
     architecture: Architecture,
-    doubt: str,
+    hint: str,
 ) -> None:
-    """Read the checkpoint in `folder`, which has tensors of the shapes `stored`, into the tensors of `state`.
+    """Read the checkpoint in `folder` into the tensors of `state`.
 
-    `doubt`: what a user should ask where shapes differ.
+    stored: the shapes in the checkpoint. hint: for the error message if shapes differ.
     """
     pieces = {
-        name: cast(list[ShardedTensor], one.build()) if isinstance(one, ShardedTensorFactory) else [one]
-        for name, one in state.items()
+        name: cast(list[ShardedTensor], tensor.build()) if isinstance(tensor, ShardedTensorFactory) else [tensor]
+        for name, tensor in state.items()
     }
-    for of_tensor in pieces.values():
-        _check_shape(folder, of_tensor[0], stored[of_tensor[0].key], architecture, doubt)
+    for shards in pieces.values():
+        _check_shape(folder, shards[0], stored[shards[0].key], architecture, hint)
     try:
         with _quiet():
             TorchDistLoadShardedStrategy().load(pieces, folder)
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
-        raise _unreadable(folder, cause) from None
+        raise _unreadable_error(folder, cause) from None
 
 
-class _Streaming(TorchDistSaveShardedStrategy):
-    """megatron-core's way of saving, with torch's own writer.
+class _StreamingStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's save strategy with torch's FileSystemWriter.
 
-    megatron-core's copies all that is a view before it writes anything, and starts a process for its results.
+    megatron-core's own writer copies all views before it writes anything, and starts a process for its results.
     """
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
@@ -255,8 +254,8 @@ class _Streaming(TorchDistSaveShardedStrategy):
         )
 
 
-def _arguments(config: TransformerConfig, architecture: Architecture) -> Namespace:
-    """Return the arguments that Megatron-LM checks when it loads a checkpoint, by its own flags' names."""
+def _megatron_args(config: TransformerConfig, architecture: Architecture) -> Namespace:
+    """Return the arguments that Megatron-LM checks when it loads a checkpoint, by the names of its flags."""
     names = (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "num_layers",
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -271,69 +270,69 @@ def _arguments(config: TransformerConfig, architecture: Architecture) -> Namespa
     )
 
 
-def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in a checkpoint, by name. Raises ValueError where it cannot be read."""
-    return {name: tuple(entry.size) for name, entry in _tensors(folder).items() if "optimizer." not in name}
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors in a checkpoint, by name. Raises ValueError if it cannot be read."""
+    return {name: tuple(entry.size) for name, entry in _tensor_metadata(folder).items() if "optimizer." not in name}
 
 
-def _tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+def _tensor_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of a checkpoint's tensors by name. Raises ValueError if it cannot be read."""
     try:
         metadata = read_metadata(folder).state_dict_metadata
     except UnsafePickle:
         raise
-    except Exception as error:  # a damaged pickle raises many kinds
+    except Exception as error:  # a damaged pickle raises many types
         raise ValueError(f"{folder / '.metadata'} cannot be read ({error}): copy the folder again") from None
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def count_mtp_depths(folder: str | Path) -> int:
     """Count the layers of multi-token prediction of a checkpoint. Raises as `load_distributed`."""
-    return _depths(_stored(mcore_folder(folder)))
+    return _mtp_depths(_tensor_shapes(mcore_folder(folder)))
 
 
-def _depths(stored: Iterable[str]) -> int:
+def _mtp_depths(stored: Iterable[str]) -> int:
     return len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")})
 
 
 def _check_names(folder: Path, stored: Iterable[str], expected: set[str], family: Family) -> None:
-    lacking, extra = expected - set(stored), set(stored) - expected
-    problems = [f"lacks {some(lacking)}, which"] * bool(lacking) + [f"has {some(extra)}, which"] * bool(extra)
-    if not lacking and all(name.startswith("mtp.") for name in extra) and extra:
+    missing, extra = expected - set(stored), set(stored) - expected
+    problems = [f"lacks {abridge(missing)}, which"] * bool(missing) + [f"has {abridge(extra)}, which"] * bool(extra)
+    if not missing and all(name.startswith("mtp.") for name in extra) and extra:
         raise ValueError(
-            f"{folder} has layers of multi-token prediction: give --mtp_num_layers {_depths(stored)}, so that they are "
-            "trained and saved with the model"
+            f"{folder} has layers of multi-token prediction: give --mtp_num_layers {_mtp_depths(stored)}, so that they "
+            "are trained and saved with the model"
         )
     if problems:
-        has = "has" if lacking else "has no place for"
-        raise ValueError(f"{folder} {problems[0]} a {family.name} model of config.json {has}. {APART}")
+        relation = "has" if missing else "has no place for"
+        raise ValueError(f"{folder} {problems[0]} a {family.name} model of config.json {relation}. {MODEL_HINT}")
 
 
 def _check_shape(
-    folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture, doubt: str
+    folder: Path, tensor: ShardedTensor, stored: tuple[int, ...], architecture: Architecture, hint: str
 ) -> None:
     expected = tuple(tensor.global_shape)
-    if tensor.allow_shape_mismatch:  # padded as the layout that saved it wanted it
+    if tensor.allow_shape_mismatch:  # its padding depends on the layout that saved it
         expected = (architecture.vocab_size, *expected[1:])
         if stored[0] >= expected[0] and stored[1:] == expected[1:]:
             return
     if stored != expected:
         raise ValueError(
-            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(expected)}. {doubt}"
+            f"{folder}: {tensor.key} has shape {list(stored)}, and by config.json it has {list(expected)}. {hint}"
         )
 
 
 def _check_vocabulary(folder: Path, rows: int, architecture: Architecture) -> None:
-    """A vocabulary may be stored with padding. What was saved here tells how much of it is none."""
+    """Raise ValueError if the checkpoint's vocabulary is not that of config.json. Its `rows` may include padding."""
     if rows == architecture.vocab_size:
         return
     arguments = _common(folder).get("args")
-    # Megatron-LM's, which its users can set to less than config.json has, comes with a `padded_vocab_size`.
+    # Megatron-LM stores `padded_vocab_size`, and a vocab_size that its users can set below that of config.json.
     if arguments is None or hasattr(arguments, "padded_vocab_size") or arguments.vocab_size == architecture.vocab_size:
         return
     raise ValueError(
         f"{folder} has a vocabulary of {arguments.vocab_size}, and by config.json it has {architecture.vocab_size}. "
-        f"{APART}"
+        f"{MODEL_HINT}"
     )
 
 
@@ -342,11 +341,11 @@ def _common(folder: Path) -> dict[str, Any]:
     try:
         with _quiet():
             return load_common_state_dict(folder)
-    except (Exception, CheckpointException) as error:  # of any kind: it is a pickle
-        raise _unreadable(folder, error) from None
+    except (Exception, CheckpointException) as error:  # a pickle raises any type
+        raise _unreadable_error(folder, error) from None
 
 
-def _unreadable(folder: Path, cause: BaseException) -> ValueError:
+def _unreadable_error(folder: Path, cause: BaseException) -> ValueError:
     reason = next(iter(str(cause).splitlines()), "") or type(cause).__name__
     return ValueError(f"{folder} cannot be read ({reason}): copy it again, or make it anew")
 
@@ -355,7 +354,7 @@ def _first_failure(error: CheckpointException, destination: Path) -> OSError:
     """Return the error of the first rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
-    # torch's writer of zip files tells only that less was written than it wanted.
+    # torch's zip writer reports only a short write.
     if number == errno.EIO and shutil.disk_usage(destination).free < 2**20:
         number = errno.ENOSPC
     return OSError(number, f"the checkpoint could not be written: rank {rank}: {cause}")

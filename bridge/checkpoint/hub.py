@@ -13,12 +13,12 @@ from ..options import ModelOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
-MANY_LAYERS = 1000  # no published model has so many: then the weights are looked at before layers are built
-LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM: which subfolder of a megatron-core checkpoint is meant
-MCORE_FILES = LATEST, ".metadata", "metadata.json"  # one of them is in the folder of a megatron-core checkpoint
+# More than any published model has: above it the number of stored tensors is checked before layers are built.
+MAX_TRUSTED_LAYERS = 1000
+LATEST = "latest_checkpointed_iteration.txt"  # Megatron-LM's tracker file: names the checkpoint's subfolder
+MCORE_FILES = LATEST, ".metadata", "metadata.json"  # files of a megatron-core checkpoint
 
-# Weights in other formats (consolidated: Mistral's own, beside the same in transformers'), and what is no part of a
-# model.
+# Weights in other formats (consolidated: a copy in Mistral's format), and files that are not part of a model.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "consolidated*.safetensors"]
 _IGNORED += ["original/*", "figures/*"]
 _COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -26,42 +26,44 @@ _COUNTS += ("head_dim", "vocab_size", "max_position_embeddings")
 
 
 def model_folder(options: ModelOptions, *, weights: bool = True) -> Path:
-    """Return the folder of `--model`; a hub's, without `weights`, holds its small files alone.
+    """Return the folder of `--model`, downloaded if it is a hub id.
 
-    Raises FileNotFoundError, ImportError or (where a hub does not give it) OSError, each with a cure.
+    weights: download the weights too, not just the small files.
+    Raises FileNotFoundError, ImportError or (if the download fails) OSError, each with a fix.
     """
     ignored = _IGNORED if weights else [*_IGNORED, "*.safetensors"]
     revision = options.model_revision
-    return _folder("--model", options.model, options, revision=revision, ignore_patterns=ignored)
+    return _resolve_folder("--model", options.model, options, revision=revision, ignore_patterns=ignored)
 
 
 def adapter_folder(options: ModelOptions, adapters: list[str]) -> Path | None:
-    """Return the folder of `--adapters`; None without one. Of a hub id, only the adapter's files are downloaded.
+    """Return the folder of `--adapters`, None without one. From a hub only the adapter's files are downloaded.
 
-    Raises what `model_folder` raises, and ValueError for several.
+    Raises as `model_folder`, and ValueError for several adapters.
     """
     if not adapters:
         return None
     if len(adapters) > 1:
         raise ValueError(f"--adapters {' '.join(adapters)}: only one adapter is supported. Set one")
-    return _folder("--adapters", adapters[0], options, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    return _resolve_folder("--adapters", adapters[0], options, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
 
 
-def with_base[T: ModelOptions](options: T, adapter: Path | None) -> T:
+def set_base_model[T: ModelOptions](options: T, adapter: Path | None) -> T:
     """Return `options` with the adapter's base model as `--model`, if no model is set.
 
-    Raises what `read_adapter_config` and `base_of` raise.
+    Raises as `read_adapter_config` and `base_model_name`.
     """
     if adapter is None or options.model or flag_value(options, "mcore_model", None):
         return options
     mcore = bool(flag_value(options, "mcore_adapter", None))
-    return replace(options, model=base_of(adapter, read_adapter_config(adapter, mcore=mcore)))
+    return replace(options, model=base_model_name(adapter, read_adapter_config(adapter, mcore=mcore)))
 
 
-def base_of(adapter: Path, config: HfConfig) -> str:
-    """Return the model that an adapter's config, `read_adapter_config`'s, says it is of: a folder or a hub id.
+def base_model_name(adapter: Path, config: HfConfig) -> str:
+    """Return the base model that an adapter's `config` names: a folder or a hub id.
 
-    Raises ValueError or FileNotFoundError where it says none, or one that is gone or no Hugging Face checkpoint.
+    config: from `read_adapter_config`. Raises ValueError or FileNotFoundError if it names none, a folder that does not
+    exist, or a folder without a Hugging Face checkpoint.
     """
     name = config.get("base_model_name_or_path")
     if not name:
@@ -77,8 +79,8 @@ def base_of(adapter: Path, config: HfConfig) -> str:
     return name
 
 
-def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path:
-    """Return a folder that is there, or a hub's of which `filters` select the files for snapshot_download."""
+def _resolve_folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path:
+    """Return the folder `name`, or download the hub id `name`. filters: arguments of snapshot_download."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if not _is_hub_id(name):
@@ -96,7 +98,7 @@ def _folder(flag: str, name: str, options: ModelOptions, **filters: Any) -> Path
         from modelscope import snapshot_download  # type: ignore[import-not-found]
     try:
         return Path(snapshot_download(name, token=options.hub_token, **filters))
-    except Exception as error:  # whatever the hub's client raises: the user needs the name and the reason
+    except Exception as error:  # hub clients raise many types: the user needs the name and the reason
         reason = " ".join(str(error).split())
         raise OSError(
             f"{flag} {name}: cannot be downloaded from {hub} ({reason}). Check the name, the network and, for a "
@@ -109,11 +111,11 @@ def _is_hub_id(name: str) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has weights in Hugging Face's format."""
+    """Return whether a folder has safetensors weights."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def no_weights(folder: Path) -> str:
+def no_weights_message(folder: Path) -> str:
     """Return the error message for a folder without weights."""
     hint = ""
     if any(folder.glob("*.bin")):
@@ -124,15 +126,15 @@ def no_weights(folder: Path) -> str:
     return f"has no weights: no {INDEX} and no file that ends in .safetensors{hint}"
 
 
-def in_mcore_format(folder: Path) -> bool:
-    """Return whether a folder looks like a megatron-core checkpoint's."""
+def is_mcore_checkpoint(folder: Path) -> bool:
+    """Return whether a folder looks like a megatron-core checkpoint."""
     return any((folder / name).is_file() for name in MCORE_FILES)
 
 
 def source_folder(options: ModelOptions, mcore_model: str | None, *, weights: bool = True) -> Path:
-    """Return the folder with config.json, tokenizer and weights: `--mcore_model` where it is given, else `--model`'s.
+    """Return the folder with config.json, tokenizer and weights: `--mcore_model` if set, else that of `--model`.
 
-    Raises what `mcore_folder` and `model_folder` raise.
+    Raises as `mcore_folder` and `model_folder`.
     """
     if not mcore_model:
         return model_folder(options, weights=weights)
@@ -142,33 +144,33 @@ def source_folder(options: ModelOptions, mcore_model: str | None, *, weights: bo
 
 
 def mcore_folder(folder: str | Path, flag: str = "--mcore_model") -> Path:
-    """Return the folder with a megatron-core checkpoint's files: `folder`, or the one that the tracker file names.
+    """Return the folder with a megatron-core checkpoint's files: `folder`, or the one that its tracker file names.
 
-    Raises FileNotFoundError or ValueError, which name the folder's `flag`, where there is none.
+    Raises FileNotFoundError or ValueError, which name `flag`, if there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{flag} {folder}: no such folder. Set that of a megatron-core checkpoint")
-    tracker, inside = folder / LATEST, folder
+    tracker, target = folder / LATEST, folder
     if tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
         if text != "release" and not text.isdigit():
             raise ValueError(f"{tracker} has {text!r} instead of an iteration's number or release. Fix it")
-        inside = folder / (text if text == "release" else f"iter_{int(text):07}")
-        if not inside.is_dir():
-            raise ValueError(f"{tracker} names {text}, but {inside.name} is missing beside it. Copy the folder again")
-    lacking = [name for name in (".metadata", "metadata.json") if not (inside / name).is_file()]
-    if not lacking:
-        _check_format(inside / "metadata.json")
-        return inside
+        target = folder / (text if text == "release" else f"iter_{int(text):07}")
+        if not target.is_dir():
+            raise ValueError(f"{tracker} names {text}, but {target.name} is missing beside it. Copy the folder again")
+    missing = [name for name in (".metadata", "metadata.json") if not (target / name).is_file()]
+    if not missing:
+        _check_format(target / "metadata.json")
+        return target
     hint = ""
-    if any(inside.glob("*.distcp")):
-        hint = f": {inside.name} has *.distcp files, and no {' nor '.join(lacking)}. Copy the folder again"
-    elif any(inside.glob("mp_rank_00*")):
+    if any(target.glob("*.distcp")):
+        hint = f": {target.name} has *.distcp files, and no {' nor '.join(missing)}. Copy the folder again"
+    elif any(target.glob("mp_rank_00*")):
         hint = ". It is in Megatron-LM's older format. Save it with Megatron-LM's --ckpt-format torch_dist"
-    elif (inside / ADAPTER_WEIGHTS).is_file():
+    elif (target / ADAPTER_WEIGHTS).is_file():
         hint = ". It is an adapter in PEFT's format. Set it as --adapters"
-    elif any(inside.glob("*.safetensors")):
+    elif any(target.glob("*.safetensors")):
         hint = ". It is a Hugging Face checkpoint. Set it as --model"
     elif candidates := sorted(
         (file for name in (f"*/{LATEST}", f"*/*/{LATEST}", "*/metadata.json") for file in folder.glob(name)),
@@ -192,9 +194,9 @@ def _check_format(path: Path) -> None:
 
 
 def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
-    """Return the raw config.json of a checkpoint's folder (`mcore`: of `--mcore_model`).
+    """Return the raw config.json of a checkpoint folder. mcore: the folder is `--mcore_model`.
 
-    Raises FileNotFoundError or ValueError with a cure.
+    Raises FileNotFoundError or ValueError with a fix.
     """
     path = Path(folder) / "config.json"
     if mcore and not path.is_file() and (Path(folder) / ADAPTER_CONFIG).is_file():
@@ -206,9 +208,9 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
             f"model's Hugging Face checkpoint into it.{above}"
         )
     if not path.is_file():
-        inside = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
-        inside.sort(key=lambda file: file.stat().st_mtime)
-        hint = f". Is it {inside[-1].parent} that you mean?" if inside else ""
+        candidates = [file for above in ("", "*/") for file in Path(folder).glob(f"{above}checkpoint-*/config.json")]
+        candidates.sort(key=lambda file: file.stat().st_mtime)
+        hint = f". Is it {candidates[-1].parent} that you mean?" if candidates else ""
         raise FileNotFoundError(f"--model {folder}: it has no config.json, so it is no Hugging Face checkpoint{hint}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -216,10 +218,10 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
         raise ValueError(f"{path} is not valid JSON ({error}): copy it again from the original checkpoint") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: copy it again from the original checkpoint") from None
-    if fault := _fault(config):
+    if fault := _find_fault(config):
         raise ValueError(f"{path} {fault}. Fix it, or use the file of the original checkpoint")
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 0
-    if layers > MANY_LAYERS and has_weights(Path(folder)) and layers > (tensors := _count_tensors(Path(folder))):
+    if layers > MAX_TRUSTED_LAYERS and has_weights(Path(folder)) and layers > (tensors := _count_tensors(Path(folder))):
         raise ValueError(
             f"{path} has num_hidden_layers {layers}, and the folder's weights are {tensors} tensors. Download it again"
         )
@@ -227,7 +229,7 @@ def read_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
 
 
 def _count_tensors(folder: Path) -> int:
-    """Return the number of tensors by the index, or by the headers of safetensors files; 0 if they cannot be read."""
+    """Count the tensors in the index, or in the headers of safetensors files; 0 if they cannot be read."""
     try:
         if (folder / INDEX).is_file():
             return len(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -240,29 +242,29 @@ def _count_tensors(folder: Path) -> int:
         return 0
 
 
-def vocab_size_of(config: HfConfig) -> int | None:
-    """Tokens of a model, as its raw config.json states them; None where it does not."""
+def get_vocab_size(config: HfConfig) -> int | None:
+    """Return the vocab_size in a raw config.json, None if it has none."""
     return (config.get("text_config") or config).get("vocab_size")
 
 
-def positions_of(model: HfConfig) -> int | None:
-    """Return the number of positions that config.json gives a model; None if it gives none.
+def get_max_positions(model: HfConfig) -> int | None:
+    """Return the maximum number of positions in a raw config.json, None if it has none.
 
-    With a rope that is stretched (YaRN and the like), what it is stretched to.
+    With rope scaling (such as YaRN): the scaled number.
     """
     model = model.get("text_config") or model
-    most = model.get("max_position_embeddings")
+    positions = model.get("max_position_embeddings")
     rope = model.get("rope_parameters") or model.get("rope_scaling")
-    if not isinstance(most, int) or not isinstance(rope, dict):
-        return most if isinstance(most, int) else None
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or most
-    return max(most, int(original * factor)) if isinstance(factor, int | float) else most
+    if not isinstance(positions, int) or not isinstance(rope, dict):
+        return positions if isinstance(positions, int) else None
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * factor)) if isinstance(factor, int | float) else positions
 
 
 def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
-    """Return the raw adapter_config.json of an adapter's folder, `--adapters`, in which its weights are too.
+    """Return the raw adapter_config.json of `--adapters`, a folder that must have the adapter's weights too.
 
-    `mcore`: of `--mcore_adapter`. Raises FileNotFoundError or ValueError with a cure.
+    mcore: the folder is `--mcore_adapter`. Raises FileNotFoundError or ValueError with a fix.
     """
     folder = Path(folder)
     for name in (ADAPTER_CONFIG,) if mcore else (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -286,19 +288,19 @@ def read_adapter_config(folder: str | Path, *, mcore: bool = False) -> HfConfig:
 
 
 def _mcore_hint(folder: Path) -> str:
-    above = folder.parent
-    if (above / ADAPTER_CONFIG).is_file():
-        return f". Is it {above} that you mean?"
+    parent = folder.parent
+    if (parent / ADAPTER_CONFIG).is_file():
+        return f". Is it {parent} that you mean?"
     return ", so it is no adapter. Set a full model as --mcore_model"
 
 
 def _adapter_hint(folder: Path) -> str:
-    """Return a hint for a folder without an adapter."""
+    """Return the hint in the error message for a folder without an adapter."""
     if any(folder.glob("adapter_model.bin")):
         return ". adapter_model.bin is not supported. Load it with PEFT and save it as safetensors"
-    inside = [file for above in ("", "*/") for file in folder.glob(f"{above}checkpoint-*/{ADAPTER_WEIGHTS}")]
-    if inside:
-        return f". Is it {max(inside, key=lambda file: file.stat().st_mtime).parent} that you mean?"
+    candidates = [file for prefix in ("", "*/") for file in folder.glob(f"{prefix}checkpoint-*/{ADAPTER_WEIGHTS}")]
+    if candidates:
+        return f". Is it {max(candidates, key=lambda file: file.stat().st_mtime).parent} that you mean?"
     if (folder / LATEST).is_file():
         return ". It is in megatron-core's format. Set it as --mcore_adapter"
     if (folder / "config.json").is_file():
@@ -306,7 +308,7 @@ def _adapter_hint(folder: Path) -> str:
     return ". Set the folder of an adapter in PEFT's format"
 
 
-def _fault(config: object) -> str | None:
+def _find_fault(config: object) -> str | None:
     """Return the reason why a config.json is invalid for any family."""
     if not isinstance(config, dict):
         return "is not a JSON object"

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder into a megatron-core model: each rank reads the slices that it holds."""
+"""Loader of Hugging Face weights into a megatron-core model: each rank reads only its shards."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +16,18 @@ from ..model.score_head import init_head
 from .hub import read_config
 from .quantized import WeightSource, open_weights
 from .safetensors_io import BLOCK
-from .tensor_names import check_names, shape_misfit, some
+from .tensor_names import abridge, check_names, shape_mismatch
 
 READERS = 4
 
 
 @torch.no_grad()
 def load_weights(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: str | Path, *, seed: int = 0) -> None:
-    """Set every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
+    """Load every parameter and persistent buffer of `chunks`, this rank's GPTModels, from the safetensors in `folder`.
 
-    `hf_config` is the folder's raw config.json, or `with_head`'s: of a model without a head the head is random by
-    `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Nothing is sent between
-    ranks. Raises ValueError where a tensor of the folder has no place in the model, one of the model's is
-    not in the folder, or a shape differs.
+    hf_config: the folder's raw config.json, or the result of `add_score_head`. A checkpoint without a score head gets a
+    random one by `seed`, the same in every layout. Values are converted to each parameter's dtype and device. Ranks do
+    not communicate. Raises ValueError for unexpected and missing tensors and for mismatched shapes.
     """
     source = open_weights(folder, hf_config)
     family, architecture, entries = map_chunks(chunks, hf_config, source.tensors)
@@ -49,31 +48,31 @@ def read_tensors(
     architecture: Architecture,
     source: WeightSource,
 ) -> None:
-    """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError where a shape differs."""
-    # Several threads: a disk of many channels, or a network's, wants several requests at a time.
+    """Fill `tensors`, this rank's shards, from the files of `source`. Raises ValueError for a mismatched shape."""
+    # Several threads: fast local and network disks need several requests at a time.
     with ThreadPoolExecutor(READERS) as pool:
-        reading = []
+        reads = []
         for key, tensor in tensors.items():
             entry = entries[key]
             ranks, rank = shard_position(key, entry)
             spans = entry.spans(tensor.shape, ranks, architecture)
             shapes = entry.hf_shapes(tensor.shape, spans)
             _check_shapes(source, {name: entry.stored_shape(shape) for name, shape in shapes.items()})
-            size = tensor.shape[entry.dim]
-            for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
-                target = tensor.narrow(entry.dim, at, span.length)
+            local_size = tensor.shape[entry.dim]
+            for offset, span in clip_spans(spans, rank * local_size, (rank + 1) * local_size):
+                target = tensor.narrow(entry.dim, offset, span.length)
                 if span.part is None:
                     target.zero_()  # padding of the vocabulary
                     continue
                 name = entry.hf[span.part]
                 target = target.t() if entry.transposed else target
-                reading += [
+                reads += [
                     pool.submit(_fill, part, source, name, dim, start, stop, entry.expert_index, step)
                     for part, dim, start, stop, step in _blocks(target, entry.hf_dim, span, shapes[name])
                 ]
         try:
-            for one in reading:
-                one.result()
+            for read in reads:
+                read.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -82,17 +81,17 @@ def read_tensors(
 def _blocks(
     target: Tensor, dim: int, span: Span, shape: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, int, int, int, int]]:
-    """Split `target` into parts of at most BLOCK bytes: (part, dim, start, stop, step) of what to read into each.
+    """Split `target` into parts of at most BLOCK bytes: (part, dim, start, stop, step), the last four of its source.
 
-    `span` lies along `dim` of a Hugging Face tensor of `shape`. What is all of that dimension is all of the first one.
+    span: along `dim` of a Hugging Face tensor of `shape`. A span of the full dimension is read along the first one.
     """
     if (span.start, span.stop, span.step) == (0, shape[dim], 1):
         dim, span = 0, Span(span.part, 0, shape[0])
     rows = target.shape[0]
     if dim == 0:
         rows = max(1, BLOCK // max(1, target[:1].nbytes))
-    for at, part in zip(range(0, target.shape[0], rows), target.split(rows), strict=True):
-        first = span.start + at * span.step
+    for offset, part in zip(range(0, target.shape[0], rows), target.split(rows), strict=True):
+        first = span.start + offset * span.step
         yield part, dim, first, span.stop if dim else first + (len(part) - 1) * span.step + 1, span.step
 
 
@@ -114,12 +113,12 @@ def _check_shapes(source: WeightSource, shapes: dict[str, tuple[int, ...]]) -> N
     for name, shape in shapes.items():
         stored = source.tensors[name]
         if stored.shape != shape:
-            raise ValueError(shape_misfit(stored.file, name, stored.shape, shape))
+            raise ValueError(shape_mismatch(stored.file, name, stored.shape, shape))
 
 
 def _check_model(built: Iterable[ParamKey], expected: set[ParamKey], family: str) -> None:
     built = set(built)
     if extra := built - expected:
-        raise RuntimeError(f"the {family} rows do not name {some(map(str, extra))} of the model that was built")
+        raise RuntimeError(f"the {family} rows do not name {abridge(map(str, extra))} of the model that was built")
     if missing := expected - built:
-        raise RuntimeError(f"the model that was built does not have {some(map(str, missing))} of the {family} rows")
+        raise RuntimeError(f"the model that was built does not have {abridge(map(str, missing))} of the {family} rows")

@@ -1,7 +1,7 @@
-"""Checkpoint tensors that the model is built without (multi-token prediction), passed through unchanged.
+"""Checkpoint tensors that are saved unchanged because the model is built without them, as multi-token prediction.
 
-`Architecture.passthrough` is a pattern of their names. A folder of megatron-core's format has them in a subfolder, by
-the names of the Hugging Face checkpoint.
+`Architecture.passthrough` is the pattern of their names. A megatron-core checkpoint has them in a subfolder, under
+their Hugging Face names.
 """
 
 import re
@@ -16,21 +16,21 @@ from .hub import has_weights
 from .quantized import open_weights
 from .safetensors_io import TensorSpec, finish_shards, write_shard
 
-FOLDER = "carried"  # in a folder of megatron-core's format
+FOLDER = "carried"  # subfolder of a megatron-core checkpoint
 TensorRecord = dict[str, str | int | list[int]]  # one tensor in conversion.json
 RECORD: TensorRecord = {"carried": "as it came: the model was built without it"}  # for conversion.json
 
 
 def passthrough_names(names: Iterable[str], architecture: Architecture) -> set[str]:
-    """Select the passthrough tensors among those names of a checkpoint that are not in the table."""
+    """Select the passthrough tensors from the `names` that are not in the table."""
     pattern = architecture.passthrough
     return {name for name in names if pattern and re.match(pattern, name)}
 
 
 class PassthroughTensors:
-    """The passthrough tensors of `source`, a model folder in either format: `specs` by name, and `read`.
+    """Passthrough tensors of `source`, a model folder in either format.
 
-    Quantized tensors are written in `dtype`, others unchanged. mapped: the names in the table.
+    Quantized tensors are dequantized to `dtype`, others keep theirs. mapped: the names in the table.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class PassthroughTensors:
         return self._weights.read(name, 0, 0, shape[0] if shape else 0)
 
     def files(self, max_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-        """Split the tensors into files of at most `max_bytes`, or of one tensor if that is larger."""
-        file: dict[str, TensorSpec] = {}
+        """Yield the tensors of each file: at most `max_bytes`, or one tensor if it is larger."""
+        specs: dict[str, TensorSpec] = {}
         for name, spec in self.specs.items():
-            if file and sum(other.bytes for other in file.values()) + spec.bytes > max_bytes:
-                yield file
-                file = {}
-            file[name] = spec
-        if file:
-            yield file
+            if specs and sum(member.bytes for member in specs.values()) + spec.bytes > max_bytes:
+                yield specs
+                specs = {}
+            specs[name] = spec
+        if specs:
+            yield specs
 
-    def save_beside(self, destination: Path, max_bytes: int) -> None:
-        """Write the tensors into the subfolder of `destination`, a folder in megatron-core's format. Raises OSError."""
+    def save_to_subfolder(self, destination: Path, max_bytes: int) -> None:
+        """Write the tensors into a subfolder of the megatron-core checkpoint `destination`. Raises OSError."""
         if not self.specs:
             return
         folder = destination / FOLDER

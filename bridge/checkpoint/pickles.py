@@ -1,7 +1,7 @@
-"""Pickles of torch.distributed.checkpoint, read without running the code that a pickle may name.
+"""Safe reader of torch.distributed.checkpoint's pickled metadata.
 
-Megatron-core describes a checkpoint in a pickle, `.metadata`. Unpickling calls whatever function a pickle names, so
-only exact names are allowed: the modules that hold the classes of the metadata hold functions that run code, too.
+Megatron-core describes a checkpoint in a pickle, `.metadata`. Unpickling can call any function by its name. Names are
+therefore allowed one by one: modules with metadata classes also have functions that run code.
 """
 
 import pickle
@@ -31,17 +31,17 @@ ALLOWED = {
 
 
 class UnsafePickle(ValueError):
-    """Names of a pickle that the metadata of a checkpoint never has."""
+    """Pickle with a name that checkpoint metadata never has."""
 
 
-_Base: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+_PyUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Unpickler(_Base):
-    """The one written in Python: that in C allocates as many bytes as a number in the pickle says (LONG_BINPUT)."""
+class _Unpickler(_PyUnpickler):
+    """Unpickler in Python: the one in C allocates as many bytes as a number in the pickle says (LONG_BINPUT)."""
 
-    # Metadata has no bytearrays, and this operation fills as many bytes as its number says.
-    dispatch: ClassVar = {code: load for code, load in _Base.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+    # Metadata has no bytearrays, and this opcode allocates as many bytes as its number says.
+    dispatch: ClassVar = {code: load for code, load in _PyUnpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
 
     def find_class(self, module_name: str, global_name: str) -> type:
         if global_name not in ALLOWED.get(module_name, ()):
@@ -52,7 +52,7 @@ class _Unpickler(_Base):
 def read_metadata(folder: Path) -> "Metadata":
     """Return the Metadata of the checkpoint in a folder.
 
-    Raises UnsafePickle where it names what is not allowed, and what unpickling raises where it is damaged.
+    Raises UnsafePickle for a name that is not allowed, and any unpickling error for a damaged file.
     """
     file = folder / ".metadata"
     try:

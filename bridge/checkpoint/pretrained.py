@@ -1,7 +1,7 @@
-"""Load tokenizers, configs and models of checkpoint folders by transformers.
+"""Loaders of transformers' tokenizers, configs and models from checkpoint folders.
 
-All such calls of the project are here. A folder's own Python code (`auto_map`) is never run, and a model is returned
-only if every one of its weights comes from the folder's files.
+All such calls of the project are here. Python code in a folder (`auto_map`) is never run. A model is returned only if
+all its weights come from the folder's files.
 """
 
 import re
@@ -13,15 +13,15 @@ from typing import Any
 
 from ..families import family_of
 from ..mapping.param_mapping import Architecture, HfConfig
-from .hub import has_weights, no_weights, read_config
+from .hub import has_weights, no_weights_message, read_config
 
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tokenization*.py"]
 _NO_CODE = {"trust_remote_code": False, "local_files_only": True}
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a checkpoint's folder. Raises FileNotFoundError or ValueError with the fix."""
-    # Without any of these files transformers would make an empty tokenizer.
+    """Load transformers' tokenizer from a checkpoint folder. Raises FileNotFoundError or ValueError with the fix."""
+    # Without these files transformers creates an empty tokenizer.
     if not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
         raise FileNotFoundError(f"{folder}: no tokenizer there: copy {_TOKENIZERS[0]} from the original checkpoint")
     from transformers import AutoTokenizer
@@ -42,33 +42,33 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_config(folder: Path, *, flag: str = "--model") -> Any:
-    """transformers' config of a checkpoint's folder. Raises ValueError naming `flag` and the fix."""
+    """Load transformers' config from a checkpoint folder. Raises ValueError naming `flag` and the fix."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, **_NO_CODE)
-    except Exception as error:  # transformers' validators raise many kinds
+    except Exception as error:  # transformers' validators raise many types
         raise _unusable(folder, flag, error) from error
-    described, text = _describe(read_config(folder)), config.get_text_config()
-    if text is not config and described is not None:
-        # AutoModelForCausalLM may build the text model's class, which does not see the outer value.
-        text.tie_word_embeddings = described.tied
+    architecture, text_config = _describe(read_config(folder)), config.get_text_config()
+    if text_config is not config and architecture is not None:
+        # AutoModelForCausalLM may build the text model's class, which ignores the outer value.
+        text_config.tie_word_embeddings = architecture.tied
     return config
 
 
 def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
-    """transformers' `AutoModelFor<kind>` of a checkpoint's folder, with `settings` for its `from_pretrained`.
+    """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
-    Raises ValueError, naming `flag`, if the folder has no safetensors, if its model needs code of the folder's own, or
-    if a tensor is missing, has another shape than the model's, or has no place in it.
+    Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
+    for unexpected and missing tensors and mismatched shapes.
     """
     import transformers
 
     from .safetensors_io import check_headers
-    from .tensor_names import check_folder_names, shape_misfit, some
+    from .tensor_names import abridge, check_folder_names, shape_mismatch
 
     if not has_weights(folder):
-        raise ValueError(f"{flag} {folder} {no_weights(folder)}")
+        raise ValueError(f"{flag} {folder} {no_weights_message(folder)}")
     check_headers(folder)
     check_folder_names(folder, read_config(folder))
     auto = getattr(transformers, f"AutoModelFor{kind}")
@@ -78,28 +78,29 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
             model, report = auto.from_pretrained(
                 folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **settings, **_NO_CODE
             )
-    except Exception as error:  # transformers and its quantizers raise many kinds
+    except Exception as error:  # transformers and its quantizers raise many types
         raise _unusable(folder, flag, error) from error
     if mismatched := sorted(report["mismatched_keys"]):
-        raise ValueError(f"{flag} {shape_misfit(folder, *mismatched[0])}")
-    described = _describe(read_config(folder))
-    towers = re.compile(described.passthrough if described and described.passthrough else "(?!)")  # generate no text
-    if missing := [name for name in report["missing_keys"] if not towers.match(name)]:
-        what = f"{type(model).__name__} of this config.json has"
-        raise ValueError(f"{flag} {folder} lacks {some(missing)}, which a {what}. Use a checkpoint that has them")
+        raise ValueError(f"{flag} {shape_mismatch(folder, *mismatched[0])}")
+    architecture = _describe(read_config(folder))
+    # Passthrough tensors are not needed to generate text.
+    optional = re.compile(architecture.passthrough if architecture and architecture.passthrough else "(?!)")
+    if missing := [name for name in report["missing_keys"] if not optional.match(name)]:
+        owner = f"{type(model).__name__} of this config.json has"
+        raise ValueError(f"{flag} {folder} lacks {abridge(missing)}, which a {owner}. Use a checkpoint that has them")
     return model
 
 
 def check_weights(folder: Path, *, flag: str = "--model") -> None:
-    """Check a model folder's tensors against its config.json, by the headers of the files.
+    """Check the headers of a model folder's files against its config.json.
 
-    Raises ValueError where files are missing or cut short, where names are not those of the model, and where a shape is
-    not that of transformers' model. Shapes are compared where transformers has the tensor under the name of the file.
+    Raises ValueError for missing and truncated files, for names that the model does not have, and for shapes that
+    differ from transformers' model. Shapes are compared only for tensors with the same name in transformers.
     """
     import torch
 
     from .safetensors_io import SafetensorsFolder
-    from .tensor_names import check_folder_names, shape_misfit
+    from .tensor_names import check_folder_names, shape_mismatch
 
     if not has_weights(folder):
         return
@@ -111,18 +112,18 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
         model = empty_model(load_config(folder, flag=flag))
     for name, tensor in model.state_dict().items():
         if name in tensors and tensors[name].shape != tensor.shape:
-            raise ValueError(f"{flag} {shape_misfit(tensors[name].file, name, tensors[name].shape, tensor.shape)}")
+            raise ValueError(f"{flag} {shape_mismatch(tensors[name].file, name, tensors[name].shape, tensor.shape)}")
 
 
 def empty_model(config: Any, **settings: Any) -> Any:
-    """Build a causal language model of transformers' `config` without weights."""
+    """Build transformers' causal language model of `config` without loading weights."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
 
 
 def _describe(hf_config: HfConfig) -> Architecture | None:
-    """Return the bridge's description of a model, None if it does not have the family."""
+    """Return the architecture of a model, None if the bridge does not support its family."""
     try:
         return family_of(hf_config).describe(hf_config)
     except ValueError:
@@ -148,7 +149,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' warnings, which the checks above replace, and off a terminal its progress bars."""
+    """Suppress transformers' warnings, which the checks above replace, and its progress bars outside of a terminal."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -1,11 +1,11 @@
-"""Weights that lie quantised in a checkpoint, read unquantised: a slice at a time, with the scales of that slice.
+"""Reader of quantized checkpoints: dequantizes each slice with its scales.
 
-FP8 blocks (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3): a matrix in e4m3, and in
-`{its name}_scale_inv` a factor for each block of `weight_block_size` rows and columns; the last blocks may be cut.
+FP8 blocks (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 3.3): a matrix in e4m3. `{its name}_scale_inv` has a
+factor for each block of `weight_block_size` rows and columns; the last blocks may be smaller.
 
-MXFP4 (https://arxiv.org/abs/2310.10537; GPT-OSS): a row in groups of 32 values of four bits, two in a byte, the first
-in its low half. `{its name}_blocks` [experts, out, groups, 16] has the bytes, `{its name}_scales` [experts, out,
-groups] an exponent of two, plus 127, for each group. Unquantised the tensor is [experts, in, out].
+MXFP4 (https://arxiv.org/abs/2310.10537; GPT-OSS): rows in groups of 32 four-bit values, two per byte, the first in the
+low half. `{its name}_blocks` [experts, out, groups, 16] has the bytes. `{its name}_scales` [experts, out, groups] has
+each group's exponent of two, plus 127. The dequantized tensor is [experts, in, out].
 """
 
 from functools import cache
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..mapping.param_mapping import HfConfig
-from .safetensors_io import SafetensorsFolder, StoredTensor, take_every
+from .safetensors_io import SafetensorsFolder, StoredTensor, take_strided
 
 SCALES = "_scale_inv"
-GROUP = 32  # values of MXFP4 that share a scale
+GROUP = 32  # MXFP4 values per scale
 
 
 class WeightSource(Protocol):
-    """A model folder's tensors, as they are or unquantised."""
+    """Tensors of a model folder, plain or dequantized."""
 
     folder: Path
     tensors: dict[str, StoredTensor]
@@ -34,9 +34,9 @@ class WeightSource(Protocol):
 
 
 def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
-    """Return the tensors of a model folder, by the names and in the values that they have unquantised.
+    """Open the tensors of a model folder by their unquantized names; reading dequantizes them.
 
-    Raises ValueError for a way of quantising that is not known, and as SafetensorsFolder does.
+    Raises ValueError for an unknown quantization, and as SafetensorsFolder does.
     """
     quantization = hf_config.get("quantization_config")
     if not quantization:
@@ -46,27 +46,27 @@ def open_weights(folder: str | Path, hf_config: HfConfig) -> WeightSource:
         return Fp8Folder(folder, tuple(quantization["weight_block_size"]))
     if method == "mxfp4":
         return Mxfp4Folder(folder)
-    how = f"quant_method {method!r}"
+    kind = f"quant_method {method!r}"
     if method == "fp8":
-        how += " without weight_block_size"
+        kind += " without weight_block_size"
     raise ValueError(
-        f"{Path(folder) / 'config.json'}: quantization_config has {how}; known are 'fp8' with weight_block_size, "
+        f"{Path(folder) / 'config.json'}: quantization_config has {kind}; known are 'fp8' with weight_block_size, "
         "'mxfp4', and unquantised weights. Take the model's checkpoint in bfloat16"
     )
 
 
 class Fp8Folder:
-    """Matrices in FP8 blocks, other tensors as they are. Raises ValueError where a matrix's scales do not fit it."""
+    """Folder with matrices in FP8 blocks. Raises ValueError if the shape of a matrix's scales does not match it."""
 
     def __init__(self, folder: str | Path, block: tuple[int, ...]):
         self.stored = SafetensorsFolder(folder)
         self.folder, self.block = self.stored.folder, block
-        self.tensors = {name: at for name, at in self.stored.tensors.items() if not name.endswith(SCALES)}
+        self.tensors = {name: stored for name, stored in self.stored.tensors.items() if not name.endswith(SCALES)}
         for name in self.stored.tensors.keys() - self.tensors.keys():
             scales, matrix = self.stored.tensors[name], self.tensors.get(name.removesuffix(SCALES))
             if matrix is None:
                 raise ValueError(f"{scales.file} has {name}, and the folder has no tensor that it is for")
-            blocks = (-(-length // each) for length, each in zip(matrix.shape[-2:], block, strict=True))
+            blocks = (-(-length // size) for length, size in zip(matrix.shape[-2:], block, strict=True))
             if scales.shape != (expected := (*matrix.shape[:-2], *blocks)):
                 raise ValueError(
                     f"{scales.file}: {name} has shape {list(scales.shape)}, and for {list(matrix.shape)} in blocks of "
@@ -76,39 +76,39 @@ class Fp8Folder:
     def read(
         self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
     ) -> Tensor:
-        """Read as `SafetensorsFolder.read`; quantized tensors in fp32."""
+        """Read a slice, as `SafetensorsFolder.read` does; quantized tensors in fp32."""
         if name + SCALES not in self.stored.tensors:
             return self.stored.read(name, dim, start, stop, expert_index, step)
         values = self.stored.read(name, dim, start, stop, expert_index)
-        size, other = self.block[dim], 1 - dim
-        first = start // size  # the slice's first block
+        size, across = self.block[dim], 1 - dim
+        first = start // size  # first block of the slice
         scales = self.stored.read(name + SCALES, dim, first, -(-stop // size), expert_index)
-        # Exponents of two alone (ue8m0) come under either name.
+        # Files store scales that are powers of two (ue8m0) as F8_E8M0 or as U8.
         scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         scales = scales.repeat_interleave(size, dim).narrow(dim, start - first * size, stop - start)
-        scales = scales.repeat_interleave(self.block[other], other).narrow(other, 0, values.shape[other])
-        return take_every(values.float() * scales, dim, step)
+        scales = scales.repeat_interleave(self.block[across], across).narrow(across, 0, values.shape[across])
+        return take_strided(values.float() * scales, dim, step)
 
 
 class Mxfp4Folder:
-    """Stacked experts in MXFP4, other tensors as they are. Raises ValueError where blocks and scales do not fit."""
+    """Folder with stacked experts in MXFP4. Raises ValueError if the shapes of blocks and scales do not match."""
 
     def __init__(self, folder: str | Path):
         self.stored = SafetensorsFolder(folder)
         self.folder = self.stored.folder
         self.tensors: dict[str, StoredTensor] = {}
-        for name, at in self.stored.tensors.items():
+        for name, info in self.stored.tensors.items():
             base, _, part = name.rpartition("_")
             if part not in ("blocks", "scales"):
-                self.tensors[name] = at
+                self.tensors[name] = info
                 continue
-            blocks, scales = (self.stored.tensors.get(f"{base}_{each}") for each in ("blocks", "scales"))
+            blocks, scales = (self.stored.tensors.get(f"{base}_{suffix}") for suffix in ("blocks", "scales"))
             if blocks is None or scales is None:
-                raise ValueError(f"{at.file} has {name}, and the folder has not both {base}_blocks and {base}_scales")
+                raise ValueError(f"{info.file} has {name}, and the folder has not both {base}_blocks and {base}_scales")
             if blocks.shape != (*scales.shape, GROUP // 2) or len(scales.shape) != 3:
                 raise ValueError(
-                    f"{at.file}: {base}_blocks has shape {list(blocks.shape)} and {base}_scales {list(scales.shape)}: "
-                    f"they are to be [experts, out, groups, {GROUP // 2}] and [experts, out, groups]"
+                    f"{info.file}: {base}_blocks has shape {list(blocks.shape)} and {base}_scales {list(scales.shape)}"
+                    f": they are to be [experts, out, groups, {GROUP // 2}] and [experts, out, groups]"
                 )
             experts, outputs, groups = scales.shape
             shape = (experts, groups * GROUP, outputs)
@@ -117,31 +117,31 @@ class Mxfp4Folder:
     def read(
         self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
     ) -> Tensor:
-        """Read as `SafetensorsFolder.read`; quantized tensors in bf16, which holds every value of MXFP4."""
+        """Read a slice, as `SafetensorsFolder.read` does; quantized tensors in bf16, which holds every MXFP4 value."""
         if name in self.stored.tensors:
             return self.stored.read(name, dim, start, stop, expert_index, step)
         parts = name + "_blocks", name + "_scales"
-        inputs = 1 if expert_index is None else 0  # the dimension of them in what is asked for
-        if dim != inputs:
-            across = dim if dim < inputs else inputs  # outputs come before inputs in the file
-            values = mxfp4(*(self.stored.read(part, across, start, stop, expert_index, step) for part in parts))
+        inner = 1 if expert_index is None else 0  # input dimension of the result
+        if dim != inner:
+            stored_dim = dim if dim < inner else inner  # the file has outputs before inputs
+            values = mxfp4(*(self.stored.read(part, stored_dim, start, stop, expert_index, step) for part in parts))
             return values.transpose(-1, -2)
         first = start // GROUP
-        values = mxfp4(*(self.stored.read(part, inputs + 1, first, -(-stop // GROUP), expert_index) for part in parts))
-        values = values.transpose(-1, -2).narrow(inputs, start - first * GROUP, stop - start)
-        return take_every(values, inputs, step)
+        values = mxfp4(*(self.stored.read(part, inner + 1, first, -(-stop // GROUP), expert_index) for part in parts))
+        values = values.transpose(-1, -2).narrow(inner, start - first * GROUP, stop - start)
+        return take_strided(values, inner, step)
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [..., groups, 16] and [..., groups] -> bf16 [..., groups * 32]"""
+    """Dequantize uint8 blocks [..., groups, 16] with scales [..., groups] to bf16 [..., groups * 32]."""
     numbers = blocks.contiguous().flatten().view(torch.int16).long() & 0xFFFF
-    values = _four_values().gather(0, numbers).view(torch.bfloat16).view(*scales.shape, GROUP)
+    values = _byte_pair_values().gather(0, numbers).view(torch.bfloat16).view(*scales.shape, GROUP)
     return values.mul_(torch.exp2(scales.float() - 127).bfloat16().unsqueeze(-1)).flatten(-2)
 
 
 @cache
-def _four_values() -> Tensor:
-    """int64 [65536]: for every two bytes of MXFP4 their four values in bf16, as one number to be looked up."""
+def _byte_pair_values() -> Tensor:
+    """Return a lookup table, int64 [65536]: the four bf16 values of each pair of MXFP4 bytes, packed in an int64."""
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
     codes = torch.cat((sizes, -sizes))
     number = torch.arange(65536)

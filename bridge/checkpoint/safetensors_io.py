@@ -1,8 +1,8 @@
-"""Safetensors folders: read slices of tensors, write shards as a stream, put an index over them.
+"""Safetensors folders: readers of tensor slices, and streaming writers of shards and their index.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header of dtype, shape and
-offsets for each tensor, then the bytes. Reading takes only the bytes of the slice that is asked for, so memory stays
-with the slice at hand; writing takes tensors one after another, so no shard is ever whole in memory.
+offsets for each tensor, then the bytes. A read loads only the bytes of its slice. A write takes one tensor at a time,
+so that no full shard is in memory.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from ..mapping.param_mapping import HfConfig
-from .hub import INDEX, has_weights, no_weights
+from .hub import INDEX, has_weights, no_weights_message
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,8 +42,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHECKSUM = "xxh3_128"  # of https://xxhash.com, in hexadecimal
 MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
-BLOCK = 8 * 2**20  # bytes that are read or written at a time
-SHORTEST = 4096  # bytes of a row's slice: shorter ones are read with all that lies between them
+BLOCK = 8 * 2**20  # bytes per read or write
+MIN_SLICE = 4096  # bytes: shorter slices of rows are read together with the bytes between them
 
 
 class TensorSpec(NamedTuple):
@@ -75,10 +75,10 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The tensors of a model folder by name: `tensors`, and `read` for slices of them.
+    """Safetensors of a model folder by name.
 
-    Raises ValueError, naming the file, where the folder has no safetensors, an index names a shard or a tensor that is
-    not there, two files without an index have a tensor of one name, or a file is cut short or is not safetensors.
+    Raises ValueError, naming the file, if the folder has no safetensors, the index names a missing shard or tensor, two
+    files without an index have a tensor of the same name, or a file is truncated or not safetensors.
     """
 
     def __init__(self, folder: str | Path):
@@ -90,7 +90,7 @@ class SafetensorsFolder:
             return
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
-            raise ValueError(f"{self.folder} {no_weights(self.folder)}")
+            raise ValueError(f"{self.folder} {no_weights_message(self.folder)}")
         for file in [self.folder / "model.safetensors"] if self.folder / "model.safetensors" in files else files:
             tensors = read_header(file)
             for name in sorted(tensors.keys() & self.tensors.keys()):
@@ -102,8 +102,8 @@ class SafetensorsFolder:
 
     def _read_index(self, index: Path) -> None:
         try:
-            placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted(set(placed.values()))
+            shard_by_tensor: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(shard_by_tensor.values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
         if not all(isinstance(shard, str) for shard in shards):
@@ -115,7 +115,7 @@ class SafetensorsFolder:
             if not (self.folder / shard).is_file():
                 raise ValueError(f"{self.folder / shard} is missing: {INDEX} names it. Download the model again")
             headers[shard] = read_header(self.folder / shard)
-        for name, shard in placed.items():
+        for name, shard in shard_by_tensor.items():
             if name not in headers[shard]:
                 raise ValueError(f"{self.folder / shard} has no tensor {name}, which {INDEX} places there")
             self.tensors[name] = headers[shard][name]
@@ -123,10 +123,10 @@ class SafetensorsFolder:
     def read(
         self, name: str, dim: int, start: int, stop: int, expert_index: int | None = None, step: int = 1
     ) -> Tensor:
-        """Read every `step`-th of positions start..stop of tensor `name` along `dim`, and only those bytes.
+        """Read every `step`-th of positions start..stop of tensor `name` along `dim`, without loading the rest.
 
-        expert_index: read that part of the tensor along its first dimension; `dim` counts the part's dimensions.
-        Raises ValueError where the file ends too early.
+        expert_index: read this entry of the tensor's first dimension; `dim` then counts the remaining dimensions.
+        Raises ValueError if the file ends too early.
         """
         file, offset, dtype, shape = self.tensors[name]
         if expert_index is not None:
@@ -139,21 +139,21 @@ class SafetensorsFolder:
         outer = math.prod(shape[:dim])
         runs: Sequence[int] = [offset + start * inner]
         if (start, stop) != (0, shape[dim]) and outer > 1:
-            if (stop - start) * inner < SHORTEST:  # a disk would read the rest anyway
-                return take_every(
+            if (stop - start) * inner < MIN_SLICE:  # a disk would read the rest anyway
+                return take_strided(
                     self.read(name, dim, 0, shape[dim], expert_index).narrow(dim, start, stop - start), dim, step
                 )
             runs = range(offset + start * inner, offset + outer * stride, stride)
-        return take_every(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
+        return take_strided(read_runs(file, dtype, (*shape[:dim], stop - start, *shape[dim + 1 :]), runs), dim, step)
 
 
-def take_every(tensor: Tensor, dim: int, step: int) -> Tensor:
+def take_strided(tensor: Tensor, dim: int, step: int) -> Tensor:
     """Return every `step`-th position of `tensor` along `dim`, as a view."""
     return tensor[(slice(None),) * dim + (slice(None, None, step),)]
 
 
 def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequence[int]) -> Tensor:
-    """Return a tensor whose bytes lie in a file in runs of equal length, which start at these offsets."""
+    """Read a tensor whose bytes are runs of equal length in a file, at the offsets `runs`."""
     tensor = torch.empty(shape, dtype=dtype)
     if not tensor.numel():
         return tensor
@@ -163,49 +163,49 @@ def read_runs(file: Path, dtype: torch.dtype, shape: tuple[int, ...], runs: Sequ
     try:
         for number, offset in enumerate(runs):
             end = (number + 1) * length
-            at = end - length
-            while at < end:
-                count = os.preadv(descriptor, [memory[at:end]], offset + at - end + length)
+            position = end - length
+            while position < end:
+                count = os.preadv(descriptor, [memory[position:end]], offset + position - end + length)
                 if not count:
                     raise ValueError(f"{file} has become shorter while it was read. Download it again")
-                at += count
+                position += count
     finally:
         os.close(descriptor)
     return tensor
 
 
 def unindexed_files(folder: Path) -> list[str]:
-    """Return the safetensors files of a folder that its index does not name; none where it has no index."""
+    """Return the safetensors files of a folder that its index does not name; none without an index."""
     index = folder / INDEX
     if not index.is_file():
         return []
-    named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return sorted(file.name for file in folder.glob("*.safetensors") if file.name not in named)
+    indexed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return sorted(file.name for file in folder.glob("*.safetensors") if file.name not in indexed)
 
 
 def tensor_names(folder: str | Path) -> Collection[str]:
-    """Return the names of a model folder's tensors: those before its conversion, where it has no safetensors."""
+    """Return the tensor names of a model folder; without safetensors, the Hugging Face names in its conversion.json."""
     folder = Path(folder)
     if not has_weights(folder):
-        proof = folder / "conversion.json"
+        report = folder / "conversion.json"
         try:
-            return json.loads(proof.read_text(encoding="utf-8"))["tensors"] if proof.is_file() else ()
+            return json.loads(report.read_text(encoding="utf-8"))["tensors"] if report.is_file() else ()
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{proof} cannot be read ({error!r}): copy it again, or remove it") from None
+            raise ValueError(f"{report} cannot be read ({error!r}): copy it again, or remove it") from None
     return SafetensorsFolder(folder).tensors
 
 
 def check_headers(folder: Path) -> None:
-    """Raise ValueError where safetensors files of a model's folder are missing, cut short, or none. Reads headers."""
+    """Raise ValueError if safetensors files of a model folder are missing or truncated. Reads headers only."""
     if has_weights(folder):
         SafetensorsFolder(folder)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file, by the format's own rules.
+    """Return the tensors of one safetensors file.
 
-    Raises ValueError where it is cut short or is not one: its header is over MAX_HEADER, nested, or has other types
-    than it should, or its tensors do not fill the rest of the file one after the other.
+    Raises ValueError if the file is truncated, its header is longer than MAX_HEADER, nested or of wrong types, or its
+    tensors are not contiguous.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -215,7 +215,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             if length > MAX_HEADER:
                 raise ValueError(f"it has {length} bytes, and the format allows {MAX_HEADER}")
-            tensors = _tensors_of(file, 8 + length, json.loads(stream.read(length)))
+            tensors = _parse_header(file, 8 + length, json.loads(stream.read(length)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error!r})") from None
     end = max((stored.offset + stored.bytes for stored in tensors.values()), default=8 + length)
@@ -224,46 +224,47 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _tensors_of(file: Path, begin: int, header: HfConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of a header, whose offsets count from `begin`. Raises ValueError, KeyError and TypeError."""
+def _parse_header(file: Path, begin: int, header: HfConfig) -> dict[str, StoredTensor]:
+    """Return the tensors in a header with offsets relative to `begin`. Raises ValueError, KeyError and TypeError."""
     header.pop("__metadata__", None)
-    tensors, places = {}, []
-    for name, about in header.items():
-        (start, stop), shape = about["data_offsets"], about["shape"]
+    tensors, ranges = {}, []
+    for name, entry in header.items():
+        (start, stop), shape = entry["data_offsets"], entry["shape"]
         if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
             raise ValueError(f"{name} has shape {shape} at {start} to {stop}: whole numbers of at least 0 are needed")
-        tensors[name] = stored = StoredTensor(file, begin + start, DTYPES[about["dtype"]], tuple(shape))
+        tensors[name] = stored = StoredTensor(file, begin + start, DTYPES[entry["dtype"]], tuple(shape))
         if stop - start != stored.bytes:
             raise ValueError(f"{name} has {stop - start} bytes, and {stored.bytes} by its shape")
-        places.append((start, stop, name))
-    before = 0
-    for start, stop, name in sorted(places):
-        if start != before:
-            raise ValueError(f"{name} begins at {start}, and the tensor before it ends at {before}")
-        before = stop
+        ranges.append((start, stop, name))
+    previous_end = 0
+    for start, stop, name in sorted(ranges):
+        if start != previous_end:
+            raise ValueError(f"{name} begins at {start}, and the tensor before it ends at {previous_end}")
+        previous_end = stop
     return tensors
 
 
 class WrittenFile(NamedTuple):
-    """A safetensors file that is on the disk."""
+    """Checksums and size of a safetensors file on the disk."""
 
-    checksums: dict[str, str]  # the CHECKSUM of each tensor's bytes
+    checksums: dict[str, str]  # CHECKSUM of each tensor's bytes
     size: int  # bytes
     sha256: str  # of the whole file
 
 
 def write_shard(file: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> WrittenFile:
-    """Write one safetensors file: `tensors` gives those of `specs`, in its order, and each is let go once written.
+    """Write one safetensors file from `tensors`, an iterator over the tensors of `specs` in the same order.
 
-    One may come in runs, in the order of its values. The file is on the disk when this returns.
+    A tensor may come in runs, in the order of its values, and is released once written. The file is on the disk when
+    this returns.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, spec in specs.items():
         header[name] = {
             "dtype": NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [at, at := at + spec.bytes],
+            "data_offsets": [offset, offset := offset + spec.bytes],
         }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -271,17 +272,17 @@ def write_shard(file: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[t
     with file.open("wb") as raw, _Hashed(raw) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, (dtype, shape) in specs.items():
-            left, checksum = math.prod(shape), xxh3_128()
+            remaining, checksum = math.prod(shape), xxh3_128()
             while True:
-                came, run = next(source)
-                left -= run.numel()
-                if came != name or left < 0:
-                    raise RuntimeError(f"{file}: {name} {shape} was to come, not {tuple(run.shape)} of {came}")
+                received, run = next(source)
+                remaining -= run.numel()
+                if received != name or remaining < 0:
+                    raise RuntimeError(f"{file}: {name} {shape} was to come, not {tuple(run.shape)} of {received}")
                 for data in _blocks(run.detach(), dtype):
                     checksum.update(data)
                     stream.write(data)
                 del run
-                if left == 0:
+                if remaining == 0:
                     break
             checksums[name] = checksum.hexdigest()
         sync(raw)
@@ -289,7 +290,7 @@ def write_shard(file: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[t
 
 
 class _Hashed:
-    """A stream whose blocks are hashed by a thread while they are written."""
+    """Stream that a thread hashes while blocks are written."""
 
     def __init__(self, raw: BinaryIO):
         self._raw, self._hash = raw, hashlib.sha256()
@@ -298,7 +299,7 @@ class _Hashed:
 
     def write(self, data: bytes | memoryview) -> None:
         if self._last is not None:
-            self._last.result()  # so that one block at most waits
+            self._last.result()  # at most one block waits
         self._last = self._pool.submit(self._hash.update, data)
         self._raw.write(data)
 
@@ -315,7 +316,7 @@ class _Hashed:
 
 
 def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in `dtype`, a block at a time: so no copy of the whole of it is made."""
+    """Yield a tensor's bytes in `dtype`, one block at a time, without a full copy."""
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     rows = max(1, BLOCK // max(1, tensor[:1].numel() * dtype.itemsize))
     for part in tensor.split(rows):
@@ -324,15 +325,14 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 
 def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, TensorSpec]]]) -> dict[str, str]:
-    """Give written files their names: model.safetensors, or model-00001-of-0000N.safetensors and an index.
+    """Rename written files to model.safetensors, or to model-00001-of-0000N.safetensors with an index.
 
-    `shards` are the files' present names, each with its tensors, in the order that they are to have. Returns the file
-    of each tensor.
+    shards: current file names with their tensors, in the final order. Returns the file of each tensor.
     """
     weights, total = {}, 0
-    for number, (written, specs) in enumerate(shards, start=1):
+    for number, (file, specs) in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (folder / written).rename(folder / name)
+        (folder / file).rename(folder / name)
         weights |= dict.fromkeys(specs, name)
         total += sum(spec.bytes for spec in specs.values())
     if len(shards) > 1:
@@ -344,6 +344,6 @@ def finish_shards(folder: Path, shards: Sequence[tuple[str, Mapping[str, TensorS
 
 
 def sync(stream) -> None:
-    """Bring an open file to the disk."""
+    """Flush an open file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())

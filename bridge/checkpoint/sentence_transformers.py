@@ -1,6 +1,6 @@
-"""The files beside a language model's weights by which sentence-transformers makes embeddings of it.
+"""Config files with which sentence-transformers loads a language model as an embedding model.
 
-In the spelling of its versions 2 to 5, which later ones, vLLM and text-embeddings-inference read as well.
+In the format of its versions 2 to 5, which later versions, vLLM and text-embeddings-inference also read.
 """
 
 import json
@@ -18,10 +18,10 @@ MODE = {"last": "lasttoken", "mean": "mean_tokens"}
 def sentence_transformers_files(
     folder: Path, pooling: Literal["last", "mean"], normalize: bool = True, dims: Sequence[int] = ()
 ) -> None:
-    """Write them into `folder`, which has config.json and the tokenizer: SentenceTransformer(folder) then embeds as
-    training did.
+    """Write the files into `folder`, which has config.json and the tokenizer.
 
-    `dims`: to which embeddings may be cut, of Matryoshka training; config.json gets them, as vLLM wants it.
+    SentenceTransformer(folder) then computes the same embeddings as training. dims: sizes of Matryoshka embeddings,
+    also written into config.json for vLLM.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if dims:
@@ -35,9 +35,9 @@ def sentence_transformers_files(
             for number, (name, path) in enumerate(zip(modules, paths, strict=True))
         ],
     )
-    pooled = {"word_embedding_dimension": text_config(config)["hidden_size"]}
-    pooled |= {f"pooling_mode_{mode}": mode == MODE[pooling] for mode in MODES}
-    _write(folder / paths[1] / "config.json", pooled | {"include_prompt": True})
+    pooling_config = {"word_embedding_dimension": text_config(config)["hidden_size"]}
+    pooling_config |= {f"pooling_mode_{mode}": mode == MODE[pooling] for mode in MODES}
+    _write(folder / paths[1] / "config.json", pooling_config | {"include_prompt": True})
     if normalize:
         _write(folder / paths[2] / "config.json", {})
     _write(folder / "sentence_bert_config.json", {"do_lower_case": False})

@@ -1,8 +1,8 @@
-"""Sharded state as n-d regions of global tensors: saved by each rank, loaded in any other layout.
+"""Sharded state as n-d regions of global tensors, which each rank saves and any other layout loads.
 
-A rank's shard of a tensor (by tensor parallelism) is made of runs of the whole tensor; of the shard a rank may hold a
-flat run of elements alone (ZeRO-1), which is a few boxes. A box says where it lies in the whole tensor, as this is
-without any parallelism, so that whoever needs an element finds it without asking who has had it.
+Tensor parallelism gives a rank some runs of the global tensor. ZeRO-1 may leave it only a flat range of elements in its
+shard, which is a few boxes. A region is a box with its position in the global tensor without parallelism, so that a
+rank finds the elements it needs without knowing the layout that saved them.
 """
 
 import itertools
@@ -17,45 +17,45 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..lora.adapter_mapping import AdapterPlan
-from ..mapping.local_params import by_key, shard_position
+from ..mapping.local_params import iter_views, shard_position
 from ..mapping.param_mapping import VOCAB, HfConfig, ParamKey
 from ..model.chunk_mapping import map_chunks
-from .safetensors_io import SHORTEST, StoredTensor, read_header, read_runs
-from .sharding import pieces_of, replica_of, with_tied
+from .safetensors_io import MIN_SLICE, StoredTensor, read_header, read_runs
+from .sharding import add_tied_output, find_replica_id, shard_pieces
 
-READERS = 8  # threads
-READ = 64 * 2**20  # bytes that each reads at a time
+THREADS = 8  # threads
+MAX_READ = 64 * 2**20  # bytes per read
 
-Region = tuple[range, ...]  # places along each dimension
+Region = tuple[range, ...]  # positions along each dimension
 
 
 class ShardRegion(NamedTuple):
-    """A box of a whole tensor."""
+    """Box of a global tensor."""
 
-    name: str  # the whole tensor's
-    region: Region  # where it lies in it
-    values: Tensor  # a view, with the region's shape
-    first: bool  # whether this rank's is the first copy of it: the one to be written
+    name: str  # of the global tensor
+    region: Region  # position in the global tensor
+    values: Tensor  # view with the region's shape
+    first: bool  # whether this rank has the first copy, which is saved
 
     @property
     def label(self) -> str:
-        """Its name in a file."""
-        return f"{self.name}@{','.join(str(each.start) for each in self.region)}"
+        """Name of the region in a file."""
+        return f"{self.name}@{','.join(str(extent.start) for extent in self.region)}"
 
 
 class TrainedParams:
-    """The trained parameters of this rank's GPTModels, and where in whole tensors their elements lie.
+    """Trained parameters of this rank's GPTModels, with the positions of their elements in the global tensors.
 
-    `plan`: of a model's adapters, and what is trained beside them.
+    plan: of the model's adapters and fully trained modules, if it has adapters.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], hf_config: HfConfig, plan: AdapterPlan | None):
         _, self._architecture, self._entries = map_chunks(chunks, hf_config)
         if plan:
             self._entries = plan.all_entries
-        self._names = with_tied({key: _name(key) for key in self._entries}, self._entries)
-        self._held = {
-            id(parameter): (chunk, {key: tuple(view.shape) for key, view in by_key(chunk, name, parameter)})
+        self._names = add_tied_output({key: _name(key) for key in self._entries}, self._entries)
+        self._parts = {
+            id(parameter): (chunk, {key: tuple(view.shape) for key, view in iter_views(chunk, name, parameter)})
             for chunk in chunks
             for name, parameter in chunk.named_parameters()
             if parameter.requires_grad
@@ -64,39 +64,41 @@ class TrainedParams:
     def regions(
         self, parameter: Tensor, start: int, runs: Mapping[str, Tensor], *, sharded: bool
     ) -> Iterator[ShardRegion]:
-        """Yield the boxes of `runs`, each [elements]: what belongs to the parameter's elements from `start` on.
+        """Yield the regions of `runs`, each [elements]: state of the parameter's elements from `start` on.
 
-        A box's name has its run's in front. `sharded`: each data-parallel rank has elements of its own.
+        A region's name is prefixed with that of its run. sharded: data-parallel ranks have different elements.
         """
-        chunk, parts = self._held[id(parameter)]
+        chunk, parts = self._parts[id(parameter)]
         local = range(start, start + min(map(len, runs.values())))
-        at = 0  # the first element of a part, which is one expert's where these are stacked
+        part_start = 0  # first element of a part: of one expert, where experts are stacked
         for key, shape in parts.items():
-            here = _common(local, range(at, at + math.prod(shape)))
-            taken = here.start - start
-            pieces = self._pieces(key, shape) if here else ()
-            for region in regions_of_run(shape, here.start - at, here.stop - at):
+            overlap = _overlap(local, range(part_start, part_start + math.prod(shape)))
+            run_start = overlap.start - start
+            pieces = self._pieces(key, shape) if overlap else ()
+            for region in split_regions(shape, overlap.start - part_start, overlap.stop - part_start):
                 extent = tuple(map(len, region))
-                flat = slice(taken, taken := taken + math.prod(extent))
-                for inside, whole in _placed(region, self._entries[key].dim, pieces):
+                flat = slice(run_start, run_start := run_start + math.prod(extent))
+                for slices, target in _intersect_pieces(region, self._entries[key].dim, pieces):
                     for prefix, run in runs.items():
-                        values = run[flat].view(extent)[inside]
-                        yield ShardRegion(prefix + self._names[key], whole, values, self._first(chunk, key, sharded))
-            at += math.prod(shape)
+                        values = run[flat].view(extent)[slices]
+                        yield ShardRegion(
+                            prefix + self._names[key], target, values, self._is_saved(chunk, key, sharded)
+                        )
+            part_start += math.prod(shape)
 
-    def _first(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
-        copied, split, data = replica_of(chunk, self._names[key], key, self._entries[key])
-        return not (copied or split or (data and not sharded))
+    def _is_saved(self, chunk: GPTModel, key: ParamKey, sharded: bool) -> bool:
+        is_tied_copy, tensor_rank, data_rank = find_replica_id(chunk, self._names[key], key, self._entries[key])
+        return not (is_tied_copy or tensor_rank or (data_rank and not sharded))
 
     def _pieces(self, key: ParamKey, shape: Sequence[int]) -> list[tuple[range, int]]:
-        """Return the runs of the whole tensor that a shard is made of, without the vocabulary's padding.
+        """Return the runs of the global tensor that make up a shard, without the vocabulary's padding.
 
-        Each by its places in the shard, along the split dimension, and its first place in the whole tensor.
+        Each has its positions in the shard, along the split dimension, and its start in the global tensor.
         """
         entry = self._entries[key]
-        pieces = pieces_of(entry, shape, *shard_position(key, entry), self._architecture)
+        pieces = shard_pieces(entry, shape, *shard_position(key, entry), self._architecture)
         rows = self._architecture.vocab_size if entry.kind is VOCAB else math.inf
-        return [(range(at, at + int(min(length, rows - to))), to) for at, to, length in pieces if to < rows]
+        return [(range(low, low + int(min(size, rows - to))), to) for low, to, size in pieces if to < rows]
 
 
 def _name(key: ParamKey) -> str:
@@ -104,90 +106,91 @@ def _name(key: ParamKey) -> str:
     return name if key.expert is None else f"{name}.{key.expert}"
 
 
-def regions_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that elements start..stop of a tensor make up, one after another.
+def split_regions(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
+    """Split elements start..stop of a flattened tensor into boxes, in order.
 
-    Whole rows in the middle; of a row at either end what is inside, in the same way.
+    Full rows in the middle are one box; partial rows at both ends are split recursively.
     """
     inner = math.prod(shape[1:])
     cuts = {start, min(-(-start // inner) * inner, stop), max(stop // inner * inner, start), stop}
     for low, high in itertools.pairwise(sorted(cuts) if start < stop else ()):
-        row, inside = divmod(low, inner)
-        if inside == high % inner == 0:
+        row, column = divmod(low, inner)
+        if column == high % inner == 0:
             yield range(row, high // inner), *map(range, shape[1:])
         else:
-            yield from ((range(row, row + 1), *rest) for rest in regions_of_run(shape[1:], inside, inside + high - low))
+            yield from ((range(row, row + 1), *tail) for tail in split_regions(shape[1:], column, column + high - low))
 
 
-def _placed(
+def _intersect_pieces(
     region: Region, dim: int, pieces: Iterable[tuple[range, int]]
 ) -> Iterator[tuple[tuple[slice, ...], Region]]:
-    """Yield the parts of a shard's `region` in `pieces`: slices relative to the region, and the global region."""
+    """Yield the parts of a shard's `region` in `pieces`: slices within the region, and the global region."""
     for piece, target in pieces:
-        if common := _common(region[dim], piece):
-            inside = (*(slice(None),) * dim, slice(common.start - region[dim].start, common.stop - region[dim].start))
+        if common := _overlap(region[dim], piece):
+            slices = (*(slice(None),) * dim, slice(common.start - region[dim].start, common.stop - region[dim].start))
             target_range = range(common.start - piece.start + target, common.stop - piece.start + target)
-            yield inside, (*region[:dim], target_range, *region[dim + 1 :])
+            yield slices, (*region[:dim], target_range, *region[dim + 1 :])
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _overlap(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def load_regions(regions: Iterable[ShardRegion], files: Iterable[Path]) -> None:
-    """Read the values of `boxes` from the boxes in safetensors files, however these lie.
+    """Fill `regions` from the regions in safetensors files, of any layout.
 
-    Raises ValueError, before anything is read, where elements are in none of the files.
+    Raises ValueError, before it reads anything, if elements are in none of the files.
     """
     regions = list(regions)
-    stored_regions: dict[str, list[tuple[Region, StoredTensor]]] = {box.name: [] for box in regions}
+    stored_regions: dict[str, list[tuple[Region, StoredTensor]]] = {region.name: [] for region in regions}
     for file in files:
         for label, stored in read_header(file).items():
             name, _, offset = label.rpartition("@")
             if name in stored_regions:
                 starts = map(int, offset.split(","))
-                region = tuple(range(start, start + size) for start, size in zip(starts, stored.shape, strict=True))
-                stored_regions[name].append((region, stored))
-    copies = [copy for box in regions for copy in _copies(box, stored_regions[box.name])]
-    with ThreadPoolExecutor(READERS) as readers:
+                source = tuple(range(start, start + size) for start, size in zip(starts, stored.shape, strict=True))
+                stored_regions[name].append((source, stored))
+    copies = [copy for region in regions for copy in _copies(region, stored_regions[region.name])]
+    with ThreadPoolExecutor(THREADS) as readers:
         for _ in readers.map(lambda copy: copy[0].copy_(_read(*copy[1:])), copies):
             pass
 
 
 def _copies(
-    box: ShardRegion, stored_regions: Iterable[tuple[Region, StoredTensor]]
+    target: ShardRegion, stored_regions: Iterable[tuple[Region, StoredTensor]]
 ) -> Iterator[tuple[Tensor, StoredTensor, Region]]:
-    """Yield the copies that fill a region: parts of its values, each with a region of a stored tensor."""
-    left = box.values.numel()
-    for region, stored in stored_regions:
-        common = tuple(map(_common, box.region, region))
+    """Yield the reads that fill a region: part of its values, stored tensor, region of the stored tensor."""
+    missing = target.values.numel()
+    for stored_region, stored in stored_regions:
+        common = tuple(map(_overlap, target.region, stored_region))
         size = math.prod(map(len, common))
-        left -= size
-        rows = max(1, READ * len(common[0]) // max(1, size * stored.dtype.itemsize))
+        missing -= size
+        rows = max(1, MAX_READ * len(common[0]) // max(1, size * stored.dtype.itemsize))
         for row in range(0, len(common[0]), rows) if size else ():
-            some = (common[0][row : row + rows], *common[1:])
-            yield box.values[_slices(some, box.region)], stored, _from(some, region)
-    if left:
-        raise ValueError(f"{left} of {box.values.numel()} elements of {box.name} are in no file")
+            rows_read = (common[0][row : row + rows], *common[1:])
+            yield target.values[_slices(rows_read, target.region)], stored, _relative_to(rows_read, stored_region)
+    if missing:
+        raise ValueError(f"{missing} of {target.values.numel()} elements of {target.name} are in no file")
 
 
 def _slices(region: Region, origin: Region) -> tuple[slice, ...]:
-    return tuple(slice(each.start, each.stop) for each in _from(region, origin))
+    return tuple(slice(extent.start, extent.stop) for extent in _relative_to(region, origin))
 
 
-def _from(region: Region, origin: Region) -> Region:
-    """Return a region as it is counted from where another starts."""
+def _relative_to(region: Region, origin: Region) -> Region:
+    """Return a region relative to the start of `origin`."""
     return tuple(range(a.start - b.start, a.stop - b.start) for a, b in zip(region, origin, strict=True))
 
 
 def _read(stored: StoredTensor, region: Region) -> Tensor:
-    """Read a region of a stored tensor: only its bytes, or, for short runs, also those between them."""
+    """Read a region of a stored tensor: only its bytes or, for short runs, also the bytes between them."""
     extent = tuple(map(len, region))
-    cut = max((dim for dim, size in enumerate(stored.shape) if extent[dim] != size), default=0)  # the last not whole
-    if cut and math.prod(extent[cut:]) * stored.dtype.itemsize < SHORTEST:
-        wide = _read(stored, (*region[:cut], range(stored.shape[cut]), *region[cut + 1 :]))
-        return wide.narrow(cut, region[cut].start, extent[cut])
-    strides = [math.prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(cut + 1)]
-    places = itertools.product(*region[:cut], region[cut][:1])
-    runs = [stored.offset + sum(map(operator.mul, place, strides)) for place in places]
+    # The last dimension that is not full.
+    last_cut = max((dim for dim, size in enumerate(stored.shape) if extent[dim] != size), default=0)
+    if last_cut and math.prod(extent[last_cut:]) * stored.dtype.itemsize < MIN_SLICE:
+        full_rows = _read(stored, (*region[:last_cut], range(stored.shape[last_cut]), *region[last_cut + 1 :]))
+        return full_rows.narrow(last_cut, region[last_cut].start, extent[last_cut])
+    strides = [math.prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(last_cut + 1)]
+    starts = itertools.product(*region[:last_cut], region[last_cut][:1])
+    runs = [stored.offset + sum(map(operator.mul, start, strides)) for start in starts]
     return read_runs(stored.file, stored.dtype, extent, runs)

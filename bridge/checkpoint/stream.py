@@ -1,6 +1,6 @@
-"""A megatron-core model as Hugging Face tensors, whole, on every rank: what a rollout engine takes.
+"""Stream of a megatron-core model's full Hugging Face tensors to every rank, for rollout engines.
 
-A rank gathers a bucket of tensors and sends it to all ranks, while they take those of the bucket before.
+A rank gathers a bucket of tensors and broadcasts it, while all ranks consume the previous bucket.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,26 +26,26 @@ from .safetensors_io import TensorSpec, tensor_names
 from .save import GatherJob, batch_jobs, gather_job, init_communicator, plan_jobs
 
 BUCKET = 512 * 2**20  # bytes
-EXPERTS = 1  # place among jobs_of's lists of the experts whose tensors stand alone
-ALIGNED = 64  # bytes: where a tensor may begin in a bucket
+EXPERTS = 1  # index of the separate experts in the lists of `plan_jobs`
+ALIGNMENT = 64  # bytes: alignment of tensors in a bucket
 
 
 class _Bucket(NamedTuple):
-    """A unit of transfer: the tensors `specs` by name, from global rank `root`."""
+    """Unit of transfer: the tensors `specs` by name, broadcast by global rank `root`."""
 
-    order: tuple[int, int]  # place among jobs_of's lists; layer of experts that several ranks send
+    order: tuple[int, int]  # index in the lists of `plan_jobs`; layer of experts that several ranks send
     root: int
     specs: dict[str, TensorSpec]
-    jobs: list[GatherJob]  # with which this rank helps to fill it
-    group: ProcessGroup | None  # of the ranks that fill it, where this is one of them
+    jobs: list[GatherJob]  # in which this rank takes part
+    group: ProcessGroup | None  # ranks that gather it; None on other ranks
 
     @property
     def bytes(self) -> int:
-        return sum(_room(spec) for spec in self.specs.values())
+        return sum(_padded_size(spec) for spec in self.specs.values())
 
 
 class _Sent(NamedTuple):
-    """A bucket on its way."""
+    """Bucket in transfer."""
 
     specs: dict[str, TensorSpec]
     data: Tensor  # uint8
@@ -62,73 +62,76 @@ def stream_weights(
     merge: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of the model of all ranks' `chunks`, by the names of `source`.
+    """Yield the full tensors of the model in `chunks`, by their Hugging Face names in `source`.
 
-    Each is whole, on this rank's device, in `dtype` (or in fp32 if its mapping says so).
+    They are copies on this rank's device, in `dtype` (fp32 where the mapping says so). Passthrough tensors of `source`
+    are left out. merge: yield merged weights; the weights in memory do not change.
 
-    To be called by every rank, and read to its end by every rank: all get the same tensors in the same order. They are
-    copies. `merge`: with the adapters in the weights, which stay as they are. Tensors of `source` that the model is
-    built without (passthrough.py) do not come. Two buckets of `bucket_bytes` (or one row's tensors, where these are
-    larger) are held at a time, beside one whole tensor. Parameters have to be gathered (Training.parameters_gathered).
+    Every rank calls this and reads it to its end; all get the same tensors in the same order. A rank holds two buckets
+    of `bucket_bytes` (or of one mapping's tensors, if larger) at a time, and one full tensor. Parameters must be
+    gathered (Training.parameters_gathered).
     """
     _, architecture, entries = map_chunks(chunks, hf_config, tensor_names(source))
     tensors = collect_params(chunks)
     if architecture.tied:
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
-    jobs = plan_jobs(tensors, entries, architecture, dtype, merge_functions(chunks) if merge else {})
-    yield from _streamed(_buckets(jobs, bucket_bytes, {name for entry in entries.values() for name in entry.hf}))
+    job_lists = plan_jobs(tensors, entries, architecture, dtype, merge_functions(chunks) if merge else {})
+    yield from _stream_buckets(
+        _plan_buckets(job_lists, bucket_bytes, {name for entry in entries.values() for name in entry.hf})
+    )
 
 
 @torch.no_grad()
 def stream_adapter(
     chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, *, bucket_bytes: int = BUCKET
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters of all ranks' `chunks`, and fully trained modules: names and tensors in PEFT's format.
+    """Yield the adapters and the fully trained modules in `chunks`, by their names in PEFT's format.
 
-    As `stream_weights`, each in its own dtype.
+    As `stream_weights`, but each tensor keeps its dtype.
     """
     architecture = describe_chunks(chunks, hf_config)
     tensors, entries = trained_tensors(chunks, lora)
     if architecture.tied:
         tensors.pop(OUTPUT, None)
     copies: dict[str, list[str]] = {}
-    for name, of in lora.plan.copies.items():
-        copies.setdefault(of, []).append(name)
+    for name, original in lora.plan.copies.items():
+        copies.setdefault(original, []).append(name)
     names = {name for entry in entries.values() for name in entry.hf}
-    jobs = plan_jobs(tensors, entries, architecture, None, {})
-    for name, tensor in _streamed(_buckets(jobs, bucket_bytes, names)):
-        yield from ((each, tensor) for each in (name, *copies.get(name, ())))
+    job_lists = plan_jobs(tensors, entries, architecture, None, {})
+    for name, tensor in _stream_buckets(_plan_buckets(job_lists, bucket_bytes, names)):
+        yield from ((copy, tensor) for copy in (name, *copies.get(name, ())))
 
 
-def _buckets(
-    sorts: Sequence[tuple[list[GatherJob], ProcessGroup, ProcessGroup]], bucket_bytes: int, names: set[str]
+def _plan_buckets(
+    job_lists: Sequence[tuple[list[GatherJob], ProcessGroup, ProcessGroup]], bucket_bytes: int, names: set[str]
 ) -> list[_Bucket]:
-    """Return what is sent, in order, the same on every rank. `sorts`: of `jobs_of`; `names`: of all tensors.
+    """Return the buckets in the order of transfer, the same on every rank.
 
-    The experts of a layer come one after another, from whichever ranks have them: vLLM keeps the tensors of a layer
-    until it has all of them, and its bookkeeping takes time quadratic in what it keeps (100 s for 30B parameters).
+    job_lists: of `plan_jobs`. names: of all tensors. The experts of a layer follow each other, from whichever ranks
+    have them: vLLM keeps the tensors of a layer until it has all of them, and its bookkeeping takes time quadratic in
+    their number (100 s for 30B parameters).
     """
-    mine: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[GatherJob]]]] = {}
+    local_runs: dict[tuple[int, tuple[int, ...]], tuple[ProcessGroup, list[list[GatherJob]]]] = {}
     local_buckets: list[tuple[int, tuple[int, ...], list[int], list[dict[str, TensorSpec]]]] = []
     experts_are_split = parallel_state.get_expert_model_parallel_world_size() > 1
-    for sort, (jobs, group, replicas) in enumerate(sorts):
-        if not jobs or replicas.rank() != 0:  # of ranks that hold the same, the first ones send it
+    for kind, (jobs, group, replicas) in enumerate(job_lists):
+        if not jobs or replicas.rank() != 0:  # the first replica sends
             continue
         init_communicator(group)
-        ranks, is_shared = tuple(dist.get_process_group_ranks(group)), sort == EXPERTS and experts_are_split
+        ranks, is_shared = tuple(dist.get_process_group_ranks(group)), kind == EXPERTS and experts_are_split
         layers = [list(jobs) for _, jobs in groupby(jobs, lambda job: job.layer)] if is_shared else [jobs]
         runs = [run for jobs in layers for run in batch_jobs(jobs, bucket_bytes)]
-        mine[sort, ranks] = group, runs
+        local_runs[kind, ranks] = group, runs
         if group.rank() == 0:
             specs = [{name: spec for job in run for name, spec in job.specs.items()} for run in runs]
-            local_buckets.append((sort, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], specs))
-    everyone: list[list] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, local_buckets)
+            local_buckets.append((kind, ranks, [(run[0].layer or 0) if is_shared else 0 for run in runs], specs))
+    all_buckets: list[list] = [[]] * dist.get_world_size()
+    dist.all_gather_object(all_buckets, local_buckets)
     buckets = []
-    for sort, ranks, layers, all_forms in (one for one_rank in everyone for one in one_rank):
-        group, runs = mine.get((sort, ranks), (None, [[]] * len(all_forms)))
-        for number, (layer, specs, run) in enumerate(zip(layers, all_forms, runs, strict=True)):
-            buckets.append(_Bucket((sort, layer), ranks[number % len(ranks)], specs, run, group))
+    for kind, ranks, layers, all_specs in (entry for rank_buckets in all_buckets for entry in rank_buckets):
+        group, runs = local_runs.get((kind, ranks), (None, [[]] * len(all_specs)))
+        for number, (layer, specs, run) in enumerate(zip(layers, all_specs, runs, strict=True)):
+            buckets.append(_Bucket((kind, layer), ranks[number % len(ranks)], specs, run, group))
     buckets.sort(key=lambda bucket: bucket.order)
     names_sent = sorted(name for bucket in buckets for name in bucket.specs)
     if names_sent != sorted(names):
@@ -138,50 +141,50 @@ def _buckets(
     return buckets
 
 
-def _streamed(buckets: Iterable[_Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one bucket while the next one is on its way."""
-    before: _Sent | None = None
+def _stream_buckets(buckets: Iterable[_Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of each bucket while the next one is in transfer."""
+    previous: _Sent | None = None
     for bucket in buckets:
-        now = _send(bucket)
-        if before is not None:
-            yield from _received(before)
-        before = now
-    if before is not None:
-        yield from _received(before)
+        current = _send(bucket)
+        if previous is not None:
+            yield from _receive(previous)
+        previous = current
+    if previous is not None:
+        yield from _receive(previous)
 
 
 def _send(bucket: _Bucket) -> _Sent:
-    """Begin to send a bucket to every rank, this one among them."""
+    """Start to broadcast a bucket to every rank, including this one."""
     data = torch.empty(bucket.bytes, dtype=torch.uint8, device=runtime.device())
     if bucket.group is not None:
-        at = dict(_places(bucket.specs))
+        offsets = dict(_offsets(bucket.specs))
         writer = dist.get_group_rank(bucket.group, bucket.root)
         for job in bucket.jobs:
             for name, run in gather_job(job, bucket.group, writer):
                 dtype = bucket.specs[name].dtype
                 size = run.numel() * dtype.itemsize
-                data[at[name] : at[name] + size].view(dtype).view(run.shape).copy_(run)
-                at[name] += size
-    alone = dist.get_world_size() == 1
-    work = None if alone else dist.broadcast(data, src=bucket.root, async_op=True)
+                data[offsets[name] : offsets[name] + size].view(dtype).view(run.shape).copy_(run)
+                offsets[name] += size
+    is_single = dist.get_world_size() == 1
+    work = None if is_single else dist.broadcast(data, src=bucket.root, async_op=True)
     return _Sent(bucket.specs, data, work)
 
 
-def _received(sent: _Sent) -> Iterator[tuple[str, Tensor]]:
+def _receive(sent: _Sent) -> Iterator[tuple[str, Tensor]]:
     if sent.work is not None:
         sent.work.wait()
-    for name, at in _places(sent.specs):
+    for name, offset in _offsets(sent.specs):
         spec = sent.specs[name]
-        yield name, sent.data[at : at + spec.bytes].view(spec.dtype).view(spec.shape)
+        yield name, sent.data[offset : offset + spec.bytes].view(spec.dtype).view(spec.shape)
 
 
-def _places(specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int]]:
-    """Yield the offset of each tensor in its bucket, in bytes."""
-    at = 0
+def _offsets(specs: dict[str, TensorSpec]) -> Iterator[tuple[str, int]]:
+    """Yield the name and the offset in bytes of each tensor in a bucket."""
+    offset = 0
     for name, spec in specs.items():
-        yield name, at
-        at += _room(spec)
+        yield name, offset
+        offset += _padded_size(spec)
 
 
-def _room(spec: TensorSpec) -> int:
-    return -(-spec.bytes // ALIGNED) * ALIGNED
+def _padded_size(spec: TensorSpec) -> int:
+    return -(-spec.bytes // ALIGNMENT) * ALIGNMENT

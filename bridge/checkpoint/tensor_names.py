@@ -1,4 +1,4 @@
-"""Check the tensor names of a Hugging Face folder against the model that its config.json describes."""
+"""Checks of a Hugging Face folder's tensor names against its config.json."""
 
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -11,13 +11,13 @@ from .passthrough import passthrough_names
 from .quantized import WeightSource, open_weights
 from .safetensors_io import unindexed_files
 
-MISFIT = "Do weights and config.json belong together?"
+HINT = "Do weights and config.json belong together?"
 
 
 def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
     """Raise ValueError if the folder's tensors are not exactly those of the model in `hf_config`. Reads headers only.
 
-    A family that the bridge does not have, and weights in a quantization that it does not read, are not checked.
+    Skips unsupported families and quantizations.
     """
     try:
         family = family_of(hf_config)
@@ -33,37 +33,37 @@ def check_folder_names(folder: Path, hf_config: HfConfig) -> None:
 
 def check_names(
     source: WeightSource,
-    made: Container[ParamKey],
+    initialized: Container[ParamKey],
     entries: ParamTable,
     architecture: Architecture,
     family: str,
 ) -> None:
-    """Raise ValueError if `source` lacks a tensor of `entries` or has one that the model has no place for.
+    """Raise ValueError if `source` lacks a tensor of `entries` or has an unexpected one.
 
-    made: keys that are initialized, not read.
+    initialized: keys that are not read from the checkpoint.
     """
-    names = {name for key, entry in entries.items() if key not in made for name in entry.hf}
+    names = {name for key, entry in entries.items() if key not in initialized for name in entry.hf}
     if missing := names - source.tensors.keys():
-        fix = MISFIT
-        if others := unindexed_files(source.folder):
-            fix = f"{INDEX} does not name {', '.join(others)}, which is there: download the model again"
+        fix = HINT
+        if files := unindexed_files(source.folder):
+            fix = f"{INDEX} does not name {', '.join(files)}, which is there: download the model again"
         raise ValueError(
-            f"{source.folder} lacks {some(missing)}, which a {family} model of this config.json has. {fix}"
+            f"{source.folder} lacks {abridge(missing)}, which a {family} model of this config.json has. {fix}"
         )
     extra = source.tensors.keys() - names
     if extra := extra - unmapped_reasons(extra, architecture).keys() - passthrough_names(extra, architecture):
         raise ValueError(
-            f"{source.folder} has {some(extra)}, which a {family} model of this config.json has no place for. {MISFIT}"
+            f"{source.folder} has {abridge(extra)}, which a {family} model of this config.json has no place for. {HINT}"
         )
 
 
-def shape_misfit(file: Path, name: str, stored: Iterable[int], described: Iterable[int]) -> str:
+def shape_mismatch(file: Path, name: str, stored: Iterable[int], described: Iterable[int]) -> str:
     """Return the error message for a tensor whose stored shape differs from the one that config.json describes."""
-    return f"{file}: {name} has shape {list(stored)}, and by config.json it has {list(described)}. {MISFIT}"
+    return f"{file}: {name} has shape {list(stored)}, and by config.json it has {list(described)}. {HINT}"
 
 
-def some(names: Iterable[str]) -> str:
-    """Return how many tensors there are, and the first few by name, for error messages."""
+def abridge(names: Iterable[str]) -> str:
+    """Return the number of tensors and the first few names, for error messages."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:5]) + (", ..." if len(ordered) > 5 else "")
     return f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''} ({shown})"

@@ -1,6 +1,6 @@
-"""Files written by a thread: while the disk and the checksums work, the next tensors are gathered.
+"""Checkpoint files written by a thread, while the caller gathers the next tensors.
 
-A folder that all ranks write together is a `Folder`: each rank's writer, and what rank 0 does when all have written.
+A `StagedFolder` is a folder that all ranks write together: each rank's writer, and the final step of rank 0.
 """
 
 import threading
@@ -17,12 +17,12 @@ from ..mapping.param_mapping import HfConfig
 from .conversion_report import peak_memory
 from .safetensors_io import DTYPES, NAMES, TensorSpec, WrittenFile, write_shard
 
-WAITING = 512 * 2**20  # bytes of tensors that may wait for the disk, or one tensor where that is larger
-PINNED = 64 * 2**20  # bytes of one copy in pinned memory: the allocator rounds each up to a power of two
+MAX_QUEUED = 512 * 2**20  # bytes of tensors that may wait for the disk, or one tensor if it is larger
+PINNED_CHUNK = 64 * 2**20  # bytes of one pinned copy: the allocator rounds each up to a power of two
 
 
 class WrittenShard(NamedTuple):
-    """A file that a rank has written."""
+    """Safetensors file written by a rank."""
 
     name: str
     specs: Mapping[str, TensorSpec]
@@ -30,48 +30,48 @@ class WrittenShard(NamedTuple):
 
 
 class ShardWriter:
-    """`begin` a file, `put` its tensors in their order (each whole or in runs), and so on; `finish` at last.
+    """Thread that writes safetensors files: `begin` a file, `put` its tensors in order, then `finish`.
 
-    An error does not show before `finish`, so that what other ranks wait for goes on; what is put after it is dropped.
-    `copied`: what is put is copied first, to the host, so that the caller may go on to change it; nothing is written
-    before `finish`, so that nothing slows the copies down.
+    A tensor may be put in runs. Read `error` after `finish`: an error is not raised and drops the tensors that follow,
+    so that the collectives that other ranks wait for continue. copy_to_host: `put` copies each tensor to the host, so
+    that the caller may change it at once. The thread then writes in `finish` only, so as not to slow the copies down.
     """
 
-    taken_in_all = 0  # runs that threads have taken to write: while this grows, nothing hangs
+    total_runs_taken = 0  # runs taken by all writers of this process: the watchdog reads it as progress
 
-    def __init__(self, folder: Path, *, copied: bool = False):
-        self.folder, self.copied = folder, copied
+    def __init__(self, folder: Path, *, copy_to_host: bool = False):
+        self.folder, self.copy_to_host = folder, copy_to_host
         self.shards: list[WrittenShard] = []
         self.error: Exception | None = None
         self._tasks: SimpleQueue = SimpleQueue()
-        self._waiting = 0
-        self._room = threading.Condition()
+        self._queued_bytes = 0
+        self._space = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
-        if not copied:
+        if not copy_to_host:
             self._thread.start()
 
     def begin(self, file: str, specs: Mapping[str, TensorSpec]) -> None:
         self._tasks.put((file, specs))
 
     def put(self, name: str, run: Tensor | Callable[[], Tensor]) -> None:
-        """A function is called by the thread: it reads what stays as it is."""
+        """Queue a tensor, or a function that the thread calls to read one; the tensor that it reads must not change."""
         if not isinstance(run, Tensor):
             self._tasks.put((name, run, 0, None))
-        elif self.copied:
-            for copy in _copies(run.detach()):
-                self._tasks.put((name, copy, 0, _event(run)))
+        elif self.copy_to_host:
+            for copy in _host_chunks(run.detach()):
+                self._tasks.put((name, copy, 0, _record_event(run)))
         else:
             if run.is_cuda:
-                torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
-            with self._room:
-                self._room.wait_for(lambda: not self._waiting or self._waiting + run.nbytes <= WAITING)
-                self._waiting += run.nbytes
+                torch.cuda.current_stream().synchronize()  # the thread uses another stream
+            with self._space:
+                self._space.wait_for(lambda: not self._queued_bytes or self._queued_bytes + run.nbytes <= MAX_QUEUED)
+                self._queued_bytes += run.nbytes
             self._tasks.put((name, run, run.nbytes, None))
 
     def finish(self) -> None:
-        """Wait until everything is on the disk. Look at `error` then."""
+        """Wait until all files are on the disk; `error` is then set if writing failed."""
         self._tasks.put(None)
-        if self.copied:
+        if self.copy_to_host:
             self._thread.start()
         self._thread.join()
 
@@ -79,7 +79,7 @@ class ShardWriter:
         while task := self._tasks.get():
             if self.error is not None:
                 if len(task) > 2:
-                    self._let_go(task[2])
+                    self._release(task[2])
                 continue
             name, specs = task
             runs = self._runs()
@@ -93,31 +93,31 @@ class ShardWriter:
     def _runs(self) -> Generator[tuple[str, Tensor]]:
         while True:
             name, run, size, event = self._tasks.get()
-            ShardWriter.taken_in_all += 1
+            ShardWriter.total_runs_taken += 1
             if event is not None:
                 event.synchronize()
             try:
                 yield name, run if isinstance(run, Tensor) else run()
             finally:
                 del run
-                self._let_go(size)
+                self._release(size)
 
-    def _let_go(self, size: int) -> None:
-        with self._room:
-            self._waiting -= size
-            self._room.notify()
+    def _release(self, size: int) -> None:
+        with self._space:
+            self._queued_bytes -= size
+            self._space.notify()
 
 
-def _copies(run: Tensor) -> Generator[Tensor]:
-    """On the host, in runs: of a GPU's tensor on their way into pinned memory."""
+def _host_chunks(run: Tensor) -> Generator[Tensor]:
+    """Yield host copies of a tensor; of a GPU tensor, asynchronous copies in pinned memory, chunk by chunk."""
     if not run.is_cuda:
         yield run.clone(memory_format=torch.contiguous_format)
         return
-    for part in run.contiguous().view(-1).split(PINNED // run.itemsize):
+    for part in run.contiguous().view(-1).split(PINNED_CHUNK // run.itemsize):
         yield torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
 
 
-def _event(run: Tensor) -> torch.cuda.Event | None:
+def _record_event(run: Tensor) -> torch.cuda.Event | None:
     if not run.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -126,7 +126,7 @@ def _event(run: Tensor) -> torch.cuda.Event | None:
 
 
 class RankReport(NamedTuple):
-    """Report of one rank on its part of a folder."""
+    """Files that one rank wrote into a folder, and its peak memory."""
 
     shards: list[WrittenShard]
     peak_memory: dict[str, int]
@@ -143,8 +143,8 @@ class RankReport(NamedTuple):
         return {"shards": shards, "peak_memory": self.peak_memory}
 
     @classmethod
-    def of_json(cls, report: HfConfig) -> "RankReport":
-        """Inverse of `as_json`."""
+    def from_json(cls, report: HfConfig) -> "RankReport":
+        """Parse the result of `as_json`."""
         shards = [
             WrittenShard(
                 shard["name"],
@@ -158,15 +158,15 @@ class RankReport(NamedTuple):
 
 @dataclass
 class StagedFolder:
-    """A folder that all ranks write together."""
+    """Folder that all ranks write together."""
 
-    writer: ShardWriter  # of this rank
-    # On rank 0, when every rank has reported: makes the folder whole. Returns the new names of shards that got one.
+    writer: ShardWriter  # this rank's
+    # Called on rank 0 with the reports of all ranks: completes the folder. Returns the new names of renamed shards.
     complete: Callable[[list[RankReport]], dict[str, str]]
-    within: str = ""  # where in a larger folder this one is
+    subfolder: str = ""  # path within the checkpoint folder
 
     def report(self) -> RankReport:
-        """Return this rank's, once its files are on the disk. Raises what its writer met."""
+        """Return this rank's report once its files are on the disk. Raises the error of its writer."""
         self.writer.finish()
         if self.writer.error is not None:
             raise self.writer.error

@@ -1,4 +1,4 @@
-"""The model families, one file each, and the registry that selects one by config.json."""
+"""Model families, one file each, and the registry that selects one by config.json."""
 
 from ..mapping.param_mapping import Family, HfConfig
 from . import (
@@ -43,8 +43,8 @@ FAMILIES: tuple[Family, ...] = tuple(
 def family_of(hf_config: HfConfig) -> Family:
     """Return the family of a raw config.json, by its `architectures`, or by its `model_type` if it has none.
 
-    A model with a score head in place of its output layer is found by `model_type`. Raises ValueError, with the list
-    of supported architectures, for another one.
+    A model with a score head is selected by `model_type`. Raises ValueError, with the supported architectures, for an
+    unsupported model.
     """
     names = hf_config.get("architectures") or []
     if labels := count_labels(hf_config):

@@ -1,4 +1,4 @@
-"""Write docs/models.md from the registry: `python -m megaswift.bridge.families`."""
+"""Generator of docs/models.md: `python -m megaswift.bridge.families`."""
 
 from pathlib import Path
 
@@ -73,12 +73,12 @@ For every family:
 """
 
 
-# Keys for which some of transformers' config classes have no default.
+# Keys without a default in some of transformers' config classes.
 WITHOUT_DEFAULTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of docs/models.md."""
     classifiers = ", ".join(family.name for family in FAMILIES if family.name in classifier_architectures())
     limits = [f"- **{family.name}**: {'; '.join(family.limits)}\n" for family in FAMILIES if family.limits]
     return HEAD + "".join(map(_line, FAMILIES)) + SUPPORT.format(classifiers=classifiers) + "".join(limits) + GENERAL

@@ -1,7 +1,6 @@
-"""The decoder of Llama's shape: pre-norms, grouped queries with rotary embeddings, a gated MLP.
+"""Building blocks of Llama-like decoders: pre-norms, grouped-query attention with rotary embeddings, gated MLPs.
 
-Families start from these building blocks. A `config` is that of `Family.read`: a config.json with the defaults of the
-family's config class in transformers filled in.
+A `config` is the result of `Family.read`: a config.json with the defaults of the family's transformers config class.
 """
 
 import math
@@ -42,16 +41,16 @@ DEFAULTS: HfConfig = {
 def layer_mapping(
     hf: str, mcore: str, kind: ShardingKind, layers: tuple[int, ...] | None = None, **settings: bool
 ) -> ParamMapping:
-    """Map a tensor of each layer, by its names within the layer. `settings`: further fields of `ParamMapping`."""
+    """Map a tensor of each layer, by its names within the layer. settings: further fields of `ParamMapping`."""
     return ParamMapping(HF_LAYER + hf, LAYER + mcore, kind, layers, **settings)
 
 
 def check_supported(config: HfConfig, supported: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise ValueError if `config` has a key of `supported` with a value that is neither listed nor null."""
+    """Raise ValueError if a key of `supported` has a value in `config` that is neither listed nor null."""
     for key, values in supported.items():
         if config.get(key) not in (None, *values):
-            which = " or ".join(map(repr, values))
-            raise ValueError(f"config.json has {key} {config[key]!r}; this family is supported with {which} only")
+            options = " or ".join(map(repr, values))
+            raise ValueError(f"config.json has {key} {config[key]!r}; this family is supported with {options} only")
 
 
 def check_layer_types(config: HfConfig, types: list[str], supported: set[str]) -> None:
@@ -72,17 +71,17 @@ def dense_layers(config: HfConfig, moe: Container[int]) -> tuple[int, ...]:
 def read_rope(
     config: HfConfig, head_dim: int, *, base: float = 10000.0, partial: bool = False, interleaved: bool = False
 ) -> Rope:
-    """Read the rule of rotary embeddings from `rope_theta` with `rope_scaling`, or from `rope_parameters`.
+    """Read the rotary embedding from `rope_theta` with `rope_scaling`, or from `rope_parameters`.
 
-    base: where config.json has no rope_theta. partial: the family may rotate a part of each head only.
-    Raises ValueError for a rule that the layers do not implement, and for two different rules.
+    base: default of rope_theta. partial: the family supports partial rotary embeddings. Raises ValueError for an
+    unsupported rope, and for two different ropes.
     """
     if config.get("rope_parameters") and config.get("rope_scaling"):
-        alone = [
-            read_rope(config | {other: None}, head_dim, base=base, partial=partial, interleaved=interleaved)
-            for other in ("rope_scaling", "rope_parameters")
+        ropes = [
+            read_rope(config | {unused_key: None}, head_dim, base=base, partial=partial, interleaved=interleaved)
+            for unused_key in ("rope_scaling", "rope_parameters")
         ]
-        if alone[0] != alone[1]:  # transformers takes rope_scaling alone, and without its rope_theta the default
+        if ropes[0] != ropes[1]:  # transformers uses only rope_scaling, with the default rope_theta if it has none
             raise ValueError(
                 "config.json has rope_parameters and rope_scaling, which say different things: put what is meant into "
                 "rope_parameters, with its rope_theta, and remove rope_scaling"
@@ -100,7 +99,7 @@ def read_rope(
 
 
 def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positions: int) -> HfConfig | None:
-    """Return rope scaling in one spelling, with missing keys filled in as by transformers' modeling_rope_utils."""
+    """Return normalized rope scaling, with the default values of transformers' modeling_rope_utils."""
     kind = settings.get("rope_type") or settings.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind == "default":
@@ -119,31 +118,31 @@ def _read_scaling(settings: HfConfig, dim: int, original: int | None, max_positi
     if kind == "llama3":
         return scaling
     factor = scaling["factor"] = settings.get("factor") or max_positions / original
-    amounts = (1.0, 0.0)
+    mscales = (1.0, 0.0)
     if kind == "yarn":
         scaling["beta_fast"], scaling["beta_slow"] = settings.get("beta_fast") or 32, settings.get("beta_slow") or 1
         scaling["truncate"] = settings.get("truncate", True)
         if settings.get("mscale") and settings.get("mscale_all_dim"):
-            amounts = settings["mscale"], settings["mscale_all_dim"]
+            mscales = settings["mscale"], settings["mscale_all_dim"]
     else:
         for key in ("short_factor", "long_factor"):
             if len(settings.get(key) or ()) != dim // 2:
                 raise ValueError(f"config.json's rope scaling has no {key} with a number for each of {dim // 2} planes")
     if settings.get("attention_factor") is None:
-        grown = math.log(max(factor, 1.0))
+        log_factor = math.log(max(factor, 1.0))
         scaling["attention_factor"] = (
-            (0.1 * amounts[0] * grown + 1) / (0.1 * amounts[1] * grown + 1)
+            (0.1 * mscales[0] * log_factor + 1) / (0.1 * mscales[1] * log_factor + 1)
             if kind == "yarn"
-            else math.sqrt(1 + grown / math.log(original))
+            else math.sqrt(1 + log_factor / math.log(original))
         )
     return scaling
 
 
 def sliding_layers(config: HfConfig, is_sliding: list[bool]) -> tuple[Layer, ...]:
-    """Describe layers of which some attend to a sliding window, as `layer_types` says.
+    """Return layers with full or sliding-window attention, by `layer_types` in config.json.
 
-    is_sliding: which layers do so where config.json has no layer_types. Raises ValueError for other types of layers,
-    and for windows without a length.
+    is_sliding: per layer, used without layer_types. Raises ValueError for other layer types, and for windows without a
+    length.
     """
     types = ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]
     types, window = config.get("layer_types") or types, config.get("sliding_window", 4096)
@@ -172,9 +171,9 @@ def describe_decoder(
     interleaved: bool = False,
     **fields: Any,
 ) -> Architecture:
-    """Describe a decoder of Llama's shape.
+    """Return the architecture of a Llama-like decoder.
 
-    transformer, fields: what the family adds to the arguments of TransformerConfig, and to those of Architecture.
+    transformer, fields: additional arguments of TransformerConfig and of Architecture.
     partial_rotary, interleaved: see `read_rope`.
     """
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
@@ -248,7 +247,7 @@ QK_NORMS = [
 
 
 def attention_biases(config: HfConfig) -> list[ParamMapping]:
-    """Map the biases of all four projections, if attention_bias is set."""
+    """Map the biases of the query, key, value and output projections, if attention_bias is set."""
     return QKV_BIAS + OUTPUT_BIAS if config["attention_bias"] else []
 
 
@@ -258,7 +257,7 @@ def mlp_biases(config: HfConfig) -> list[ParamMapping]:
 
 
 def mlp(layers: tuple[int, ...] | None = None, name: str = "mlp") -> list[ParamMapping]:
-    """Map a dense gated MLP, in all layers or in `layers`, by its name in the checkpoint."""
+    """Map a dense gated MLP in `layers`, by default all; name: its name in the checkpoint."""
     return [
         layer_mapping(name + ".{part}_proj.weight", "mlp.linear_fc1.weight", GATE_UP, layers),
         layer_mapping(name + ".down_proj.weight", "mlp.linear_fc2.weight", ROW, layers),
@@ -266,7 +265,7 @@ def mlp(layers: tuple[int, ...] | None = None, name: str = "mlp") -> list[ParamM
 
 
 def experts(layers: tuple[int, ...] | None = None) -> list[ParamMapping]:
-    """Map a router and gated experts, in all layers or in `layers`."""
+    """Map a router and gated experts in `layers`, by default all."""
     return [
         layer_mapping("mlp.gate.weight", "mlp.router.weight", REPLICATED, layers),
         layer_mapping("mlp.experts.{expert}.{part}_proj.weight", "mlp.experts.linear_fc1.weight", GATE_UP, layers),
@@ -275,9 +274,9 @@ def experts(layers: tuple[int, ...] | None = None) -> list[ParamMapping]:
 
 
 def shared_experts(name: str, layers: tuple[int, ...], *, gate: bool = False) -> list[ParamMapping]:
-    """Map the experts of every token: one gated MLP of that name in the checkpoint.
+    """Map the shared experts: one gated MLP, called `name` in the checkpoint.
 
-    gate: a token's share of it is a sigmoid.
+    gate: their output is weighted by a sigmoid gate.
     """
     shared = "mlp.shared_experts."
     mappings = [

@@ -1,7 +1,7 @@
-"""DeepSeek's experts: the first layers dense, a few experts for every token, the others chosen by groups.
+"""DeepSeek's mixture of experts: dense first layers, shared experts, and group-limited routing.
 
-Several families route as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2): sigmoid scores, and a
-bias on them that takes part in the choice alone.
+Several families route as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2): by sigmoid scores, with a
+bias that affects only the choice of experts.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .decoder import HF_LAYER, LAYER, check_supported, dense_layers, experts, la
 
 
 def moe_arguments(config: HfConfig) -> TransformerArgs:
-    """Return megatron-core's settings of the experts' sizes and layers."""
+    """Return megatron-core's settings for sizes and layers of experts."""
     shared, moe = config["n_shared_experts"], moe_layers(config)
     return {
         "num_moe_experts": config["n_routed_experts"],
@@ -29,7 +29,7 @@ def moe_layers(config: HfConfig) -> range:
 
 
 def mtp_pattern(config: HfConfig, depths: int | None = None) -> str:
-    """Return a pattern of the names in the layers of multi-token prediction, which follow those of the model."""
+    """Return a regex for tensors of multi-token prediction layers, which follow the model's layers."""
     first = config["num_hidden_layers"]
     numbers = "|".join(str(first + depth) for depth in range(_count_depths(config) if depths is None else depths))
     return rf"model\.layers\.(?:{numbers})\." if numbers else ""
@@ -42,9 +42,9 @@ def _count_depths(config: HfConfig) -> int:
 def mtp_mappings(
     mappings: Callable[[HfConfig], list[ParamMapping]], config: HfConfig, depths: int
 ) -> list[ParamMapping]:
-    """Map the first `depths` layers of multi-token prediction: the model's last layer by `mappings`, and their own.
+    """Map the first `depths` layers of multi-token prediction: as the model's last layer, plus their own tensors.
 
-    Their copies of the embedding and of the output matrix are not read; they pass through unchanged.
+    Their copies of embedding and output layer are not loaded; they pass through unchanged.
     """
     if depths > (stored := _count_depths(config)):
         raise ValueError(f"--mtp_num_layers {depths}: config.json has num_nextn_predict_layers {stored}")
@@ -61,20 +61,20 @@ def mtp_mappings(
 
 
 def group_arguments(config: HfConfig) -> TransformerArgs:
-    """Return megatron-core's settings of a choice by groups; none if all groups may be chosen.
+    """Return megatron-core's settings for group-limited routing; empty if all groups may be chosen.
 
-    Raises ValueError if the groups are unequal, or hold too few experts for the choice.
+    Raises ValueError if the groups are unequal, or the chosen groups have too few experts.
     """
-    number, chosen, total = config["n_group"], config["topk_group"], config["n_routed_experts"]
-    if not number or number == 1 or number == chosen:
+    groups, topk_groups, num_experts = config["n_group"], config["topk_group"], config["n_routed_experts"]
+    if not groups or groups == 1 or groups == topk_groups:
         return {}
-    if not chosen or total % number or chosen * (total // number) < config["num_experts_per_tok"]:
+    if not topk_groups or num_experts % groups or topk_groups * (num_experts // groups) < config["num_experts_per_tok"]:
         raise ValueError(
-            f"config.json has n_group {number}, topk_group {chosen}, n_routed_experts {total} and "
+            f"config.json has n_group {groups}, topk_group {topk_groups}, n_routed_experts {num_experts} and "
             f"num_experts_per_tok {config['num_experts_per_tok']}: groups must be equal, and the chosen ones hold "
             "enough experts"
         )
-    return {"moe_router_num_groups": number, "moe_router_group_topk": chosen}
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": topk_groups}
 
 
 SUPPORTED = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
@@ -82,9 +82,9 @@ LIMITS = ("scoring_func other than sigmoid", "topk_method other than noaux_tc")
 
 
 def sigmoid_routing(config: HfConfig) -> tuple[TransformerArgs, Routing | None]:
-    """Return DeepSeek-V3's routing as megatron-core's settings, and a rule where these cannot express it.
+    """Return DeepSeek-V3's routing as megatron-core's settings, and a `Routing` if these cannot express it.
 
-    Raises ValueError for another way of scoring or choosing.
+    Raises ValueError for other score functions and top-k methods.
     """
     check_supported(config, SUPPORTED)
     arguments = {
@@ -94,15 +94,15 @@ def sigmoid_routing(config: HfConfig) -> tuple[TransformerArgs, Routing | None]:
         "moe_router_enable_expert_bias": True,
     }
     topk, normalize = config["num_experts_per_tok"], bool(config["norm_topk_prob"])
-    # megatron-core takes the best topk / topk_group of a group, and leaves a single expert's weight as it is.
-    groups = arguments.get("moe_router_group_topk")
-    if (groups is None or topk // groups == 2) and topk > 1 and normalize:
+    # megatron-core scores a group by its best topk / topk_group experts, and does not normalize for topk 1.
+    topk_groups = arguments.get("moe_router_group_topk")
+    if (topk_groups is None or topk // topk_groups == 2) and topk > 1 and normalize:
         return arguments, None
     return arguments, Routing(group_members=2, normalize=normalize)
 
 
 def feed_forward(config: HfConfig, *, bias: bool) -> list[ParamMapping]:
-    """Map the MLP of dense layers and the experts of the others; `bias`: with a bias on the experts' scores."""
+    """Map the MLP of dense layers and the experts of the others; bias: with a bias on the router's scores."""
     moe = tuple(moe_layers(config))
     mappings = mlp(dense_layers(config, moe)) + experts(moe)
     if config["n_shared_experts"]:
@@ -113,5 +113,5 @@ def feed_forward(config: HfConfig, *, bias: bool) -> list[ParamMapping]:
 
 
 def score_bias(hf: str, layers: tuple[int, ...] | None = None) -> ParamMapping:
-    """Map the bias on the experts' scores."""
+    """Map the bias on the router's scores."""
     return layer_mapping(hf, "mlp.router.expert_bias", REPLICATED, layers, fp32=True)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: multi-latent attention, dense layers first, then experts chosen by their softmax scores."""
+"""DeepSeek-V2: multi-latent attention, dense first layers, softmax routing."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from ..mapping.param_mapping import (
 from .decoder import DEFAULTS, ENDS, NORMS, check_supported, describe_decoder, layer_mapping
 from .deepseek_moe import feed_forward, group_arguments, moe_arguments
 
-# What transformers' class computes, whatever config.json says.
+# transformers' class supports only these values, and ignores config.json.
 SUPPORTED = {
     "scoring_func": ("softmax",),
     "topk_method": ("greedy", "group_limited_greedy"),
@@ -42,7 +42,7 @@ def architecture(config: HfConfig) -> Architecture:
 def describe_latent(
     config: HfConfig, transformer: TransformerArgs, *, interleaved: bool, **fields: Any
 ) -> Architecture:
-    """Describe a decoder with multi-latent attention. Arguments as of `describe_decoder`."""
+    """Return the architecture of a decoder with multi-latent attention. Arguments as in `describe_decoder`."""
     heads = config["num_attention_heads"]
     check_supported(config, {"attention_bias": (False,)})
     if config["num_key_value_heads"] not in (None, heads):
@@ -72,14 +72,14 @@ def describe_latent(
 
 
 def _yarn_factor(scaling: HfConfig | None) -> float:
-    """Return YaRN's factor on all of queries and keys beyond that on their rotated dimensions (mscale_all_dim)."""
+    """Return YaRN's factor on all dimensions of queries and keys (mscale_all_dim)."""
     amount = (scaling or {}).get("mscale_all_dim")
     factor = (scaling or {}).get("factor", 1.0)
     return 1.0 if not amount or factor <= 1 else 0.1 * amount * math.log(factor) + 1.0
 
 
 def latent_attention(config: HfConfig) -> list[ParamMapping]:
-    """Map multi-latent attention and the norms of its layer."""
+    """Map multi-latent attention and the norms of the layer."""
     hf, mcore = "self_attn.", "self_attention."
     queries = [layer_mapping(hf + "q_proj.weight", mcore + "linear_q_proj.weight", COLUMN)]
     if config.get("q_lora_rank", Q_LORA_RANK) is not None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: V2's multi-latent attention, experts chosen by groups from sigmoid scores with a bias."""
+"""DeepSeek-V3 and R1: V2's multi-latent attention, group-limited sigmoid routing with a bias."""
 
 from functools import partial
 

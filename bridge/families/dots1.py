@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3's attention, and DeepSeek-V3's experts."""
+"""dots.llm1: Qwen3's attention and DeepSeek-V3's experts."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, describe_decoder, sliding_layers

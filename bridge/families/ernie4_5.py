@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): Llama's layers, with rotary embeddings of neighbouring dimensions."""
+"""ERNIE 4.5 (dense): Llama's layers, with rotary embeddings of adjacent dimensions."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, MLP_BIASES, OUTPUT_BIAS, QKV_BIAS, describe_decoder, mlp

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: some experts for all tokens, the others behind a softmax router with a bias on the choice."""
+"""ERNIE 4.5 with experts: shared experts, and softmax routing with a bias on the choice."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from .decoder import (
 )
 from .deepseek_moe import score_bias
 
-# Keys of Baidu's own configs, with the one value that transformers' class implements.
+# Keys of Baidu's configs, with the only value that transformers' class implements.
 SUPPORTED = {"moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)}
 
 

@@ -1,6 +1,6 @@
-"""Layers of Qwen3-Next and Qwen3.5: most mix tokens by gated delta nets, the others by gated attention.
+"""Decoder of Qwen3-Next and Qwen3.5: most layers are gated delta nets, the others have gated attention.
 
-Norms store their difference from 1, except for those behind a delta net.
+Norm weights are stored as differences from 1, except those after a delta net.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ DEFAULTS = DECODER | {
     "partial_rotary_factor": 0.25,
 }
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-# What the layers compute, whatever config.json says.
+# The layers support only these values.
 SUPPORTED = {
     "hidden_act": ("silu", "swish"),
     "attn_output_gate": (True,),
@@ -54,7 +54,7 @@ SUPPORTED = {
 
 
 def describe_hybrid(config: HfConfig, transformer: TransformerArgs | None = None, **fields: Any) -> Architecture:
-    """Describe a hybrid, with arguments as of `describe_decoder`. Raises ValueError for an unsupported setting."""
+    """Return the architecture of a hybrid. Arguments as in `describe_decoder`. Raises ValueError if unsupported."""
     check_supported(config, SUPPORTED)
     key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if value_heads % key_heads:
@@ -77,14 +77,14 @@ def describe_hybrid(config: HfConfig, transformer: TransformerArgs | None = None
         partial_rotary=True,
         output_bias=config["attention_bias"],
         layers=tuple(Layer("gated_delta_net", rope=None) if layer in delta else Layer() for layer in layers),
-        # Layers of multi-token prediction, and the tower of vision-language models.
+        # Multi-token prediction, and the vision tower of vision-language models.
         passthrough=r"mtp\.|model\.visual\.",
         **fields,
     )
 
 
 def delta_layers(config: HfConfig) -> tuple[int, ...]:
-    """List the layers that mix by gated delta nets. Raises ValueError if layer_types names another kind of layer."""
+    """List the layers with gated delta nets. Raises ValueError for unknown layer_types."""
     types, interval = config.get("layer_types"), config["full_attention_interval"]
     if types is None:
         return tuple(layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % interval)
@@ -109,7 +109,7 @@ def _gated_query_groups(length: int, ranks: int, architecture: Architecture) -> 
 
 
 def _sizes(architecture: Architecture) -> tuple[int, int, int, int]:
-    """Return the number of key heads, their size, the value heads per key head, and the size of all of these."""
+    """Return the number of key heads, their size, the value heads per key head, and the total size of the latter."""
     arguments = architecture.transformer
     heads = arguments["linear_num_value_heads"] // arguments["linear_num_key_heads"]
     values = heads * arguments["linear_value_head_dim"]
@@ -119,11 +119,11 @@ def _sizes(architecture: Architecture) -> tuple[int, int, int, int]:
 def _convolved_group(group: int, architecture: Architecture) -> list[Span]:
     """Lay out a group's query, key and values; in the checkpoint all queries come first."""
     groups, key, _, values = _sizes(architecture)
-    second, third = groups * key, 2 * groups * key
+    keys_start, values_start = groups * key, 2 * groups * key
     return [
         Span(0, group * key, (group + 1) * key),
-        Span(0, second + group * key, second + (group + 1) * key),
-        Span(0, third + group * values, third + (group + 1) * values),
+        Span(0, keys_start + group * key, keys_start + (group + 1) * key),
+        Span(0, values_start + group * values, values_start + (group + 1) * values),
     ]
 
 
@@ -142,7 +142,7 @@ def _projected(length: int, ranks: int, architecture: Architecture) -> list[Span
 
 
 def _projected_groups(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out the same where the checkpoint has it by key heads, in two matrices."""
+    """Lay out the same from a checkpoint with two matrices, ordered by key heads."""
     groups, key, heads, values = _sizes(architecture)
     sizes = (2 * key + 2 * values, 2 * heads)
     return [Span(part, g * size, (g + 1) * size) for g in range(groups) for part, size in enumerate(sizes)]
@@ -155,13 +155,13 @@ PROJECTED_GROUPS = ShardingKind(0, _projected_groups, ("qkvz", "ba"))
 
 
 def hybrid(config: HfConfig, projected: ShardingKind, *, fp32: bool) -> list[ParamMapping]:
-    """Map all but the feed-forward layers; `fp32`: the checkpoint has decays and norms of delta nets in fp32."""
+    """Map all but the feed-forward layers. fp32: the checkpoint has decays and norms of delta nets in fp32."""
     delta = delta_layers(config)
-    full = tuple(layer for layer in range(config["num_hidden_layers"]) if layer not in delta)
+    attention = tuple(layer for layer in range(config["num_hidden_layers"]) if layer not in delta)
     mappings = list(ENDS)
     for mapping in ATTENTION + QK_NORMS + attention_biases(config):
         if ".self_attn." in mapping.hf:
-            mapping = replace(mapping, kind=GATED_QKV if mapping.kind is QKV else mapping.kind, layers=full)
+            mapping = replace(mapping, kind=GATED_QKV if mapping.kind is QKV else mapping.kind, layers=attention)
         mappings.append(mapping)
     hf, mcore = "linear_attn.", "self_attention."
     return [

@@ -1,7 +1,7 @@
-"""Gemma 3 text: five layers of six have a window and a rope of their own; four norms in each layer.
+"""Gemma 3 text: five of six layers have a window and another rope; four norms in each layer.
 
-Norms store their difference from 1, the embedding is multiplied by the root of its width, and queries and keys have
-norms on each head. The checkpoints from 4B on are of Gemma3ForConditionalGeneration: only their text model is trained.
+Norm weights are stored as differences from 1, the embedding is scaled by the square root of its width, and queries and
+keys have a norm per head. From 4B on, checkpoints are Gemma3ForConditionalGeneration: only the text model is trained.
 """
 
 import math
@@ -20,7 +20,7 @@ from .decoder import (
     read_rope,
     sliding_layers,
 )
-from .vlm_text import inside_language_model, inside_model, text_config
+from .vlm_text import add_language_model_prefix, nest_in_language_model, text_config
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 NORMS = [
@@ -56,7 +56,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def _rope_settings(config: HfConfig) -> tuple[HfConfig, HfConfig]:
-    """Return the ropes of layers without and with a window, each as config.json of a model with one rope has it.
+    """Return the rope settings of layers without and with a window, each as in a config.json with one rope.
 
     As in transformers, rope_scaling takes precedence over rope_parameters in layers without a window.
     """
@@ -81,7 +81,7 @@ FAMILY = Family(
     architecture=architecture,
     mappings=mappings,
     text_config=text_config,
-    vlm_names=(inside_language_model, inside_model),
+    vlm_names=(nest_in_language_model, add_language_model_prefix),
     limits=(
         "soft caps on scores and logits",
         "use_bidirectional_attention",

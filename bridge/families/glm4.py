@@ -1,4 +1,4 @@
-"""GLM-4-0414: norms before and behind both branches, rotary embeddings on half of a head in neighbouring dimensions."""
+"""GLM-4-0414: norms before and after attention and MLP, rotary embeddings on adjacent dimensions of half a head."""
 
 from ..mapping.param_mapping import REPLICATED, Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, FUSED_MLP, QKV_BIAS, describe_decoder, layer_mapping

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: grouped queries with rotary embeddings on half of each head, and DeepSeek-V3's experts."""
+"""GLM-4.5 and 4.6: grouped-query attention with rotary embeddings on half of each head, and DeepSeek-V3's experts."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from .deepseek_moe import LIMITS, feed_forward, mtp_mappings, mtp_pattern, sigmo
 
 def architecture(config: HfConfig) -> Architecture:
     routing, rule = sigmoid_routing(config)
-    # The output has no bias.
+    # The output projection has no bias.
     transformer = {"add_qkv_bias": config["attention_bias"], "qk_layernorm": config["use_qk_norm"]} | routing
     return describe_decoder(config, transformer, partial_rotary=True, routing=rule, passthrough=mtp_pattern(config))
 

@@ -1,4 +1,4 @@
-"""GPT-OSS: attention sinks and alternating windows, biases everywhere, experts with a clamped SwiGLU."""
+"""GPT-OSS: attention sinks and alternating windows, biases in all linear layers, experts with a clamped SwiGLU."""
 
 from ..mapping.param_mapping import (
     COLUMN,
@@ -25,7 +25,7 @@ YARN = {
 
 
 def _alternating(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out each rank's gate, then its up, which alternate in one tensor."""
+    """Lay out each rank's gate, then its up, from one tensor in which they alternate."""
     size = length // ranks
     return [Span(0, r * size + first, (r + 1) * size, step=2) for r in range(ranks) for first in (0, 1)]
 

@@ -1,4 +1,4 @@
-"""Granite: Llama's layers, with factors on the embedding, the branches, the attention scores and the logits."""
+"""Granite: Llama's layers, with scaling factors on the embedding, residual branches, attention scores and logits."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig
 from .decoder import DEFAULTS, describe_decoder

@@ -1,4 +1,4 @@
-"""Llama: Llama 3.1 and later scale their rotary embeddings."""
+"""Llama: 3.1 and later versions scale their rotary embeddings."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, attention_biases, describe_decoder, mlp, mlp_biases

@@ -1,8 +1,8 @@
-"""Llama 4 text: three layers of four attend by chunks and have a rope; the fourth has neither.
+"""Llama 4 text: three of four layers have chunked attention and a rope, the fourth neither.
 
-In layers with a rope queries and keys are divided by their root mean square after it; in the others queries grow with
-their position. A token has one expert, whose input is weighted by a sigmoid, and a shared one. The checkpoints on the
-hub are of Llama4ForConditionalGeneration: only their text model is trained.
+In layers with a rope, queries and keys are divided by their root mean square after it. In the others, queries are
+scaled up with their position. A token has one routed expert, whose input is weighted by a sigmoid, and a shared expert.
+Checkpoints on the hub are Llama4ForConditionalGeneration: only the text model is trained.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from .decoder import (
     layer_mapping,
     mlp,
 )
-from .vlm_text import inside_language_model, text_config
+from .vlm_text import nest_in_language_model, text_config
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -58,9 +58,9 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def _layers(config: HfConfig) -> tuple[Layer, ...]:
-    number, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
-    has_rope = config["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in range(number)]
-    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:number]]
+    num_layers, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
+    has_rope = config["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    types = ["chunked_attention" if rope else "full_attention" for rope in has_rope[:num_layers]]
     types = config.get("layer_types") or types
     check_layer_types(config, types, {"chunked_attention", "full_attention"})
     chunk = config.get("attention_chunk_size", 8192)
@@ -101,8 +101,8 @@ FAMILY = Family(
     models="Llama 4 Scout and Maverick, text",
     architecture=architecture,
     mappings=mappings,
-    text_config=partial(text_config, tied_inside=True),
-    vlm_names=(inside_language_model,),
+    text_config=partial(text_config, use_inner_tie=True),
+    vlm_names=(nest_in_language_model,),
     limits=("images: the vision tower passes through unchanged",),
     defaults=DEFAULTS
     | {

@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms over all query and over all key heads, partly rotated; experts behind a sigmoid router."""
+"""MiniMax-M2: norms over all query and over all key heads, partial rotary embeddings, sigmoid routing."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, check_supported, describe_decoder
@@ -6,7 +6,7 @@ from .deepseek_moe import mtp_pattern, score_bias
 from .mixtral import check_jitter
 from .softmax_moe import block_sparse_moe
 
-# Keys of MiniMax's own configs, with the one value that the checkpoints have.
+# Keys of MiniMax's configs, with the only value in its checkpoints.
 SUPPORTED = {
     "scoring_func": ("sigmoid",),
     "use_routing_bias": (True,),

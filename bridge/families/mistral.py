@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, all of which attend to a sliding window if config.json has one."""
+"""Mistral: Llama's layers, all with sliding-window attention if config.json has a window."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, describe_decoder, mlp

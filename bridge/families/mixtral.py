@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and in every layer experts behind a softmax router."""
+"""Mixtral: Mistral's attention, and experts with softmax routing in every layer."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, describe_decoder
@@ -14,7 +14,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def check_jitter(config: HfConfig) -> None:
-    """Raise ValueError for a router with noise."""
+    """Raise ValueError for router_jitter_noise."""
     if config.get("router_jitter_noise"):
         raise ValueError(
             f"config.json has router_jitter_noise {config['router_jitter_noise']}: noise on the experts' input in "

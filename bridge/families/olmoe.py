@@ -1,4 +1,4 @@
-"""OLMoE: norms over all query heads and over all key heads, and in every layer experts behind a softmax router."""
+"""OLMoE: norms over all query heads and over all key heads, and experts with softmax routing in every layer."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, check_supported, describe_decoder, experts

@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4: query, key and value in one matrix, gate and up in another; LongRoPE, on a part of heads in Phi-4.
+"""Phi-3 and Phi-4: fused query, key and value, fused gate and up; LongRoPE, on a part of each head in Phi-4.
 
-Under LongRoPE a document's own length decides between short and long factors. transformers does the same for a
-document by itself; in a padded batch it goes by the longest row.
+With LongRoPE the length of each document selects the short or the long factors. transformers uses the longest row of a
+padded batch, which is the same for a single document.
 """
 
 from ..mapping.param_mapping import ROW, Architecture, Family, HfConfig, Layer, ParamMapping, ShardingKind, Span
@@ -23,7 +23,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def _query_key_value(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out each query group as its query heads, key head and value head, of one matrix with all queries first."""
+    """Lay out each query group as its query heads, key head and value head, from one matrix with all queries first."""
     heads, groups = architecture.transformer["num_attention_heads"], architecture.transformer["num_query_groups"]
     head_dim = length // (heads + 2 * groups)
     sizes = (heads // groups * head_dim, head_dim, head_dim)

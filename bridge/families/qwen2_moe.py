@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts, and one wide expert for all tokens behind a sigmoid gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, experts, and a shared expert with a sigmoid gate."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Routing, TransformerArgs
 from .decoder import (
@@ -19,7 +19,7 @@ from .softmax_moe import softmax_routing
 
 def architecture(config: HfConfig) -> Architecture:
     moe, rule = gated_routing(config, moe_layers(config))
-    # With windows switched on, every other one of the first max_window_layers has one.
+    # With use_sliding_window, even layers below max_window_layers have a window.
     has_windows, last = config.get("use_sliding_window"), config.get("max_window_layers", 28)
     is_sliding = [bool(has_windows) and i % 2 == 0 and i < last for i in range(config["num_hidden_layers"])]
     layers = sliding_layers(config if has_windows else config | {"sliding_window": None}, is_sliding)
@@ -27,7 +27,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def gated_routing(config: HfConfig, moe: tuple[int, ...]) -> tuple[TransformerArgs, Routing | None]:
-    """Return the settings of layers `moe` with experts and a shared one, and the rule as `softmax_routing`."""
+    """Return the settings of layers `moe` with experts and a shared expert, and a `Routing` as `softmax_routing`."""
     normalize = config["norm_topk_prob"]
     routing, rule = softmax_routing(config["num_experts"], config["num_experts_per_tok"], normalize=normalize)
     return routing | {
@@ -39,7 +39,7 @@ def gated_routing(config: HfConfig, moe: tuple[int, ...]) -> tuple[TransformerAr
 
 
 def gated_experts(moe: tuple[int, ...]) -> list[ParamMapping]:
-    """Map experts, and a shared one behind a gate of its own."""
+    """Map experts and a gated shared expert."""
     return experts(moe) + shared_experts("mlp.shared_expert", moe, gate=True)
 
 

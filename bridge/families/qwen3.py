@@ -1,4 +1,4 @@
-"""Qwen3: norms on query and key heads, whose size is a setting of its own."""
+"""Qwen3: norms on query and key heads, with an explicit head size."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import ATTENTION, DEFAULTS, ENDS, QK_NORMS, attention_biases, describe_decoder, mlp, qwen_layers

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: Qwen3.5's layers with many experts and a shared one; checkpoints on the hub stack the experts."""
+"""Qwen3.5-MoE: Qwen3.5's layers with experts and a shared expert; checkpoints on the hub stack the experts."""
 
 from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, HfConfig, ParamMapping
 from .decoder import check_supported, layer_mapping
@@ -6,7 +6,7 @@ from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid
 from .qwen2_moe import gated_experts
 from .qwen3_5_text import qwen_text_config
 from .qwen3_next import describe_moe
-from .vlm_text import inside_model
+from .vlm_text import add_language_model_prefix
 
 STACKED = [
     layer_mapping("mlp.experts.gate_up_proj", "mlp.experts.linear_fc1.weight", FUSED_GATE_UP, stacked=True),
@@ -33,7 +33,7 @@ FAMILY = Family(
     architecture=architecture,
     mappings=mappings,
     text_config=qwen_text_config,
-    vlm_names=(inside_model,),
+    vlm_names=(add_language_model_prefix,),
     limits=("images and videos: the vision tower passes through unchanged",),
     defaults=DEFAULTS
     | {

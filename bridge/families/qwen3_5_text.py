@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: gated delta nets with a matrix for each projection, gated attention in every fourth layer.
+"""Qwen3.5, dense: gated delta nets with separate projections, gated attention in every fourth layer.
 
 The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: only their text model is trained.
 """
@@ -6,15 +6,15 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: only their te
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import mlp
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, describe_hybrid, hybrid
-from .vlm_text import inside_model, text_config
+from .vlm_text import add_language_model_prefix, text_config
 
 
 def qwen_text_config(config: HfConfig) -> HfConfig:
-    """Return the text model's part of a config.json, without the positions of images in its ropes."""
+    """Return the text model's part of a config.json, without multimodal rope settings."""
     text = dict(text_config(config))
     for key in ("rope_parameters", "rope_scaling"):
         if text.get(key):
-            # For text all three positions of multimodal rotary embeddings are the same.
+            # For text the three positions of multimodal rotary embeddings are equal.
             text[key] = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
     return text
 
@@ -34,7 +34,7 @@ FAMILY = Family(
     architecture=architecture,
     mappings=mappings,
     text_config=qwen_text_config,
-    vlm_names=(inside_model,),
+    vlm_names=(add_language_model_prefix,),
     limits=("images and videos: the vision tower passes through unchanged",),
     defaults=DEFAULTS
     | {

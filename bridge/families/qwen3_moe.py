@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and in most layers experts behind a softmax router."""
+"""Qwen3-MoE: Qwen3's attention, and experts with softmax routing in most layers."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, Layer, ParamMapping
 from .decoder import (
@@ -26,7 +26,7 @@ def architecture(config: HfConfig) -> Architecture:
         "moe_layer_freq": [int(layer in moe) for layer in range(config["num_hidden_layers"])],
         **routing,
     }
-    # transformers has the window in all layers or in none, whatever layer_types and max_window_layers say.
+    # transformers has the window in all layers or in none, and ignores layer_types and max_window_layers.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     layers = (Layer(window=window),) * config["num_hidden_layers"]
     return describe_decoder(config, transformer, routing=rule, output_bias=bias, layers=layers)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, in every fourth layer gated attention; many experts and a shared one."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts and a shared expert."""
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import dense_layers, mlp
@@ -12,7 +12,7 @@ def architecture(config: HfConfig) -> Architecture:
 
 
 def describe_moe(config: HfConfig, moe: tuple[int, ...]) -> Architecture:
-    """Describe a hybrid whose layers `moe` have experts."""
+    """Return the architecture of a hybrid whose layers `moe` have experts."""
     transformer, rule = gated_routing(config, moe) if moe else ({}, None)
     return describe_hybrid(config, transformer, routing=rule)
 

@@ -1,4 +1,4 @@
-"""A model of any family with a score head in place of its output layer: transformers' ...ForSequenceClassification."""
+"""Score head in place of the output layer, for any family: transformers' ...ForSequenceClassification."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ SCORE = ParamMapping("score.weight", OUTPUT.name, REPLICATED)
 
 
 def count_labels(hf_config: HfConfig) -> int | None:
-    """Return the number of labels of the score head that a raw config.json has; None: it has an output layer."""
+    """Return the number of labels of the score head in a raw config.json, None for a language model."""
     names = hf_config.get("architectures") or [""]
     if not names[0].endswith(SUFFIX):
         return None

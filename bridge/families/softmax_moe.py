@@ -1,4 +1,4 @@
-"""Experts behind a softmax over all of them, and the names of Mixtral's experts."""
+"""Softmax routing over all experts, and the mappings of Mixtral's experts."""
 
 from dataclasses import replace
 
@@ -9,19 +9,19 @@ _MIXTRAL = replace(GATE_UP, parts=("w1", "w3"))
 
 
 def softmax_routing(experts: int, topk: int, *, normalize: bool) -> tuple[TransformerArgs, Routing | None]:
-    """Return megatron-core's settings of the router, and a rule where these cannot express it.
+    """Return megatron-core's settings of the router, and a `Routing` if these cannot express it.
 
-    normalize: the weights of a token's experts sum to 1.
+    normalize: normalize the weights of a token's experts to sum to 1.
     """
     arguments = {"num_moe_experts": experts, "moe_router_topk": topk, "moe_router_score_function": "softmax"}
-    if normalize and topk == 1:  # its weight is always 1, which megatron-core refuses
+    if normalize and topk == 1:  # the weight is always 1, which megatron-core rejects
         return arguments | {"moe_router_pre_softmax": True}, Routing()
     # Softmax over the chosen experts equals softmax over all, divided by the sum of the chosen.
     return arguments | {"moe_router_pre_softmax": not normalize}, None
 
 
 def block_sparse_moe(*, fp32: bool = False) -> list[ParamMapping]:
-    """Map a router and experts in all layers, by Mixtral's names; `fp32`: the router's matrix is in fp32."""
+    """Map a router and experts in all layers, by Mixtral's names; fp32: the router's weight is in fp32."""
     hf, mcore = "block_sparse_moe.", "mlp."
     return [
         layer_mapping(hf + "gate.weight", mcore + "router.weight", REPLICATED, fp32=fp32),

@@ -1,1 +1,1 @@
-"""LoRA (https://arxiv.org/abs/2106.09685): adapters beside a model's matrices, as rows of the bridge's table."""
+"""LoRA adapters (https://arxiv.org/abs/2106.09685), whose tensors are entries of the mapping table."""

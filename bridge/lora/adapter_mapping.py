@@ -1,13 +1,13 @@
-"""The modules that get adapters, and the mappings of the adapters' tensors, derived from the model's.
+"""Plan of a model's adapters: their modules, and the mappings of their tensors.
 
-Beside a matrix [outputs, inputs] that is made of several Hugging Face matrices (q, k, v; gate, up) stand
+A weight [outputs, inputs] may fuse several Hugging Face matrices (q, k, v; gate, up). Its adapter has
 
-    lora_A [matrices * rank, inputs]: each matrix's own A, one after the other
-    lora_B [outputs, rank]: laid out and split as the matrix is; of those that have no adapter: padding
-    magnitude [outputs]: DoRA's, laid out like lora_B
+    lora_A [matrices * rank, inputs]: the A of each matrix, concatenated
+    lora_B [outputs, rank]: laid out and split like the weight; padding for matrices without an adapter
+    magnitude [outputs]: of DoRA, laid out like lora_B
 
-Where the matrix is split by its inputs, lora_A is, and lora_B is whole; where it is split by its outputs, the other way
-round. Experts have them one by one. An embedding has lora_A [vocabulary, rank] and lora_B [hidden, rank].
+A weight split by inputs has a split lora_A and a replicated lora_B; a weight split by outputs the reverse. Each expert
+has its own tensors. An embedding has lora_A [vocabulary, rank] and lora_B [hidden, rank].
 """
 
 import re
@@ -31,43 +31,41 @@ from ..mapping.param_mapping import (
 )
 from .settings import LoraSettings
 
-# The modules of megatron-core's names that all-linear means; in each layer of the decoder.
-LINEAR = frozenset({
+# megatron-core's modules that all-linear includes, in each decoder layer.
+LINEAR_MODULES = frozenset({
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
     "in_proj", "out_proj",
 })  # fmt: skip
-ROUTER, WORDS = "router", "word_embeddings"
-PREFIX = "base_model.model."  # before a module's name, in PEFT's files
+ROUTER, EMBEDDING_MODULE = "router", "word_embeddings"
+PREFIX = "base_model.model."  # prefix of module names in PEFT's files
 A_MATRIX = re.compile(r"(.+)\.lora_(?:A\.weight|embedding_A)")
-# What PEFT calls the fused matrices of a layer's experts where both have adapters: .base_layer: gates and ups.
+# PEFT's names of a layer's fused expert matrices with adapters; with .base_layer: gate and up.
 FUSED_EXPERTS = re.compile(r".*\blayers\.(\d+)\.[\w.]+?\.experts(\.base_layer)?")
 HEADS = ("score", "classifier")
-USUAL_DROPOUT = 0.05
-GROUPS = {"all-linear": LINEAR, "all-router": {ROUTER}, "all-embedding": {WORDS}}
+DEFAULT_DROPOUT = 0.05
+GROUPS = {"all-linear": LINEAR_MODULES, "all-router": {ROUTER}, "all-embedding": {EMBEDDING_MODULE}}
 
 
 @dataclass
 class AdapterPlan:
-    """The adapters of a whole model."""
+    """Adapters of a model, over all its layers."""
 
-    adapted: dict[ParamKey, tuple[int, ...]] = field(default_factory=dict)  # matrix -> which of its parts have adapters
-    entries: ParamTable = field(default_factory=dict)  # the table of the adapters' tensors
-    modules_to_save: ParamTable = field(default_factory=dict)  # the model's parameters trained and saved beside them
-    modules: list[str] = field(default_factory=list)  # Hugging Face's names of what has adapters
+    adapted: dict[ParamKey, tuple[int, ...]] = field(default_factory=dict)  # weight -> its parts that have adapters
+    entries: ParamTable = field(default_factory=dict)  # table of the adapters' tensors
+    modules_to_save: ParamTable = field(default_factory=dict)  # table of the fully trained parameters
+    modules: list[str] = field(default_factory=list)  # Hugging Face names of the modules with adapters
     dropout: float = 0.0
-    # PEFT holds experts and routers, and what else has the same names in a model with experts, as parameters.
+    # Whether PEFT treats some of them as parameters: experts, routers, and modules of the same names in MoE models.
     parameters: bool = False
-    # Names in the files, each for what another name of `whole` stands for: PEFT has a tied embedding twice.
+    # Further names of saved tensors in the file, each with the original name: PEFT saves a tied embedding twice.
     copies: dict[str, str] = field(default_factory=dict)
-    leaves: Counter[str] = field(default_factory=Counter)  # how many modules have a name's last word
-    skipped_modules: list[str] = field(
-        default_factory=list
-    )  # modules that all-linear does not reach: experts in one tensor
+    leaves: Counter[str] = field(default_factory=Counter)  # number of modules by the last word of their names
+    skipped_modules: list[str] = field(default_factory=list)  # modules that all-linear skips: experts in one tensor
 
     @property
     def all_entries(self) -> ParamTable:
-        """The table of the adapters and of the parameters trained beside them."""
+        """Table of the adapters and of the fully trained parameters."""
         return self.entries | self.modules_to_save
 
     @property
@@ -76,12 +74,12 @@ class AdapterPlan:
 
 
 class _Matrix(NamedTuple):
-    """A matrix of the model that may have an adapter."""
+    """Weight that may have an adapter."""
 
     key: ParamKey
     entry: MappingEntry
-    module: str  # megatron-core's, with the layer's number
-    names: tuple[str, ...]  # Hugging Face's modules, one for each part
+    module: str  # megatron-core's name, with the layer number
+    names: tuple[str, ...]  # Hugging Face modules, one per part
 
     @property
     def leaf(self) -> str:
@@ -89,7 +87,7 @@ class _Matrix(NamedTuple):
 
 
 def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> AdapterPlan:
-    """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for an impossible one."""
+    """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for invalid settings."""
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
@@ -97,7 +95,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
         chosen = []
         for part, name in enumerate(matrix.names):
-            targets = _meant(hits, name, matrix)
+            targets = _matching_targets(hits, name, matrix)
             for target in targets:
                 hits[target] += 1
             if targets or (settings.regex and re.fullmatch(settings.regex, name)):
@@ -121,7 +119,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
                 "--modules_to_save embed_tokens, and leave all-embedding out"
             )
         plan.adapted[matrix.key] = tuple(chosen)
-        plan.entries |= _tensors(matrix, chosen, settings)
+        plan.entries |= _adapter_entries(matrix, chosen, settings)
         plan.modules += [matrix.names[part] for part in chosen]
     _check_targets(plan, hits, settings, entries)
     plan.parameters = "num_moe_experts" in architecture.transformer and any(
@@ -129,18 +127,18 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
     )
     _check_parameters(plan, settings)
     _check_experts(plan, entries)
-    plan.modules_to_save = _trained_whole(entries, plan, settings, scored=architecture.num_labels is not None)
+    plan.modules_to_save = _modules_to_save(entries, plan, settings, has_head=architecture.num_labels is not None)
     if architecture.tied and EMBEDDING in plan.modules_to_save:
         plan.copies[PREFIX + "lm_head.weight"] = plan.modules_to_save[EMBEDDING].hf[0]
-    plan.dropout = _dropout(plan, settings)
+    plan.dropout = _resolve_dropout(plan, settings)
     return plan
 
 
-def modules_of(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the modules that have adapters in `folder`, by the `names` of the tensors in its file.
+def adapted_modules(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the modules with adapters in `folder`, given the tensor names in its file.
 
-    Of experts in PEFT's fused form megatron-core's names. Raises ValueError where not both matrices of experts have
-    adapters, for one alone might be either.
+    PEFT's fused experts get megatron-core's names. Raises ValueError if only one matrix of experts has an adapter: its
+    name is ambiguous.
     """
     modules = [match[1].removeprefix(PREFIX) for name in names if (match := A_MATRIX.fullmatch(name))]
     fused = {name: match for name in modules if (match := FUSED_EXPERTS.fullmatch(name))}
@@ -161,16 +159,16 @@ def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
         module, _, leaf = key.name.format(layer=key.layer).rpartition(".")
         if leaf != "weight" or key.name.startswith("mtp.") or (key == OUTPUT and entry == entries.get(EMBEDDING)):
             continue
-        if module.rpartition(".")[2] in LINEAR | {ROUTER, WORDS, "output_layer"}:
+        if module.rpartition(".")[2] in LINEAR_MODULES | {ROUTER, EMBEDDING_MODULE, "output_layer"}:
             yield _Matrix(key, entry, module, tuple(name.removesuffix(".weight") for name in entry.hf))
 
 
-def _meant(targets: Container[str], name: str, matrix: _Matrix) -> list[str]:
-    """List the targets that include the module `name`, a part of `matrix`: its group, or an end of its name."""
-    names = {group for group, leaves in GROUPS.items() if matrix.leaf in leaves}
-    for words in (name.split("."), matrix.module.split(".")):
-        names |= {".".join(words[first:]) for first in range(len(words))}
-    return [each for each in names if each in targets]  # and not the other way round: targets can be thousands
+def _matching_targets(targets: Container[str], name: str, matrix: _Matrix) -> list[str]:
+    """List the targets that match the module `name`, a part of `matrix`: its group, or a suffix of its name."""
+    candidates = {group for group, leaves in GROUPS.items() if matrix.leaf in leaves}
+    for path in (name.split("."), matrix.module.split(".")):
+        candidates |= {".".join(path[first:]) for first in range(len(path))}
+    return [target for target in candidates if target in targets]  # in this order: there can be thousands of targets
 
 
 def _refuse_stacked(matrix: _Matrix, settings: LoraSettings) -> None:
@@ -181,25 +179,25 @@ def _refuse_stacked(matrix: _Matrix, settings: LoraSettings) -> None:
         )
 
 
-def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
-    """Return the rows of one adapter."""
+def _adapter_entries(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> ParamTable:
+    """Return the table entries of one adapter."""
     (name, layer, expert), kind = matrix.key, matrix.entry.kind
     base = name.removesuffix("weight") + "adapter."
     modules = [PREFIX + matrix.names[part] for part in chosen]
 
-    def named(leaf: str) -> tuple[str, ...]:
+    def names(leaf: str) -> tuple[str, ...]:
         return tuple(f"{module}.{leaf}" for module in modules)
 
-    if matrix.leaf == WORDS:
-        a = MappingEntry(kind, named("lora_embedding_A"), transposed=True)
-        b, magnitude = MappingEntry(REPLICATED, named("lora_embedding_B")), None
+    if matrix.leaf == EMBEDDING_MODULE:
+        a = MappingEntry(kind, names("lora_embedding_A"), transposed=True)
+        b, magnitude = MappingEntry(REPLICATED, names("lora_embedding_B")), None
     elif kind.dim == 1:
-        a, b = MappingEntry(kind, named("lora_A.weight")), MappingEntry(REPLICATED, named("lora_B.weight"))
-        magnitude = MappingEntry(REPLICATED, named("lora_magnitude_vector"))
+        a, b = MappingEntry(kind, names("lora_A.weight")), MappingEntry(REPLICATED, names("lora_B.weight"))
+        magnitude = MappingEntry(REPLICATED, names("lora_magnitude_vector"))
     else:
-        a = MappingEntry(_one_after_the_other(len(chosen)), named("lora_A.weight"))
-        rows = _rows_of(kind, chosen)
-        b, magnitude = MappingEntry(rows, named("lora_B.weight")), MappingEntry(rows, named("lora_magnitude_vector"))
+        a = MappingEntry(_concatenated(len(chosen)), names("lora_A.weight"))
+        rows = _select_parts(kind, chosen)
+        b, magnitude = MappingEntry(rows, names("lora_B.weight")), MappingEntry(rows, names("lora_magnitude_vector"))
     tensors = {ParamKey(base + "lora_A", layer, expert): a, ParamKey(base + "lora_B", layer, expert): b}
     if settings.dora:
         if magnitude is None:
@@ -208,8 +206,8 @@ def _tensors(matrix: _Matrix, chosen: list[int], settings: LoraSettings) -> Para
     return tensors
 
 
-def _one_after_the_other(parts: int) -> ShardingKind:
-    """Return the sharding of concatenated parts, of which every rank holds all."""
+def _concatenated(parts: int) -> ShardingKind:
+    """Return the sharding of `parts` that are concatenated and replicated on every rank."""
 
     def spans(length: int, ranks: int, architecture: Architecture) -> list[Span]:
         return [Span(part, 0, length // parts) for part in range(parts)]
@@ -217,26 +215,26 @@ def _one_after_the_other(parts: int) -> ShardingKind:
     return ShardingKind(None, spans)
 
 
-def _rows_of(kind: ShardingKind, chosen: list[int]) -> ShardingKind:
-    """`kind`, in which parts that are not among `chosen` are padding."""
-    numbers = {part: number for number, part in enumerate(chosen)}
+def _select_parts(kind: ShardingKind, chosen: list[int]) -> ShardingKind:
+    """Return `kind` with padding in place of the parts that are not `chosen`."""
+    index_by_part = {part: index for index, part in enumerate(chosen)}
 
     def spans(length: int, ranks: int, architecture: Architecture) -> list[Span]:
         layout = kind.spans(length, ranks, architecture)
-        return [span if span.part is None else span._replace(part=numbers.get(span.part)) for span in layout]
+        return [span if span.part is None else span._replace(part=index_by_part.get(span.part)) for span in layout]
 
     return ShardingKind(kind.dim, spans)
 
 
 def _check_targets(plan: AdapterPlan, hits: dict[str, int], settings: LoraSettings, entries: ParamTable) -> None:
     if not plan.adapted or not all(hits.values()):
-        missed = [f"--target_modules {target}" for target, number in hits.items() if not number][:3]
-        missed = missed or [f"--target_regex {settings.regex}"]
+        unmatched = [f"--target_modules {target}" for target, count in hits.items() if not count][:3]
+        unmatched = unmatched or [f"--target_regex {settings.regex}"]
         names = sorted(
             {name.rpartition(".")[2] for matrix in _matrices(entries) for name in matrix.names} - {"lm_head", HEADS[0]}
         )
         raise ValueError(
-            f"{', '.join(missed)} matches no module of this model. Its modules: {', '.join(names)}; or give "
+            f"{', '.join(unmatched)} matches no module of this model. Its modules: {', '.join(names)}; or give "
             "all-linear, all-router, all-embedding"
         )
 
@@ -253,7 +251,7 @@ def _check_parameters(plan: AdapterPlan, settings: LoraSettings) -> None:
 
 
 def _check_experts(plan: AdapterPlan, entries: ParamTable) -> None:
-    """PEFT and vLLM hold a layer's experts together: all of them have adapters on all three matrices, or none has."""
+    """Raise ValueError if only some matrices of a layer's experts have adapters: PEFT and vLLM fuse the experts."""
     if not plan.has_experts:
         return
     expected, adapted = defaultdict(set), defaultdict(set)
@@ -270,18 +268,18 @@ def _check_experts(plan: AdapterPlan, entries: ParamTable) -> None:
             )
 
 
-def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSettings, *, scored: bool) -> ParamTable:
+def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSettings, *, has_head: bool) -> ParamTable:
     trained: ParamTable = {}
-    named = settings.modules_to_save
-    if scored:  # PEFT trains and names heads by itself, by all the names that transformers' models have for one
-        named = [*(name for name in named if name not in HEADS), HEADS[0]]
-    for name in named:
-        keys = [key for key in (EMBEDDING, OUTPUT) if key in entries and _saved_by(name, key, entries[key])]
+    requested = settings.modules_to_save
+    if has_head:  # PEFT adds the head itself, by all names that transformers' models have for it
+        requested = [*(name for name in requested if name not in HEADS), HEADS[0]]
+    for name in requested:
+        keys = [key for key in (EMBEDDING, OUTPUT) if key in entries and _matches_module(name, key, entries[key])]
         if not keys:
             tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)
-            what = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
-            what = "embed_tokens and the head (score)" if scored else what
-            raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {what}")
+            supported = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
+            supported = "embed_tokens and the head (score)" if has_head else supported
+            raise ValueError(f"--modules_to_save {name}: what is trained whole of this model is {supported}")
         for key in keys:
             if key in plan.adapted:
                 raise ValueError(f"--modules_to_save {name} has an adapter as well: leave all-embedding out")
@@ -294,9 +292,9 @@ def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSetting
             if entry.expert_index is not None or EXPERTS in key.name:
                 raise ValueError(f"--lora_bias {settings.bias} is not for biases of experts ({entry.hf[0]})")
             matrix = key._replace(name=key.name.removesuffix("bias") + "weight")
-            inside = plan.adapted.get(matrix, ())
+            adapted_parts = plan.adapted.get(matrix, ())
             names = tuple(
-                PREFIX + (hf.removesuffix("bias") + "base_layer.bias" if part in inside else hf)
+                PREFIX + (hf.removesuffix("bias") + "base_layer.bias" if part in adapted_parts else hf)
                 for part, hf in enumerate(entry.hf)
             )
             trained[key] = entry._replace(hf=names)
@@ -305,12 +303,12 @@ def _trained_whole(entries: ParamTable, plan: AdapterPlan, settings: LoraSetting
     return trained
 
 
-def _saved_by(name: str, key: ParamKey, entry: MappingEntry) -> bool:
+def _matches_module(name: str, key: ParamKey, entry: MappingEntry) -> bool:
     modules = (*(hf.removesuffix(".weight") for hf in entry.hf), key.name.removesuffix(".weight"))
     return any(f".{module}".endswith(f".{name}") for module in modules)
 
 
-def _dropout(plan: AdapterPlan, settings: LoraSettings) -> float:
+def _resolve_dropout(plan: AdapterPlan, settings: LoraSettings) -> float:
     if settings.dropout is not None:
         return settings.dropout
-    return 0.0 if plan.parameters or settings.dora else USUAL_DROPOUT
+    return 0.0 if plan.parameters or settings.dora else DEFAULT_DROPOUT

@@ -1,4 +1,4 @@
-"""Adapters are put beside the matrices of a model, and everything else stands still."""
+"""Attachment of LoRA adapters to a model, whose other parameters are frozen."""
 
 import math
 from collections.abc import Container
@@ -9,13 +9,13 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..mapping.local_params import by_key, collect_params, shard_group, shard_position
+from ..mapping.local_params import collect_params, iter_views, shard_group, shard_position
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.build import DTYPES, enable_grads_through_frozen
 from ..model.chunk_mapping import map_chunks
 from ..model.model import Model
 from ..model.score_head import seeded_generator
-from .adapter_mapping import ROUTER, WORDS, AdapterPlan, plan_adapters
+from .adapter_mapping import EMBEDDING_MODULE, ROUTER, AdapterPlan, plan_adapters
 from .disable_adapter import AdapterSwitch
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, MatrixSharding
 from .settings import LoraSettings
@@ -23,76 +23,77 @@ from .settings import LoraSettings
 
 @dataclass
 class Lora:
-    """The adapters of a model that has some."""
+    """Adapters of a model."""
 
     settings: LoraSettings
     plan: AdapterPlan
-    switch: AdapterSwitch | None = None  # where they are to be turned off at times
+    switch: AdapterSwitch | None = None  # if training disables them at times
 
 
 def attach_adapters(
     model: Model, hf_config: HfConfig, settings: LoraSettings, *, seed: int, names: Container[str] = ()
 ) -> None:
-    """Give the model's chunks, whose weights are read, adapters at their beginning, and freeze the rest.
+    """Attach initialized adapters to the model's chunks, and freeze the other parameters.
 
-    `names`: of the tensors of the checkpoint, where a family has several spellings. Every layout begins alike.
-    Raises ValueError for settings that are not for this model.
+    The weights must be loaded. The initial values are the same in every layout. names: the checkpoint's tensors, where
+    a family has several spellings. Raises ValueError for settings that do not fit this model.
     """
     _, architecture, entries = map_chunks(model.chunks, hf_config, names)
     plan = plan_adapters(entries, settings, architecture)
     dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
-    if dtype not in (model.config.params_dtype, torch.float32):  # the optimizer has masters for one half precision
+    # The optimizer has master weights for one half precision only.
+    if dtype not in (model.config.params_dtype, torch.float32):
         raise ValueError(
             f"--lora_dtype {settings.dtype} cannot be used with a model of another type. Set float32, or remove it"
         )
     for chunk in model.chunks:
         for name, parameter in list(chunk.named_parameters()):
-            key, view = next(by_key(chunk, name, parameter))
+            key, view = next(iter_views(chunk, name, parameter))
             parameter.requires_grad_(key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies)))
             if key in plan.adapted:
                 _check_rank(settings, key, entries[key], view, architecture)
                 module: Any = chunk.get_submodule(name.rpartition(".")[0])
-                module.adapter = adapter = _adapter(model, module, parameter, key, entries[key], plan, settings, dtype)
-                # Transformer Engine's modules would refuse adapters in another type than their input's.
+                module.adapter = adapter = _build(model, module, parameter, key, entries[key], plan, settings, dtype)
+                # Transformer Engine's modules reject parameters of another dtype than their input.
                 module.activation_dtype = model.config.params_dtype
-                if not key.name.endswith(f"{ROUTER}.weight"):  # which calls it by itself
-                    adapter.hook = module.register_forward_hook(_add)
+                if not key.name.endswith(f"{ROUTER}.weight"):  # the router calls its adapter itself
+                    adapter.hook = module.register_forward_hook(_adapter_hook)
         enable_grads_through_frozen(chunk)
     model.lora = Lora(settings, plan)
-    _initialise(model, plan.entries, seed)
+    _initialize(model, plan.entries, seed)
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, LinearAdapter):
-                module.measure()
+                module.init_magnitude()
 
 
-def _add(module: Any, inputs: tuple, output: Any) -> Any:
+def _adapter_hook(module: Any, inputs: tuple, output: Any) -> Any:
     return module.adapter(inputs[0], output, *inputs[1:])
 
 
-def _adapter(
+def _build(
     model: Model, module: Any, weight: Tensor, key: ParamKey, entry: MappingEntry, plan: AdapterPlan,
     settings: LoraSettings, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     config: TransformerConfig = model.config
-    experts = key.expert is not None
-    group = shard_group(expert=experts)
+    is_expert = key.expert is not None
+    group = shard_group(expert=is_expert)
     split = entry.kind.dim if group.size() > 1 else None
-    # Shared experts under --moe_shared_expert_overlap: what their linears send otherwise goes by itself.
-    apart = getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None
-    place = MatrixSharding(split, group, config.sequence_parallel, not experts and not apart)
-    if key.name.endswith(f"{WORDS}.weight"):
-        reduces = getattr(module, "reduce_scatter_embeddings", False)
-        place = place._replace(sequence_parallel=reduces)
-        return EmbeddingAdapter(weight, settings.rank, settings.scaling, dtype, place, module.vocab_start_index)
-    shape = weight.shape[1:] if experts else weight.shape
-    parts = _parts(key, entry, shape, plan.adapted[key], model).to(weight.device)
-    if experts:
-        adapter = ExpertsAdapter(weight, parts, settings.rank, settings.scaling, dtype, place)
+    # Under --moe_shared_expert_overlap the shared experts communicate outside of their linear layers.
+    is_external = getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None
+    sharding = MatrixSharding(split, group, config.sequence_parallel, not is_expert and not is_external)
+    if key.name.endswith(f"{EMBEDDING_MODULE}.weight"):
+        is_scattered = getattr(module, "reduce_scatter_embeddings", False)
+        sharding = sharding._replace(sequence_parallel=is_scattered)
+        return EmbeddingAdapter(weight, settings.rank, settings.scaling, dtype, sharding, module.vocab_start_index)
+    shape = weight.shape[1:] if is_expert else weight.shape
+    parts = _part_mask(key, entry, shape, plan.adapted[key], model).to(weight.device)
+    if is_expert:
+        adapter = ExpertsAdapter(weight, parts, settings.rank, settings.scaling, dtype, sharding)
     else:
         bias = getattr(module, "bias", None)
         adapter = LinearAdapter(
-            weight, parts, settings.rank, settings.scaling, dtype, place,
+            weight, parts, settings.rank, settings.scaling, dtype, sharding,
             dropout=plan.dropout, dora=settings.dora, bias=bias,
         )  # fmt: skip
     for parameter in adapter.parameters():
@@ -100,15 +101,17 @@ def _adapter(
     return adapter
 
 
-def _parts(key: ParamKey, entry: MappingEntry, shape: torch.Size, chosen: tuple[int, ...], model: Model) -> Tensor:
-    """Return whether each of this rank's outputs belongs to each of the parts `chosen`: bool [outputs, parts]."""
+def _part_mask(key: ParamKey, entry: MappingEntry, shape: torch.Size, chosen: tuple[int, ...], model: Model) -> Tensor:
+    """Return a mask of this rank's outputs that belong to each of the parts `chosen`: bool [outputs, parts]."""
     parts = torch.zeros(shape[0], len(chosen), dtype=torch.bool)
     if entry.kind.dim == 1:
         return ~parts
     ranks, rank = shard_position(key, entry)
-    for at, span in clip_spans(entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]):
+    for start, span in clip_spans(
+        entry.spans(shape, ranks, model.architecture), rank * shape[0], (rank + 1) * shape[0]
+    ):
         if span.part in chosen:
-            parts[at : at + span.length, chosen.index(span.part)] = True
+            parts[start : start + span.length, chosen.index(span.part)] = True
     return parts
 
 
@@ -122,8 +125,8 @@ def _check_rank(
 
 
 @torch.no_grad()
-def _initialise(model: Model, entries: ParamTable, seed: int) -> None:
-    """Initialize as PEFT: one of both matrices 0, the other random by the tensor's name and `seed` alone."""
+def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
+    """Initialize adapters as PEFT does: one factor 0, the other random by the tensor's name and `seed` alone."""
     for key, tensor in collect_params(model.chunks, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
@@ -132,22 +135,22 @@ def _initialise(model: Model, entries: ParamTable, seed: int) -> None:
         ranks, rank = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, model.architecture)
         initial = {
-            name: _beginning(name, shape, seed)
+            name: _initial_values(name, shape, seed)
             for name, shape in entry.hf_shapes(tensor.shape, spans).items()
             if name.endswith(("lora_A.weight", "lora_embedding_B"))
         }
-        size = tensor.shape[entry.dim]
-        for at, span in clip_spans(spans, rank * size, (rank + 1) * size):
+        local_size = tensor.shape[entry.dim]
+        for start, span in clip_spans(spans, rank * local_size, (rank + 1) * local_size):
             if span.part is not None and entry.hf[span.part] in initial:
-                tensor.narrow(entry.dim, at, span.length).copy_(_cut(initial[entry.hf[span.part]], entry, span))
+                tensor.narrow(entry.dim, start, span.length).copy_(_take(initial[entry.hf[span.part]], entry, span))
 
 
-def _cut(values: Tensor, entry: MappingEntry, span: Span) -> Tensor:
+def _take(values: Tensor, entry: MappingEntry, span: Span) -> Tensor:
     return values.narrow(entry.dim, span.start, span.stop - span.start)
 
 
-def _beginning(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """PEFT's: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
+def _initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return PEFT's initial values: kaiming_uniform_(a=sqrt(5)) for lora_A, normal_ for lora_embedding_B."""
     generator, values = seeded_generator(name, seed), torch.empty(shape)
     if name.endswith("lora_embedding_B"):
         return values.normal_(generator=generator)

@@ -1,4 +1,4 @@
-"""Temporarily disable adapters: the model is its own reference, as before training."""
+"""Switch that disables adapters, so that the model is its own reference model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter
 
 
 class AdapterSwitch:
-    """A switch of the adapters of `chunks`; made while the parameters trained beside them have their first values."""
+    """Switch of the adapters in `chunks`. It copies the fully trained modules, so create it before training."""
 
     def __init__(self, chunks: Sequence[GPTModel]):
         kinds = LinearAdapter, ExpertsAdapter, EmbeddingAdapter
         self._adapters: list[nn.Module] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)
         ]
-        self._first: list[tuple[Tensor, Tensor]] = [
+        self._initial: list[tuple[Tensor, Tensor]] = [
             (parameter, parameter.detach().clone())
             for chunk in chunks
             for name, parameter in chunk.named_parameters()
@@ -28,24 +28,24 @@ class AdapterSwitch:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapters. There must be no backward pass within."""
-        now = [parameter.detach().clone() for parameter, _ in self._first]
+        """Disable the adapters and restore the initial values of fully trained modules. Run no backward pass inside."""
+        current = [parameter.detach().clone() for parameter, _ in self._initial]
         for adapter in self._adapters:
-            adapter.forward = _unchanged
-        _set(zip((parameter for parameter, _ in self._first), (first for _, first in self._first), strict=True))
+            adapter.forward = _return_output
+        _assign(zip((parameter for parameter, _ in self._initial), (value for _, value in self._initial), strict=True))
         try:
             yield
         finally:
             for adapter in self._adapters:
                 del adapter.forward
-            _set(zip((parameter for parameter, _ in self._first), now, strict=True))
+            _assign(zip((parameter for parameter, _ in self._initial), current, strict=True))
 
 
-def _unchanged[T](x: Tensor, output: T, *_: object) -> T:
+def _return_output[T](x: Tensor, output: T, *_: object) -> T:
     return output
 
 
 @torch.no_grad()
-def _set(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _assign(values: Iterable[tuple[Tensor, Tensor]]) -> None:
     for parameter, value in values:
         parameter.copy_(value)

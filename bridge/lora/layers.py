@@ -1,7 +1,7 @@
-"""Adapters: what stands beside a matrix of megatron-core's, and adds to what the matrix gives.
+"""LoRA adapters of megatron-core's linear layers and embeddings.
 
-An adapter is a child of the matrix's module, and is called behind it. Its parameters are split as the matrix is; what
-goes from A to B has a few numbers a token, so that what tensor parallelism exchanges is little.
+An adapter is a child of the layer's module and runs after it. Its parameters are split like the layer's weight. Tensor
+parallelism communicates only the low-rank activations between A and B.
 """
 
 from typing import Any, NamedTuple
@@ -24,18 +24,18 @@ from ..layers.experts import grouped_product
 
 
 class MatrixSharding(NamedTuple):
-    """Distribution of a matrix over processes."""
+    """Sharding of a weight over ranks."""
 
-    split: int | None  # the dimension of the matrix [outputs, inputs] that is split over `group`; None: it is whole
+    split: int | None  # dimension of the weight [outputs, inputs] that is split over `group`; None: replicated
     group: ProcessGroup
-    sequence_parallel: bool  # outside the matrix each process of the group has its own tokens
-    exchanges: bool  # the matrix's module sends between processes; else others do it, before and behind the module
+    sequence_parallel: bool  # each rank of the group has different tokens outside of the layer
+    communicates: bool  # the module communicates between ranks; else its caller does
 
 
 class _Adapter(nn.Module):
-    """lora_A [..., parts * rank, inputs], lora_B [..., outputs, rank], this process's shards.
+    """Adapter with this rank's shards of lora_A [..., parts * rank, inputs] and lora_B [..., outputs, rank].
 
-    `parts` [outputs, parts]: which part of lora_A each output has. Where it has none, lora_B stays 0.
+    parts: bool [outputs, parts], which part of lora_A each output uses. lora_B stays 0 for an output without one.
     """
 
     mask: Tensor | None
@@ -45,27 +45,27 @@ class _Adapter(nn.Module):
     ):
         super().__init__()
         self.scaling, self.sharding = scaling, sharding
-        *lead, outputs, inputs = weight.shape
+        *leading, outputs, inputs = weight.shape
         rows = parts.shape[1] * rank
-        self.lora_A = nn.Parameter(torch.empty(*lead, rows, inputs, dtype=dtype, device=weight.device))
-        self.lora_B = nn.Parameter(torch.empty(*lead, outputs, rank, dtype=dtype, device=weight.device))
+        self.lora_A = nn.Parameter(torch.empty(*leading, rows, inputs, dtype=dtype, device=weight.device))
+        self.lora_B = nn.Parameter(torch.empty(*leading, outputs, rank, dtype=dtype, device=weight.device))
         self.register_buffer("mask", None if parts.all() else parts.to(self.lora_B), persistent=False)
-        self._mark()
+        self._set_parallel_attributes()
 
-    def _mark(self) -> None:
-        """Set megatron-core's marks on parameters: whether they are split, and whether their gradients are partial."""
+    def _set_parallel_attributes(self) -> None:
+        """Set megatron-core's parameter attributes: whether they are split, and whether their gradients are partial."""
         for parameter, dim in ((self.lora_A, 1), (self.lora_B, 0)):
-            split = self.sharding.split == dim
-            if split:
+            is_split = self.sharding.split == dim
+            if is_split:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
-            partial = self.sharding.sequence_parallel and self.sharding.exchanges and not split
-            parameter.sequence_parallel = partial  # type: ignore[attr-defined]
+            is_partial = self.sharding.sequence_parallel and self.sharding.communicates and not is_split
+            parameter.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [..., parts * rank, inputs] and B [..., outputs, parts * rank] of weight + scaling * B @ A."""
         a, b = self.lora_A, self.lora_B
-        if not self.sharding.exchanges and self.sharding.split is not None:
-            # Each process has a part of the outputs, or of their sum: so is the gradient of what is not split.
+        if not self.sharding.communicates and self.sharding.split is not None:
+            # Each rank has a part of the outputs, or of their sum, so the gradient of the replicated factor is partial.
             if self.sharding.split == 0:
                 a = copy_to_tensor_model_parallel_region(a, group=self.sharding.group)
             else:
@@ -76,132 +76,138 @@ class _Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """`weight`, this process's shard, with the adapter in it: a copy in fp32."""
-        a, wide = self.factors(torch.float32)
-        return torch.addmm(weight.float(), wide, a, alpha=self.scaling)
+        """Return the merged weight in fp32, given this rank's shard `weight`."""
+        a, b = self.factors(torch.float32)
+        return torch.addmm(weight.float(), b, a, alpha=self.scaling)
 
 
 class LinearAdapter(_Adapter):
-    """Beside a matrix [outputs, inputs]."""
+    """Adapter of a linear layer with weight [outputs, inputs]."""
 
     def __init__(self, weight: Tensor, *shape: Any, dropout: float, dora: bool, bias: Tensor | None):
         super().__init__(weight, *shape)
         self.dropout = dropout
         self.magnitude = None
         if dora:
-            # In fp32: rounded it would change the model at the beginning.
+            # In fp32: rounding would change the model before training.
             self.magnitude = nn.Parameter(torch.empty(len(weight), dtype=torch.float32, device=weight.device))
             if self.sharding.split == 0:
                 set_tensor_model_parallel_attributes(self.magnitude, is_parallel=True, dim=0, stride=1)
-            partial = self.lora_B.sequence_parallel  # type: ignore[attr-defined]
-            self.magnitude.sequence_parallel = partial  # type: ignore[attr-defined]
-            # In a list: they are not this module's. Transformer Engine's modules without a bias have an empty one.
-            self._matrix = [weight, bias if bias is not None and bias.numel() else None]
+            is_partial = self.lora_B.sequence_parallel  # type: ignore[attr-defined]
+            self.magnitude.sequence_parallel = is_partial  # type: ignore[attr-defined]
+            # A list does not register them here. Transformer Engine's modules without a bias have an empty one.
+            self._weight_and_bias = [weight, bias if bias is not None and bias.numel() else None]
 
     def forward(self, x: Tensor, output: Any) -> Any:
-        """x, what went into the matrix, and what came out of it (with or without megatron-core's second value, a bias
-        to be added later) -> the same with the adapter"""
-        y, *later = output if isinstance(output, tuple) else (output,)
-        a, wide = self.factors(y.dtype)
-        inner = self._exchange(F.linear(self._drop(x.to(y.dtype)), a))
-        if self.magnitude is None:
-            y = torch.addmm(y.flatten(0, -2), inner.flatten(0, -2), wide.t(), alpha=self.scaling).view(y.shape)
-        else:
-            bias = self._matrix[1] if not later or later[0] is None else None
-            y = y if bias is None else y - bias
-            y = torch.add(y, F.linear(inner, wide), alpha=self.scaling)
-            y = (y * self._growth(self._matrix[0])).to(inner.dtype)
-            y = y if bias is None else y + bias
-        return (y, *later) if isinstance(output, tuple) else y
+        """Return `output` with the adapter's product added.
 
-    def _exchange(self, inner: Tensor) -> Tensor:
-        """Exchange A's output [tokens ..., parts * rank] for B's input: all tokens of the matrix's output."""
-        split, group, sequence_parallel, exchanges = self.sharding
-        if split is None or not exchanges:
-            return inner
+        x: the layer's input. output: the layer's output, as megatron-core has it with or without a deferred bias.
+        """
+        y, *deferred_bias = output if isinstance(output, tuple) else (output,)
+        a, b = self.factors(y.dtype)
+        low_rank = self._to_output_tokens(F.linear(self._apply_dropout(x.to(y.dtype)), a))
+        if self.magnitude is None:
+            y = torch.addmm(y.flatten(0, -2), low_rank.flatten(0, -2), b.t(), alpha=self.scaling).view(y.shape)
+        else:
+            bias = self._weight_and_bias[1] if not deferred_bias or deferred_bias[0] is None else None
+            y = y if bias is None else y - bias
+            y = torch.add(y, F.linear(low_rank, b), alpha=self.scaling)
+            y = (y * self._row_scale(self._weight_and_bias[0])).to(low_rank.dtype)
+            y = y if bias is None else y + bias
+        return (y, *deferred_bias) if isinstance(output, tuple) else y
+
+    def _to_output_tokens(self, low_rank: Tensor) -> Tensor:
+        """Communicate A's output [tokens ..., parts * rank] so that it has the tokens of the layer's output."""
+        split, group, sequence_parallel, communicates = self.sharding
+        if split is None or not communicates:
+            return low_rank
         if split == 0:
             if sequence_parallel:
-                return gather_from_sequence_parallel_region(inner, group=group)
-            return copy_to_tensor_model_parallel_region(inner, group=group)
+                return gather_from_sequence_parallel_region(low_rank, group=group)
+            return copy_to_tensor_model_parallel_region(low_rank, group=group)
         if sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner, group=group)
-        return reduce_from_tensor_model_parallel_region(inner, group=group)
+            return reduce_scatter_to_sequence_parallel_region(low_rank, group=group)
+        return reduce_from_tensor_model_parallel_region(low_rank, group=group)
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         if not self.dropout or not self.training:
             return x
-        if self.sharding.split == 1 or (self.sharding.sequence_parallel and self.sharding.exchanges):
-            # Each process has its own inputs, or its own tokens.
+        if self.sharding.split == 1 or (self.sharding.sequence_parallel and self.sharding.communicates):
+            # Each rank has different inputs, or different tokens.
             with get_cuda_rng_tracker().fork():  # pyright: ignore[reportOptionalMemberAccess]
                 return F.dropout(x, self.dropout)
         return F.dropout(x, self.dropout)
 
     @torch.no_grad()
-    def _lengths(self, weight: Tensor) -> Tensor:
-        """DoRA: the length of each row of weight + B A, fp32 [outputs]; no gradient goes through it.
+    def _row_norms(self, weight: Tensor) -> Tensor:
+        """Return DoRA's norm of each row of weight + B A, fp32 [outputs], without gradients.
 
-        |w + ba|^2 = |w|^2 + 2 b (a w) + b (a a^T) b^T: without the product of B and A.
+        |w + ba|^2 = |w|^2 + 2 b (a w) + b (a a^T) b^T, which avoids the product of B and A.
         """
-        a, wide = self.factors(torch.float32)
-        wide = self.scaling * wide
-        rows, width = wide.shape
-        sums = torch.cat([_squares(weight).unsqueeze(1), _product(weight, a)], dim=1)  # [outputs, 1 + parts * rank]
+        a, b = self.factors(torch.float32)
+        b = self.scaling * b
+        rows, width = b.shape
+        # [outputs, 1 + parts * rank]
+        sums = torch.cat([_squared_row_norms(weight).unsqueeze(1), _matmul_fp32(weight, a)], dim=1)
         gram = a @ a.t()
         if self.sharding.split == 1:
-            both = torch.cat([sums.flatten(), gram.flatten()])
-            dist.all_reduce(both, group=self.sharding.group)
-            sums, gram = both[: sums.numel()].view(rows, 1 + width), both[sums.numel() :].view(width, width)
-        squares = sums[:, 0] + 2 * (sums[:, 1:] * wide).sum(1) + ((wide @ gram) * wide).sum(1)
+            summed = torch.cat([sums.flatten(), gram.flatten()])
+            dist.all_reduce(summed, group=self.sharding.group)
+            sums, gram = summed[: sums.numel()].view(rows, 1 + width), summed[sums.numel() :].view(width, width)
+        squares = sums[:, 0] + 2 * (sums[:, 1:] * b).sum(1) + ((b @ gram) * b).sum(1)
         return squares.clamp(min=0).sqrt()
 
-    def _growth(self, weight: Tensor) -> Tensor:
-        """DoRA: by what each row of weight + B A is multiplied, fp32 [outputs]."""
+    def _row_scale(self, weight: Tensor) -> Tensor:
+        """Return DoRA's factor on each row of weight + B A, fp32 [outputs]."""
         assert self.magnitude is not None
-        growth = self.magnitude / self._lengths(weight)
-        return growth if self.mask is None else torch.where(self.mask.any(dim=1), growth, 1.0)
+        scale = self.magnitude / self._row_norms(weight)
+        return scale if self.mask is None else torch.where(self.mask.any(dim=1), scale, 1.0)
 
     @torch.no_grad()
-    def measure(self) -> None:
-        """DoRA: set the magnitude to the rows' lengths, at which it changes nothing."""
+    def init_magnitude(self) -> None:
+        """Set DoRA's magnitude to the row norms, so that it does not change the model."""
         if self.magnitude is not None:
-            self.magnitude.copy_(self._lengths(self._matrix[0]))
+            self.magnitude.copy_(self._row_norms(self._weight_and_bias[0]))
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         weights = super().merged(weight)
         if self.magnitude is None:
             return weights
-        return weights * self._growth(weight).unsqueeze(1)
+        return weights * self._row_scale(weight).unsqueeze(1)
 
 
 class ExpertsAdapter(_Adapter):
-    """Beside the stacked matrices [experts, outputs, inputs] of this process's experts."""
+    """Adapter of the stacked weights [experts, outputs, inputs] of this rank's experts."""
 
     def forward(self, x: Tensor, y: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-        """x, y [rows, inputs and outputs], sorted by expert; ends and counts as in layers/experts.py"""
-        a, wide = self.factors(y.dtype)
-        if counts is None:  # rows of grouped products are of 16 bytes at least
+        """Return y [rows, outputs] plus the adapter's product with x [rows, inputs], both sorted by expert.
+
+        ends, counts: as in layers/experts.py.
+        """
+        a, b = self.factors(y.dtype)
+        if counts is None:  # grouped products need rows of at least 16 bytes
             padding = -self.lora_A.shape[1] % 8
-            a, wide = F.pad(a, (0, 0, 0, padding)), F.pad(wide, (0, padding))
-        added = grouped_product(grouped_product(x, a, ends, counts), wide, ends, counts)
-        return torch.add(y, added, alpha=self.scaling)
+            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+        delta = grouped_product(grouped_product(x, a, ends, counts), b, ends, counts)
+        return torch.add(y, delta, alpha=self.scaling)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, expert: int = 0) -> Tensor:
-        """Return the same of one expert, by its number in this process."""
-        a, wide = self.factors(torch.float32)
-        return torch.addmm(weight.float(), wide[expert], a[expert], alpha=self.scaling)
+        """Return the merged weight of one expert, by its index on this rank."""
+        a, b = self.factors(torch.float32)
+        return torch.addmm(weight.float(), b[expert], a[expert], alpha=self.scaling)
 
 
 class EmbeddingAdapter(nn.Module):
-    """Beside an embedding [words, hidden]: lora_A [words, rank], this process's words, and lora_B [hidden, rank]."""
+    """Adapter of an embedding: this rank's rows of lora_A [vocabulary, rank], and lora_B [hidden, rank]."""
 
     def __init__(
-        self, weight: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding, first: int
+        self, weight: Tensor, rank: int, scaling: float, dtype: torch.dtype, sharding: MatrixSharding, first_token: int
     ):
-        """`first`: the first of this process's words."""
+        """first_token: the first token id of this rank's rows."""
         super().__init__()
-        self.scaling, self.sharding, self.first = scaling, sharding, first
+        self.scaling, self.sharding, self.first_token = scaling, sharding, first_token
         words, hidden = weight.shape
         self.lora_A = nn.Parameter(torch.empty(words, rank, dtype=dtype, device=weight.device))
         self.lora_B = nn.Parameter(torch.empty(hidden, rank, dtype=dtype, device=weight.device))
@@ -209,31 +215,33 @@ class EmbeddingAdapter(nn.Module):
         self.lora_B.sequence_parallel = sharding.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, tokens: Tensor, y: Tensor) -> Tensor:
-        """Token ids [batch, sequence]; y [batch, sequence, hidden], under sequence parallelism [sequence / TP, batch,
-        hidden] -> the shape of y"""
-        local = tokens - self.first
-        mine = (local >= 0) & (local < len(self.lora_A))
-        inner = F.embedding(local * mine, self.lora_A) * mine.unsqueeze(-1)
+        """Return y plus the adapter's product for `tokens` [batch, sequence].
+
+        y: [batch, sequence, hidden]; under sequence parallelism [sequence / TP, batch, hidden].
+        """
+        local_ids = tokens - self.first_token
+        is_local = (local_ids >= 0) & (local_ids < len(self.lora_A))
+        low_rank = F.embedding(local_ids * is_local, self.lora_A) * is_local.unsqueeze(-1)
         if self.sharding.sequence_parallel:
-            inner = inner.transpose(0, 1).contiguous()
-            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.sharding.group)
+            low_rank = low_rank.transpose(0, 1).contiguous()
+            low_rank = reduce_scatter_to_sequence_parallel_region(low_rank, group=self.sharding.group)
         else:
-            inner = reduce_from_tensor_model_parallel_region(inner, group=self.sharding.group)
-        return torch.add(y, F.linear(inner, self.lora_B).to(y.dtype), alpha=self.scaling)
+            low_rank = reduce_from_tensor_model_parallel_region(low_rank, group=self.sharding.group)
+        return torch.add(y, F.linear(low_rank, self.lora_B).to(y.dtype), alpha=self.scaling)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Merge as `_Adapter.merged`."""
+        """Return the merged weight, as `_Adapter.merged` does."""
         return weight.float() + self.scaling * self.lora_A.float() @ self.lora_B.float().t()
 
 
-def _squares(weight: Tensor) -> Tensor:
-    """Return the sum of each row's squares, fp32, without a copy of the whole in fp32."""
+def _squared_row_norms(weight: Tensor) -> Tensor:
+    """Return the squared norm of each row, fp32, without an fp32 copy of the weight."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
 
 
-def _product(weight: Tensor, a: Tensor) -> Tensor:
-    """weight @ a^T in fp32, for fp32 `a`."""
+def _matmul_fp32(weight: Tensor, a: Tensor) -> Tensor:
+    """Return weight @ a^T in fp32, for fp32 `a`."""
     if weight.dtype == torch.float32:
         return weight @ a.t()
     return torch.cat([part.float() @ a.t() for part in weight.split(4096)])

@@ -1,4 +1,4 @@
-"""Merge adapters into weights."""
+"""Merging of adapters into weights."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,15 +7,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..mapping.local_params import ADAPTER, by_key, collect_params
+from ..mapping.local_params import ADAPTER, collect_params, iter_views
 from ..mapping.param_mapping import ParamKey
 from .layers import ExpertsAdapter
 
 
 def merge_functions(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tensor], Tensor]]:
-    """Return, for each weight with an adapter, a function from this rank's shard to the merged one, a copy in fp32.
+    """Return a function for each weight with an adapter: from this rank's shard to the merged shard in fp32.
 
-    Where DoRA's matrices are split by their inputs, the ranks of a tensor-parallel group call it together.
+    For DoRA on weights split by inputs, all ranks of a tensor-parallel group must call it.
     """
     functions: dict[ParamKey, Callable[[Tensor], Tensor]] = {}
     for chunk in chunks:
@@ -24,17 +24,17 @@ def merge_functions(chunks: Sequence[GPTModel]) -> dict[ParamKey, Callable[[Tens
             adapter = getattr(chunk.get_submodule(module), "adapter", None)
             if leaf != "weight" or ADAPTER in name or adapter is None:
                 continue
-            for number, (key, _) in enumerate(by_key(chunk, name, parameter)):
-                inside = isinstance(adapter, ExpertsAdapter)
-                functions[key] = partial(adapter.merged, expert=number) if inside else adapter.merged
+            for number, (key, _) in enumerate(iter_views(chunk, name, parameter)):
+                is_stacked = isinstance(adapter, ExpertsAdapter)
+                functions[key] = partial(adapter.merged, expert=number) if is_stacked else adapter.merged
     return functions
 
 
 @torch.no_grad()
 def merge_and_unload(chunks: Sequence[GPTModel]) -> None:
-    """Merge the adapters of `chunks` into their weights, and remove them: for a model that is saved, never trained.
+    """Merge the adapters of `chunks` into their weights, and remove them. The model cannot be trained afterwards.
 
-    Each sum is made in fp32 and rounded once. Every rank calls this.
+    Sums are in fp32 and rounded once. Every rank calls this.
     """
     tensors = collect_params(chunks)
     for key, merged in merge_functions(chunks).items():

@@ -1,4 +1,4 @@
-"""Settings of adapters, from the options or from PEFT's adapter_config.json. No torch here."""
+"""Settings of adapters, from the options or from PEFT's adapter_config.json. Does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from ..mapping.param_mapping import HfConfig
 from ..options import LoraOptions
 
-# Keys of an adapter_config.json with which an adapter computes something else, and the values with which it does not.
-PLAIN: dict[str, tuple[bool | None, ...]] = {
+# Keys of adapter_config.json that change what an adapter computes, with the values that are supported.
+SUPPORTED_VALUES: dict[str, tuple[bool | None, ...]] = {
     "fan_in_fan_out": (False,),
-    "lora_bias": (False,),  # a bias behind B
+    "lora_bias": (False,),  # a bias after B
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
     "use_qalora": (False,),
@@ -19,32 +19,32 @@ PLAIN: dict[str, tuple[bool | None, ...]] = {
     "arrow_config": (None,),
     "megatron_config": (None,),
 }
-# What PEFT is told of gates and ups of experts, which it holds as one matrix, with both adapters side by side.
+# Pattern of PEFT's fused gate and up of experts, whose adapters are concatenated.
 FUSED = r".*\.gate_up_proj"
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapters of a model."""
+    """Settings of a model's adapters."""
 
     rank: int
     alpha: float
-    dropout: float | None  # None: the usual one
+    dropout: float | None  # None: the default
     bias: str  # which of the model's own biases are trained: none, all, lora_only
     dtype: str | None  # None: the model's
     rslora: bool  # https://arxiv.org/abs/2312.03732
     dora: bool  # https://arxiv.org/abs/2402.09353
     targets: tuple[str, ...]  # see adapter_mapping.py
-    regex: str | None  # in place of targets
+    regex: str | None  # instead of targets
     modules_to_save: tuple[str, ...]
 
     @property
     def scaling(self) -> float:
-        """Factor on an adapter's product."""
+        """Factor on the product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @classmethod
-    def of_options(cls, options: LoraOptions) -> "LoraSettings":
+    def from_options(cls, options: LoraOptions) -> "LoraSettings":
         return cls(
             options.lora_rank,
             options.lora_alpha,
@@ -59,15 +59,15 @@ class LoraSettings:
         )
 
     @classmethod
-    def of_adapter(cls, config: HfConfig, modules: Iterable[str] | None = None) -> "LoraSettings":
-        """Read a raw adapter_config.json; `modules`: the modules with adapters in the file beside it.
+    def from_adapter_config(cls, config: HfConfig, modules: Iterable[str] | None = None) -> "LoraSettings":
+        """Parse a raw adapter_config.json. modules: those with adapters in the weights file.
 
-        Raises ValueError for one that is no LoRA adapter, or has what is not known here.
+        Raises ValueError for another type of adapter, and for unsupported settings.
         """
-        kind = config.get("peft_type")
-        if kind != "LORA":
-            raise ValueError(f"adapter_config.json has peft_type {kind!r}: only LORA is known")
-        for key, values in PLAIN.items():
+        peft_type = config.get("peft_type")
+        if peft_type != "LORA":
+            raise ValueError(f"adapter_config.json has peft_type {peft_type!r}: only LORA is known")
+        for key, values in SUPPORTED_VALUES.items():
             if key in config and config[key] not in (None, *values):
                 raise ValueError(f"adapter_config.json has {key} {config[key]!r}, which is not known here")
         rank, alpha, rslora = config.get("r", 8), config.get("lora_alpha", 8), bool(config.get("use_rslora"))
@@ -76,10 +76,10 @@ class LoraSettings:
                 raise ValueError(
                     f"adapter_config.json has {key} {config[key]!r}: adapters are of one rank and alpha here"
                 )
-        initial = config.get("init_lora_weights")
-        if isinstance(initial, str) and initial.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        init_weights = config.get("init_lora_weights")
+        if isinstance(init_weights, str) and init_weights.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
             raise ValueError(
-                f"adapter_config.json has init_lora_weights {initial!r}, which changes the base model: save the "
+                f"adapter_config.json has init_lora_weights {init_weights!r}, which changes the base model: save the "
                 "adapter with PEFT's path_initial_model_for_weight_conversion"
             )
         targets, regex = config.get("target_modules") or [], None
@@ -87,7 +87,7 @@ class LoraSettings:
             targets, regex = ([targets], None) if targets == "all-linear" else ([], targets)
         if modules is not None:
             targets, regex = list(modules), None
-            # Experts in PEFT's fused form (checkpoint/adapter_experts.py) all have the rank of the widest.
+            # PEFT's fused experts (checkpoint/adapter_experts.py) all get the largest rank.
             if config.get("rank_pattern") and any(name.endswith("experts.linear_fc1") for name in targets):
                 if rslora:
                     raise ValueError("adapter_config.json has use_rslora with a rank_pattern, which is not known here")

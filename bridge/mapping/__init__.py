@@ -1,1 +1,1 @@
-"""The table that maps Hugging Face tensors to megatron-core parameters."""
+"""Mapping table from Hugging Face tensors to megatron-core parameters."""

@@ -1,10 +1,10 @@
-"""FP8: matrix products of Transformer Engine, and parameters in FP8.
+"""FP8 training with Transformer Engine: matrix products and parameters.
 
-The matrices of attention, of dense MLPs and of shared experts are multiplied in FP8. Attention itself, routed experts,
-the router, embedding, output layer and layers of multi-token prediction stay in bf16.
+The linear layers of attention, dense MLPs and shared experts compute in FP8. Core attention, routed experts, the
+router, embedding, output layer and multi-token prediction stay in bf16.
 
-With `--fp8_param_gather` these matrices are parameters in FP8, and their exact values are the optimizer's fp32 masters.
-Checkpoints have bf16 only: `load_as_bf16` and `masters_as_bf16`.
+With `--fp8_param_gather` these weights are FP8 parameters, and the optimizer's fp32 master weights have the exact
+values. Checkpoints have bf16 only: `load_as_bf16` and `masters_as_bf16` convert.
 """
 
 import json
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 E4M3_MAX = 448.0
-NUMBERS = "numbers"  # key among a module's scales: its values that are no tensors, as JSON
-PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-MULTIPLE = 16  # sizes of matrix products in FP8 are multiples of it
+SCALARS_KEY = "numbers"  # key of the values of a module's scaling state that are not tensors, as JSON
+PICKLE_VARIABLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+SIZE_MULTIPLE = 16  # FP8 matrix products need sizes that are multiples of it
 
 
 class Fp8Parameter(nn.Parameter):
-    """The attributes of Transformer Engine's FP8 parameters, and what megatron-core and this file add."""
+    """Attributes of Transformer Engine's FP8 parameters, and those that megatron-core and this file add."""
 
     _quantizer: Any
     main_grad: Tensor
@@ -44,14 +44,14 @@ class Fp8Parameter(nn.Parameter):
 
 
 class ExtraState(Protocol):
-    """A module of Transformer Engine with FP8 scaling state."""
+    """Transformer Engine module with FP8 scaling state."""
 
     def get_extra_state(self) -> Tensor | None: ...
     def set_extra_state(self, state: Tensor) -> None: ...
 
 
 def check(options: Fp8Options, dtype: torch.dtype, *, transformer_engine: bool) -> None:
-    """Raise ValueError if FP8 is requested and cannot be computed on this machine."""
+    """Raise ValueError if FP8 is requested and this machine does not support it."""
     if options.fp8_format is None:
         return
     flag = f"--fp8_format {options.fp8_format}"
@@ -65,8 +65,8 @@ def check(options: Fp8Options, dtype: torch.dtype, *, transformer_engine: bool) 
     from transformer_engine.pytorch import quantization  # pyright: ignore[reportMissingImports]
 
     recipe = options.fp8_recipe
-    special = {"blockwise": quantization.is_fp8_block_scaling_available, "mxfp8": quantization.is_mxfp8_available}
-    is_available, reason = special.get(recipe, quantization.is_fp8_available)(return_reason=True)
+    availability = {"blockwise": quantization.is_fp8_block_scaling_available, "mxfp8": quantization.is_mxfp8_available}
+    is_available, reason = availability.get(recipe, quantization.is_fp8_available)(return_reason=True)
     if not is_available:
         raise ValueError(
             f"--fp8_recipe {recipe}: {reason.rstrip('.')}. This is {torch.cuda.get_device_name()}: set another "
@@ -75,7 +75,7 @@ def check(options: Fp8Options, dtype: torch.dtype, *, transformer_engine: bool) 
 
 
 def transformer_args(options: Fp8Options) -> TransformerArgs:
-    """Return the options by megatron-core's names."""
+    """Return megatron-core's TransformerConfig arguments for the options."""
     if options.fp8_format is None:
         return {}
     return {
@@ -91,27 +91,27 @@ def transformer_args(options: Fp8Options) -> TransformerArgs:
 
 
 def check_sizes(layers: nn.Module) -> None:
-    """Raise ValueError if a matrix of Transformer Engine in `layers` has a size that FP8 does not support."""
+    """Raise ValueError if a Transformer Engine weight in `layers` has a size that FP8 does not support."""
     for name, module in layers.named_modules():
         if not isinstance(module, fp8_utils.TE_LINEAR_TYPES):
             continue
         sizes = cast(Tensor, module.weight).shape
-        if any(size % MULTIPLE for size in sizes):
+        if any(size % SIZE_MULTIPLE for size in sizes):
             raise ValueError(
-                f"--fp8_format needs sizes in multiples of {MULTIPLE}, and {name} of the model is "
+                f"--fp8_format needs sizes in multiples of {SIZE_MULTIPLE}, and {name} of the model is "
                 f"{' x '.join(map(str, sizes))} on each process: lower --tensor_model_parallel_size, or remove "
                 "--fp8_format"
             )
 
 
 def fp8_params(chunks: Sequence[nn.Module]) -> list[Fp8Parameter]:
-    """List the parameters of `chunks` whose values are in FP8."""
+    """List the FP8 parameters of `chunks`."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return [cast(Fp8Parameter, parameter) for parameter in parameters if fp8_utils.is_float8tensor(parameter)]
 
 
 def as_bf16(parameter: Tensor) -> Tensor:
-    """Return a parameter as a checkpoint has it: itself, or its bf16 copy while weights are read or written."""
+    """Return the tensor of a parameter in a checkpoint: itself, or the bf16 copy of an FP8 parameter."""
     if not fp8_utils.is_float8tensor(parameter):
         return parameter
     values = getattr(parameter, "bf16_copy", None)
@@ -123,7 +123,7 @@ def as_bf16(parameter: Tensor) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def load_as_bf16(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Load weights as bf16 copies (in host memory), from which masters are made; on exit quantize the parameters."""
+    """Load weights into bf16 copies in host memory, the source of master weights; on exit quantize the parameters."""
     parameters = fp8_params(chunks)
     for parameter in parameters:
         parameter.bf16_copy = parameter.get_high_precision_init_val()
@@ -139,7 +139,7 @@ def load_as_bf16(chunks: Sequence[nn.Module]) -> Iterator[None]:
 def _quantize(parameter: Fp8Parameter, values: Tensor) -> None:
     scale = getattr(parameter._quantizer, "scale", None)
     if scale is not None:
-        # Delayed scaling: its scale and maxima are of past steps, not of these weights.
+        # Delayed scaling: scale and maxima belong to earlier values of the weight.
         scale.copy_(E4M3_MAX / values.abs().amax().float().clamp(min=1e-30))
         parameter._quantizer.amax.zero_()
     parameter.quantize_(values)
@@ -148,15 +148,15 @@ def _quantize(parameter: Fp8Parameter, values: Tensor) -> None:
 @contextmanager
 @torch.no_grad()
 def masters_as_bf16(optimizer: "MegatronOptimizer", chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Save the FP8 parameters of `chunks` as their masters, rounded to bf16.
+    """Save the FP8 parameters of `chunks` as their master weights, rounded to bf16.
 
-    `optimizer` is megatron-core's distributed one, of `chunks` wrapped for data parallelism. Every rank calls this
-    between two steps: the masters are gathered in the memory of the gradients.
+    optimizer: megatron-core's distributed optimizer of `chunks` wrapped for data parallelism. Every rank calls this
+    between two steps: the gradient buffers hold the gathered master weights.
     """
     parameters = fp8_params(chunks)
     for parameter in parameters:
-        memory = parameter.main_grad.view(-1).view(torch.bfloat16)  # longer than needed if gradients are in fp32
-        parameter.bf16_copy = memory[: parameter.numel()].zero_().view(parameter.shape)
+        buffer = parameter.main_grad.view(-1).view(torch.bfloat16)  # twice as long if gradients are in fp32
+        parameter.bf16_copy = buffer[: parameter.numel()].zero_().view(parameter.shape)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]) if parameters else ():
         _copy_masters(part)
     for parameter in parameters:
@@ -169,7 +169,7 @@ def masters_as_bf16(optimizer: "MegatronOptimizer", chunks: Sequence[nn.Module])
 
 
 def _copy_masters(optimizer: "DistributedOptimizer") -> None:
-    """Copy this rank's shards of the masters into the bf16 copies."""
+    """Copy this rank's shards of the master weights into the bf16 copies."""
     groups = (getattr(optimizer, name, []) for name in ("model_float16_groups", "shard_fp32_from_float16_groups"))
     for parameters, masters in zip(*groups, strict=True):
         for parameter, master in zip(parameters, masters, strict=True):
@@ -186,27 +186,27 @@ def move_to_device(model: nn.Module, device: torch.device) -> None:
 
 
 def read_scales(module: ExtraState) -> dict[str, Tensor]:
-    """Return the scaling state of a module of Transformer Engine by name (--fp8_recipe delayed), else {}."""
+    """Return the FP8 scaling state of a Transformer Engine module by name (--fp8_recipe delayed), else {}."""
     payload = module.get_extra_state()
     if payload is None or not payload.numel():
         return {}
     state = pickle.loads(payload.numpy().tobytes())
-    numbers = {name: value for name, value in state["extra_fp8_variables"].items() if isinstance(value, int | float)}
+    scalars = {name: value for name, value in state["extra_fp8_variables"].items() if isinstance(value, int | float)}
     scales = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return scales | {NUMBERS: torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)}
+    return scales | {SCALARS_KEY: torch.frombuffer(bytearray(json.dumps(scalars).encode()), dtype=torch.uint8)}
 
 
 def set_scales(module: ExtraState, scales: dict[str, Tensor], config: TransformerConfig) -> None:
-    """Restore what `read_scales` returned."""
-    numbers = json.loads(scales[NUMBERS].numpy().tobytes())
-    state: dict[str, object] = {name: value for name, value in scales.items() if name != NUMBERS}
-    state |= {"recipe": fp8_utils.get_fp8_recipe(config), "extra_fp8_variables": numbers}
+    """Restore the scaling state that `read_scales` returned."""
+    scalars = json.loads(scales[SCALARS_KEY].numpy().tobytes())
+    state: dict[str, object] = {name: value for name, value in scales.items() if name != SCALARS_KEY}
+    state |= {"recipe": fp8_utils.get_fp8_recipe(config), "extra_fp8_variables": scalars}
     payload = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-    before = os.environ.get(PICKLES)
-    os.environ[PICKLES] = "1"  # this pickle has just been made here: checkpoint files have none
+    previous = os.environ.get(PICKLE_VARIABLE)
+    os.environ[PICKLE_VARIABLE] = "1"  # safe: this pickle was made above, none comes from a file
     try:
         module.set_extra_state(payload)
     finally:
-        os.environ.pop(PICKLES)
-        if before is not None:
-            os.environ[PICKLES] = before
+        os.environ.pop(PICKLE_VARIABLE)
+        if previous is not None:
+            os.environ[PICKLE_VARIABLE] = previous

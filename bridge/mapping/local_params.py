@@ -1,4 +1,4 @@
-"""Parameters of this rank: the tensors of its model chunks by the table's keys, and its position in each split."""
+"""Local parameters of this rank: tensors of its model chunks by `ParamKey`, and their position among the shards."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from torch.distributed import ProcessGroup
 from .fp8 import as_bf16
 from .param_mapping import OUTPUT, Architecture, MappingEntry, ParamKey, ParamTable
 
-# Transformer Engine puts a norm inside the module of the matrix that follows it.
+# Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
-# `weight3`: expert 3 of this rank, by Transformer Engine; `weight`: all of them, stacked.
+# `weight3`: local expert 3 in Transformer Engine; `weight`: all local experts, stacked.
 EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.lora_[AB]))(\d*)")
-ADAPTER = ".adapter."  # in the names of the tensors of lora/
+ADAPTER = ".adapter."  # in the names of adapter tensors (lora/)
 
 
 class LocalParam(NamedTuple):
-    """A parameter or persistent buffer of a chunk; one in which experts are stacked has several views."""
+    """Parameter or persistent buffer of a chunk, with one view per stacked expert."""
 
     chunk: GPTModel
     tensor: Tensor
@@ -34,24 +34,24 @@ class LocalParam(NamedTuple):
 
 
 def decoder_layers(chunk: GPTModel) -> list[TransformerLayer]:
-    """List the decoder layers of a chunk. Their `layer_number` counts over the model, from 1."""
+    """List the decoder layers of a chunk. Their `layer_number` counts over the whole model, from 1."""
     return cast(list[TransformerLayer], list(chunk.decoder.layers))
 
 
 def collect_params(chunks: Sequence[GPTModel], *, adapters: bool = False) -> dict[ParamKey, Tensor]:
-    """Return every parameter and persistent buffer of this rank's chunks, in the model's order.
+    """Return the parameters and persistent buffers of this rank's chunks by key, in the model's order.
 
-    Experts are separate (views where stacked). adapters: those of the adapters only, else all others.
+    Stacked experts are separate views. adapters: return only the adapters' tensors, else all others.
     """
     return {key: view for param in iter_params(chunks, adapters=adapters) for key, view in param.views.items()}
 
 
 def iter_params(chunks: Sequence[GPTModel], *, adapters: bool = False) -> Iterator[LocalParam]:
-    """Yield the same by the parameters and buffers of the modules."""
+    """Yield the parameters and persistent buffers of `collect_params`, without separating stacked experts."""
     for chunk in chunks:
         for name, tensor in _named_state(chunk):
             if (ADAPTER in name) == adapters:
-                yield LocalParam(chunk, tensor, dict(by_key(chunk, name, tensor)))
+                yield LocalParam(chunk, tensor, dict(iter_views(chunk, name, tensor)))
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -62,38 +62,38 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def by_key(chunk: GPTModel, name: str, tensor: Tensor) -> Iterator[tuple[ParamKey, Tensor]]:
+def iter_views(chunk: GPTModel, name: str, tensor: Tensor) -> Iterator[tuple[ParamKey, Tensor]]:
     """Yield the keys of the parameter `name` of a chunk, each with its view of `tensor`."""
     match = LAYER.fullmatch(name)
     if not match:
         yield ParamKey(name), tensor
         return
-    number, mtp, rest = int(match[1]), match[2], match[3]
-    rest = FUSED_NORMS.get(rest, rest)
+    number, mtp, suffix = int(match[1]), match[2], match[3]
+    suffix = FUSED_NORMS.get(suffix, suffix)
     if name.startswith("mtp."):
         prefix, layer = "mtp.layers.{layer}." + mtp, number
     else:
         prefix, layer = "decoder.layers.{layer}.", decoder_layers(chunk)[number].layer_number - 1
-    if not (expert := EXPERTS.fullmatch(rest)):
-        yield ParamKey(prefix + rest, layer), tensor
+    if not (expert_match := EXPERTS.fullmatch(suffix)):
+        yield ParamKey(prefix + suffix, layer), tensor
         return
     experts = local_experts(chunk.config.num_moe_experts or 0)
-    key = ParamKey(prefix + expert[1], layer)
-    if expert[2]:
-        yield key._replace(expert=experts[int(expert[2])]), tensor
+    key = ParamKey(prefix + expert_match[1], layer)
+    if expert_match[2]:
+        yield key._replace(expert=experts[int(expert_match[2])]), tensor
     else:
         yield from ((key._replace(expert=e), part) for e, part in zip(experts, tensor.detach(), strict=True))
 
 
 def local_experts(experts: int) -> range:
-    """Return the numbers of this rank's experts."""
+    """Return the global indices of this rank's experts, given their total number."""
     count = experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * count
     return range(first, first + count)
 
 
 def expected_keys(chunks: Sequence[GPTModel], entries: ParamTable, architecture: Architecture) -> set[ParamKey]:
-    """Return the keys of the table that this rank's chunks must hold: of its layers, its experts, the model's ends."""
+    """Return the keys that this rank's chunks must have: its layers, its experts, embedding and output layer."""
     layers = {layer.layer_number - 1 for chunk in chunks for layer in decoder_layers(chunk)}
     experts = local_experts(architecture.transformer.get("num_moe_experts") or 0)
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
@@ -103,14 +103,14 @@ def expected_keys(chunks: Sequence[GPTModel], entries: ParamTable, architecture:
             numbers = range(architecture.mtp_depths) if key.name.startswith("mtp.") else layers
             return key.layer in numbers and (key.expert is None or key.expert in experts)
         if key == OUTPUT and architecture.tied:
-            return last and not first  # a stage without the embedding holds a copy
+            return last and not first  # a last stage without the embedding has a copy
         return first if key.name.startswith("embedding.") else last
 
     return {key for key in entries if is_local(key)}
 
 
 def shard_position(key: ParamKey, entry: MappingEntry) -> tuple[int, int]:
-    """Return the number of shards of a tensor, and the index of this rank's."""
+    """Return the number of shards of a tensor, and the index of this rank's shard."""
     if entry.kind.dim is None:
         return 1, 0
     group = shard_group(expert=key.expert is not None)
@@ -118,7 +118,7 @@ def shard_position(key: ParamKey, entry: MappingEntry) -> tuple[int, int]:
 
 
 def shard_group(*, expert: bool) -> ProcessGroup:
-    """Return the ranks that hold the shards of one tensor."""
+    """Return the process group that shards a tensor."""
     if expert:
         return cast(ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
     return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())

@@ -1,8 +1,8 @@
-"""The mapping table between a Hugging Face checkpoint and a megatron-core model.
+"""Mapping table between a Hugging Face checkpoint and a megatron-core model.
 
-A `ParamMapping` pairs tensor names of both sides. Its `ShardingKind` builds one from the other as a list of spans,
-which every direction reads: loading reads just the spans of a rank's own window, saving concatenates the windows of
-all ranks and cuts the spans out again.
+A `ParamMapping` pairs the tensor names of both sides. Its `ShardingKind` describes the megatron-core tensor as a list
+of spans of the Hugging Face tensors. Loading reads only the spans of a rank's shard. Saving concatenates the shards of
+all ranks and cuts out the spans.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -15,41 +15,41 @@ TransformerArgs = dict[str, Any]  # keyword arguments of megatron-core's Transfo
 
 @dataclass(frozen=True)
 class Rope:
-    """One rule of rotary embeddings."""
+    """Rotary position embedding."""
 
     base: float
-    dim: int  # rotated dimensions of a head, the first ones
-    scaling: HfConfig | None = None  # in one spelling: {"rope_type": "llama3", "factor": 8.0, ...}
-    interleaved: bool = False  # rotate pairs of neighbouring dimensions; else pairs of one dimension of each half
+    dim: int  # number of rotated dimensions, the first ones of a head
+    scaling: HfConfig | None = None  # normalized: {"rope_type": "llama3", "factor": 8.0, ...}
+    interleaved: bool = False  # rotate adjacent dimensions; else pair dimension i of the first and the second half
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The token mixer of one layer, where layers differ."""
+    """Token mixer of one layer."""
 
     mixer: str = "attention"  # or "gated_delta_net"
-    rope: int | None = 0  # index into Architecture.ropes; None: no positions
+    rope: int | None = 0  # index into Architecture.ropes; None: no position embedding
     window: int | None = None  # a query attends to itself and the `window - 1` keys before it
-    chunk: int | None = None  # a query attends within its own block of `chunk` positions
+    chunk: int | None = None  # a query attends within its block of `chunk` positions
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Expert routing that megatron-core's own settings cannot express; see layers/router.py."""
+    """Expert routing that megatron-core's settings cannot express; see layers/router.py."""
 
-    group_members: int = 2  # the score of a group of experts is the sum of its best so many
+    group_members: int = 2  # a group's score is the sum of this many of its highest expert scores
     normalize: bool = True  # normalize a token's expert weights to sum to 1, before any scaling
-    smallest_sum: float = 1e-20  # lower bound of the divisor of this normalization
-    logit_bias: bool = False  # the router's matrix has a bias
-    choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core has for sigmoid scores only
-    fp32: bool = False  # keep the router's matrix in fp32, whatever the model's dtype
+    smallest_sum: float = 1e-20  # lower bound of the divisor in this normalization
+    logit_bias: bool = False  # the router's linear layer has a bias
+    choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core supports for sigmoid scores only
+    fp32: bool = False  # router weights in fp32, regardless of the model's dtype
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's architecture, as a family reads it from config.json."""
+    """Architecture of a model, which a family reads from config.json."""
 
-    transformer: TransformerArgs  # without parallelism, dtype and kernels; the activation by its name
+    transformer: TransformerArgs  # without parallelism, dtype and kernels; activation_func is a name
     vocab_size: int  # rows of the embedding in the checkpoint, without padding
     tied: bool  # the output layer is the embedding
     max_positions: int
@@ -58,33 +58,33 @@ class Architecture:
     embedding_scale: float = 1.0  # factor on the embedding's output, in the model's dtype
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     logits_scale: float = 1.0  # divisor of the logits
-    post_norms: bool = False  # norms on the outputs of attention and MLP, too
-    output_bias: bool = False  # bias of attention's output; that of queries, keys and values: add_qkv_bias
-    mlp_bias: bool = False  # biases of both matrices of dense MLPs
-    sinks: bool = False  # a learned logit per head beside those of the keys
-    # With transformer's qk_layernorm "head" (each head by itself) or "all" (all heads together); without it, in layers
-    # with a rope, "l2" (each head divided by its root mean square, after the rope).
+    post_norms: bool = False  # additional norms on the outputs of attention and MLP
+    output_bias: bool = False  # bias of attention's output projection; for queries, keys and values: add_qkv_bias
+    mlp_bias: bool = False  # biases of both linear layers of dense MLPs
+    sinks: bool = False  # a learned logit per head in addition to those of the keys
+    # With qk_layernorm in `transformer`: "head" (a norm per head) or "all" (one norm over all heads). Without it: "l2"
+    # divides each head by its root mean square after the rope, in layers with a rope.
     qk_norm: str = "head"
     # (growth, step): in layers without a rope, queries at position p are multiplied by
     # 1 + growth * log(1 + floor((p + 1) / step)).
     query_growth: tuple[float, int] | None = None
-    expert_bias: bool = False  # biases of both matrices of each expert
-    routing: Routing | None = None  # None: the moe_router settings of `transformer`
+    expert_bias: bool = False  # biases of both linear layers of each expert
+    routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
-    num_labels: int | None = None  # of a score head in the output layer's place; see sequence_classification.py
-    passthrough: str = ""  # pattern of tensors that the model is built without; see checkpoint/passthrough.py
+    num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py
+    passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
 
 
 class Span(NamedTuple):
-    """Positions start, start + step, ... below stop of one of a mapping's Hugging Face tensors (part None: padding).
+    """Positions start, start + step, ... below stop of a Hugging Face tensor, along the split dimension.
 
-    They are counted along the split dimension.
+    part: index of the tensor in its mapping; None: padding.
     """
 
     part: int | None
     start: int
     stop: int
-    step: int = 1  # 2: every other one, where gate and up alternate
+    step: int = 1  # 2 where gate and up alternate
 
     @property
     def length(self) -> int:
@@ -93,19 +93,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingKind:
-    """Construction of a megatron-core tensor from Hugging Face tensors, and its split by tensor parallelism.
+    """Layout of a megatron-core tensor in terms of Hugging Face tensors, and its split by tensor parallelism.
 
-    `spans(length, ranks, architecture)` covers, in order and without a gap, the `length` positions along `dim` of the
-    concatenated shards of all `ranks`; rank r holds the r-th equal window of them. `parts` are the words that replace
-    {part} in the Hugging Face name.
+    dim: the split dimension; None: replicated. spans(length, ranks, architecture): cover, in order and without a gap,
+    the `length` positions along `dim` of the concatenated equal shards of all `ranks`. parts: replacements of {part} in
+    the Hugging Face name.
     """
 
-    dim: int | None  # None: every rank holds all of it
+    dim: int | None
     spans: Callable[[int, int, Architecture], list[Span]]
     parts: tuple[str, ...] = ("",)
 
 
-def _full(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+def _full_span(length: int, ranks: int, architecture: Architecture) -> list[Span]:
     return [Span(0, 0, length)]
 
 
@@ -117,8 +117,8 @@ def _padded_vocabulary(length: int, ranks: int, architecture: Architecture) -> l
 def _query_groups(length: int, ranks: int, architecture: Architecture) -> list[Span]:
     """Lay out each query group as its query heads, its key head, its value head.
 
-    The order does not depend on ranks. With fewer groups than ranks megatron-core still cuts it into equal windows, and
-    a rank gathers the activations of its group (megatron.core.transformer.attention, `num_query_groups < world_size`).
+    The order does not depend on `ranks`. With fewer groups than ranks megatron-core still splits the tensor equally,
+    and a rank gathers its group's activations (megatron.core.transformer.attention, `num_query_groups < world_size`).
     """
     heads, groups = architecture.transformer["num_attention_heads"], architecture.transformer["num_query_groups"]
     head_dim = length // (heads + 2 * groups)
@@ -127,20 +127,20 @@ def _query_groups(length: int, ranks: int, architecture: Architecture) -> list[S
 
 
 def _gate_and_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out each rank's gate, then its up: the shards of a gated MLP's two matrices alternate."""
+    """Lay out each rank's shard of gate, then its shard of up."""
     size = length // (2 * ranks)
     return [Span(part, r * size, (r + 1) * size) for r in range(ranks) for part in (0, 1)]
 
 
 def _fused_gate_and_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
-    """Lay out gate and up by ranks where one matrix holds all of the gate, then all of the up."""
+    """Lay out each rank's gate, then its up, from one matrix with all of gate before all of up."""
     half, size = length // 2, length // (2 * ranks)
     return [Span(0, first + r * size, first + (r + 1) * size) for r in range(ranks) for first in (0, half)]
 
 
-REPLICATED = ShardingKind(None, _full)
-COLUMN = ShardingKind(0, _full)  # split by output features
-ROW = ShardingKind(1, _full)  # split by input features
+REPLICATED = ShardingKind(None, _full_span)
+COLUMN = ShardingKind(0, _full_span)  # split by output features
+ROW = ShardingKind(1, _full_span)  # split by input features
 VOCAB = ShardingKind(0, _padded_vocabulary)
 QKV = ShardingKind(0, _query_groups, ("q", "k", "v"))
 GATE_UP = ShardingKind(0, _gate_and_up, ("gate", "up"))
@@ -149,27 +149,26 @@ FUSED_GATE_UP = ShardingKind(0, _fused_gate_and_up)
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One line of a family's table. {layer} and {expert} run over the model's layers and experts.
+    """One line of a family's table, for all {layer} and {expert} of the model.
 
     Expert tensor parallelism splits the mappings of experts (EXPERTS is in their megatron-core name) and expert
     parallelism distributes them; tensor parallelism splits the others.
     """
 
     hf: str  # with {part} where the kind has several
-    mcore: str  # in the spelling of megatron-core's local layers; an expert's own name has no {expert}
+    mcore: str  # named as in megatron-core's local layers; names of experts have no {expert}
     kind: ShardingKind
     layers: tuple[int, ...] | None = None  # None: every layer
-    stacked: bool = False  # the Hugging Face tensor holds all experts, along its first dimension
+    stacked: bool = False  # the Hugging Face tensor stacks all experts along its first dimension
     transposed: bool = False  # the last two dimensions are swapped in the Hugging Face tensor
-    fp32: bool = False  # held and saved in fp32 whatever the model's dtype
+    fp32: bool = False  # kept and saved in fp32, regardless of the model's dtype
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers: how to read its config.json, and its table.
+    """Model family of transformers: its reader of config.json, and its mapping table.
 
-    The functions get config.json's text model with `defaults` filled in. They raise ValueError for a setting that
-    cannot be expressed.
+    The functions take the text model's config with `defaults` filled in. Unsupported settings raise ValueError.
     """
 
     name: str  # model_type in config.json
@@ -178,24 +177,24 @@ class Family:
     defaults: HfConfig  # of transformers' config class
     architecture: Callable[[HfConfig], Architecture]
     mappings: Callable[[HfConfig], list[ParamMapping]]
-    limits: tuple[str, ...] = ()  # refused settings, for docs/models.md
-    # Mappings of the first so many layers of multi-token prediction. Raises ValueError if config.json has fewer.
+    limits: tuple[str, ...] = ()  # unsupported settings, for docs/models.md
+    # Mappings of the first layers of multi-token prediction, as many as given; ValueError if config.json has fewer.
     mtp_mappings: Callable[[HfConfig, int], list[ParamMapping]] | None = None
-    text_config: Callable[[HfConfig], HfConfig] = lambda config: config  # the text model's part of a config.json
-    vlm_names: tuple[Callable[[str], str], ...] = ()  # spellings of a tensor's name in vision-language checkpoints
+    text_config: Callable[[HfConfig], HfConfig] = lambda config: config  # text model's part of a config.json
+    vlm_names: tuple[Callable[[str], str], ...] = ()  # renaming functions for tensors of vision-language checkpoints
 
     def describe(self, hf_config: HfConfig) -> Architecture:
-        """Read the architecture of a raw config.json. Raises ValueError for what cannot be expressed."""
+        """Read the architecture from a raw config.json. Raises ValueError for unsupported settings."""
         return self.architecture(self.read(hf_config))
 
     def read(self, hf_config: HfConfig) -> HfConfig:
-        """Return the text model's part of a raw config.json with defaults filled in (null counts as missing)."""
+        """Return the text model's part of a raw config.json, with defaults for missing and null keys."""
         config = self.text_config(hf_config)
         missing = {key: default for key, default in self.defaults.items() if config.get(key) is None}
         return config | missing | {key: hf_config[key] for key in ("text_config",) if key in hf_config}
 
     def list_mappings(self, hf_config: HfConfig, mtp_depths: int = 0) -> list[ParamMapping]:
-        """List the table by all spellings of its names, the likelier ones for this raw config.json first."""
+        """List the mappings under all their checkpoint names, the likelier names for this raw config.json first."""
         config = self.read(hf_config)
         mappings = self.mappings(config)
         vlm = [replace(mapping, hf=spell(mapping.hf)) for spell in self.vlm_names for mapping in mappings]
@@ -204,7 +203,7 @@ class Family:
 
 
 class ParamKey(NamedTuple):
-    """One tensor of the model on megatron-core's side, by global layer and expert numbers."""
+    """Key of a megatron-core tensor, with global layer and expert indices."""
 
     name: str  # ParamMapping.mcore
     layer: int | None = None
@@ -216,62 +215,61 @@ class ParamKey(NamedTuple):
 
 
 class MappingEntry(NamedTuple):
-    """A mapping at one layer and expert."""
+    """Mapping of one layer and expert."""
 
     kind: ShardingKind
     hf: tuple[str, ...]  # one name per part of the kind
     transposed: bool = False  # as in ParamMapping
     fp32: bool = False
-    num_experts: int = 0  # number of experts in the Hugging Face tensors, where these are stacked
-    expert_index: int | None = None  # index of this one among them
+    num_experts: int = 0  # number of experts stacked in the Hugging Face tensors
+    expert_index: int | None = None  # index of this expert among them
 
     @property
     def dim(self) -> int:
-        """The split dimension of megatron-core's tensor."""
+        """Split dimension of the megatron-core tensor."""
         return self.kind.dim or 0
 
     @property
     def hf_dim(self) -> int:
-        """The split dimension of the Hugging Face tensors (one expert's, where these are stacked)."""
+        """Split dimension of the Hugging Face tensors (of one expert, if stacked)."""
         return 1 - self.dim if self.transposed else self.dim
 
     def is_in(self, names: Container[str]) -> bool:
         return all(name in names for name in self.hf)
 
     def spans(self, shard: Sequence[int], ranks: int, architecture: Architecture) -> list[Span]:
-        """Return the spans of the full tensor, given the shape of a rank's shard."""
+        """Return the spans of the full tensor, given the shape of one rank's shard."""
         return self.kind.spans(shard[self.dim] * ranks, ranks, architecture)
 
     def hf_shapes(self, shard: Sequence[int], spans: Iterable[Span]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the Hugging Face tensors of `spans` by name (one expert's, where these are stacked)."""
+        """Return the shapes of the Hugging Face tensors in `spans` by name (of one expert, if stacked)."""
         lengths = [0] * len(self.hf)
         for span in spans:
             if span.part is not None and span.length:
                 last = span.start + (span.length - 1) * span.step
                 lengths[span.part] = max(lengths[span.part], last + 1)
-        before, after = tuple(shard[: self.dim]), tuple(shard[self.dim + 1 :])
-        shapes = [(*before, length, *after) for length in lengths]
+        leading, trailing = tuple(shard[: self.dim]), tuple(shard[self.dim + 1 :])
+        shapes = [(*leading, length, *trailing) for length in lengths]
         return dict(zip(self.hf, (shape[::-1] if self.transposed else shape for shape in shapes), strict=True))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in the checkpoint of a tensor of `hf_shapes`."""
+        """Return the shape in the checkpoint, given a shape of `hf_shapes`."""
         return shape if self.expert_index is None else (self.num_experts, *shape)
 
 
 ParamTable = dict[ParamKey, MappingEntry]
 EMBEDDING = ParamKey("embedding.word_embeddings.weight")
 OUTPUT = ParamKey("output_layer.weight")
-EXPERTS = "mlp.experts.linear_fc"  # in the names of the experts' own tensors, one for each expert
+EXPERTS = "mlp.experts.linear_fc"  # in the names of tensors of single experts
 
 
 def expand_mappings(
     family: Family, hf_config: HfConfig, architecture: Architecture, names: Container[str] = ()
 ) -> ParamTable:
-    """Expand the table over every layer and expert of the model that a raw config.json describes.
+    """Expand the table over every layer and expert of the model in a raw config.json.
 
-    Where a family has several mappings for one tensor (spellings of its checkpoints), the first whose tensors are all
-    among the checkpoint's `names` counts. With tied embeddings the output layer's entry names the embedding's tensor:
-    a copy, where a stage holds one.
+    If a family has several mappings of one tensor, the first with all its tensors in the checkpoint's `names` is used.
+    With tied embeddings the output layer's entry names the embedding's tensor, and the last stage has a copy.
     """
     entries: ParamTable = {}
     experts = range(architecture.transformer.get("num_moe_experts") or 0)
@@ -292,7 +290,7 @@ def expand_mappings(
 
 
 def clip_spans(spans: Iterable[Span], start: int, stop: int) -> Iterator[tuple[int, Span]]:
-    """Yield the pieces of `spans` within positions start..stop, each with its offset from `start`."""
+    """Yield the parts of `spans` within positions start..stop, each with its offset from `start`."""
     begin = 0
     for span in spans:
         low, high = max(begin, start), min(begin + span.length, stop)

@@ -1,1 +1,1 @@
-"""Building a megatron-core model from a Hugging Face config."""
+"""Builder of a megatron-core model from a Hugging Face config."""

@@ -1,4 +1,4 @@
-"""The model builder: a checkpoint's config.json and the options -> this rank's chunks of a megatron-core GPTModel."""
+"""Model builder: this rank's chunks of a megatron-core GPTModel, from a raw config.json and the options."""
 
 import logging
 from dataclasses import replace
@@ -30,19 +30,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, *, adapters: bool = False) -> Model:
-    """Build this rank's chunks, weights not yet set, on its device. The process groups must be there: parallel.py.
+    """Build this rank's chunks on its device, with uninitialized weights. parallel.py must have created the groups.
 
-    `adapters`: there will be some, which want to see what goes into each matrix.
+    adapters: build norms as separate modules, since adapters need the input of each linear layer.
     """
     runtime.enable()
     patches.apply_patches()
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its advice is for its own launcher's users
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its warnings are for users of its own launcher
     family = family_of(hf_config)
     architecture = family.describe(hf_config)
     if options.mtp_num_layers:
-        architecture = _with_prediction(architecture, family, hf_config, options)
+        architecture = _add_mtp_layers(architecture, family, hf_config, options)
     if "num_moe_experts" in architecture.transformer and dtype == torch.float16:
-        # megatron-core scales the loss for dense weights and for experts apart: the two can part.
+        # megatron-core has separate loss scales for dense weights and for experts, which can diverge.
         raise ValueError("--torch_dtype float16 is not for a mixture of experts: give bfloat16 or float32")
     kernels = choose_kernels(options, architecture, dtype)
     config = transformer_config(architecture, options, kernels, dtype)
@@ -51,11 +51,11 @@ def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, 
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
     return Model(
-        chunks, config, architecture, kernels, ropes, current_groups(), prediction_scale=options.mtp_loss_scaling_factor
+        chunks, config, architecture, kernels, ropes, current_groups(), mtp_loss_scale=options.mtp_loss_scaling_factor
     )
 
 
-def _with_prediction(
+def _add_mtp_layers(
     architecture: Architecture, family: Family, hf_config: HfConfig, options: BuildOptions
 ) -> Architecture:
     depths = options.mtp_num_layers or 0
@@ -77,13 +77,13 @@ def _build_chunk(
     model = GPTModel(
         config,
         block_spec(config, transformer_engine=kernels.transformer_engine, vp_stage=vp_stage),  # pyright: ignore[reportArgumentType]
-        vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded up to what TP divides, inside only
+        vocab_size=-(-architecture.vocab_size // tp) * tp,  # padded to a multiple of TP in memory only
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="none",  # attention turns queries and keys itself: see layers/attention.py
+        position_embedding_type="none",  # attention applies the rope itself: see layers/attention.py
         vp_stage=vp_stage,
     )
     if architecture.num_labels is not None and model.post_process:
@@ -98,7 +98,7 @@ def _build_chunk(
             config, architecture.mtp_depths, layer, norm
         ).to(runtime.device())
     if model.pre_process and config.accumulate_in_matmul:  # pyright: ignore[reportAttributeAccessIssue]
-        # A GPTModel makes its embedding by itself, of no spec.
+        # GPTModel creates its embedding without a spec.
         model.embedding.word_embeddings.__class__ = AccumulatingEmbedding
     if architecture.embedding_scale != 1.0 and model.pre_process:
         scale = float(torch.tensor(architecture.embedding_scale, dtype=config.params_dtype))
@@ -107,34 +107,36 @@ def _build_chunk(
 
 
 def enable_grads_through_frozen(chunk: GPTModel) -> None:
-    """Let all parameters that are trained have gradients beside frozen ones: called once it is known which are.
+    """Enable the gradients of trained parameters next to frozen ones. Call this after parameters are frozen.
 
-    Raises ValueError for biases beside frozen matrices in FP8.
+    Raises ValueError for trained biases of frozen weights in FP8.
     """
-    trained = any(parameter.requires_grad for parameter in chunk.parameters())
-    if chunk.pre_process and trained and chunk.config.recompute_granularity:
-        # What is recomputed gives its parameters gradients only where what goes into it has one.
-        chunk.embedding.register_forward_hook(_with_gradient)
+    is_trained = any(parameter.requires_grad for parameter in chunk.parameters())
+    if chunk.pre_process and is_trained and chunk.config.recompute_granularity:
+        # Recomputed modules give their parameters gradients only if their input requires one.
+        chunk.embedding.register_forward_hook(_require_output_grad)
     for name, module in chunk.named_modules():
         bias, weight = getattr(module, "bias", None), getattr(module, "weight", None)
-        if bias is None or weight is None or not bias.requires_grad or weight.requires_grad or not _adds_bias(module):
+        if bias is None or weight is None or not bias.requires_grad or weight.requires_grad or not _fuses_bias(module):
             continue
         if chunk.config.fp8:
             raise ValueError(f"--fp8_format: the bias of {name} is to be trained, and its matrix is not; leave one out")
-        module.register_forward_hook(_with_bias_gradient, prepend=True)
+        module.register_forward_hook(_add_bias_gradient, prepend=True)
 
 
-def _with_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _require_output_grad(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _adds_bias(module: Any) -> bool:
-    """Whether the bias is added in the same autograd function as the product, of megatron-core's or Transformer
-    Engine's: these give it no gradient where the matrix has none."""
+def _fuses_bias(module: Any) -> bool:
+    """Return whether megatron-core or Transformer Engine adds the bias in the autograd function of the product.
+
+    These functions give the bias no gradient if the weight has none.
+    """
     if isinstance(module, ColumnParallelLinear):
         return not module.skip_bias_add
     return not getattr(module, "te_return_bias", True)
 
 
-def _with_bias_gradient(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _add_bias_gradient(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return output[0] + (module.bias - module.bias.detach()), output[1]

@@ -1,4 +1,4 @@
-"""The mapping table of a built model."""
+"""Mapping table of a built model."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamTable, 
 
 
 class ChunkMapping(NamedTuple):
-    """The family, architecture and table of a built model."""
+    """Family, architecture and table of a built model."""
 
     family: Family
     architecture: Architecture
@@ -19,12 +19,12 @@ class ChunkMapping(NamedTuple):
 
 
 def describe_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig) -> Architecture:
-    """Describe the model of a raw config.json, with as many layers of multi-token prediction as `chunks` have."""
+    """Return the architecture in a raw config.json, with the multi-token prediction layers that `chunks` have."""
     depths = max((len(chunk.mtp.layers) for chunk in chunks if getattr(chunk, "mtp", None)), default=0)
     return replace(family_of(hf_config).describe(hf_config), mtp_depths=depths)
 
 
 def map_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig, names: Container[str] = ()) -> ChunkMapping:
-    """Expand the table of `chunks`. `names`: of the checkpoint's tensors, where a family has several spellings."""
+    """Expand the table of `chunks`. names: the checkpoint's tensors, if the family has several mappings for one."""
     family, architecture = family_of(hf_config), describe_chunks(chunks, hf_config)
     return ChunkMapping(family, architecture, expand_mappings(family, hf_config, architecture, names))

@@ -1,4 +1,4 @@
-"""Architecture, layout and numerics -> megatron-core's TransformerConfig."""
+"""Translation of architecture and options into megatron-core's TransformerConfig."""
 
 import functools
 
@@ -25,9 +25,9 @@ ACTIVATIONS = {
 def transformer_config(
     architecture: Architecture, options: BuildOptions, kernels: Kernels, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Architecture, layout and numerics in megatron-core's one configuration object."""
+    """Return megatron-core's config for an architecture, its parallel layout, kernels and numerics."""
     on_gpu = torch.cuda.is_available()
-    pipeline = options.pipeline_model_parallel_size > 1
+    is_pipelined = options.pipeline_model_parallel_size > 1
     interleaved = bool(options.virtual_pipeline_model_parallel_size)
     overlap_p2p = options.overlap_p2p_comm and interleaved
     settings: TransformerArgs = {
@@ -48,47 +48,47 @@ def transformer_config(
         "microbatch_group_size_per_vp_stage": options.microbatch_group_size_per_vp_stage,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p if options.batch_p2p_comm is None else options.batch_p2p_comm,
-        "batch_p2p_sync": False,  # of PyTorch before 1.13, whose batches were not waited for (pytorch#82450)
-        "deallocate_pipeline_outputs": pipeline,
+        "batch_p2p_sync": False,  # only PyTorch before 1.13 needs it (pytorch#82450)
+        "deallocate_pipeline_outputs": is_pipelined,
         "context_parallel_size": options.context_parallel_size,
         "cp_comm_type": kernels.context_exchange(options),
         "attention_dropout": options.attention_dropout,
         "hidden_dropout": options.hidden_dropout,
-        # By torch.compile, which takes its time: one addition is as fast by itself.
+        # It uses torch.compile, which is slow to start; a single addition is as fast without it.
         "bias_dropout_fusion": options.bias_dropout_fusion
         and on_gpu
         and (architecture.output_bias or architecture.mlp_bias or options.hidden_dropout > 0),
-        # megatron-core's fused GELU is the approximation by tanh, under GELU's name.
+        # megatron-core's fused GELU is the tanh approximation.
         "bias_activation_fusion": options.bias_activation_fusion
         and on_gpu
         and architecture.transformer["activation_func"] == "silu",
-        # Transformer Engine's kernel, for heads that ours (kernels/qkv.py) does not know.
+        # Transformer Engine's kernel, for heads that ours (kernels/qkv.py) does not support.
         "apply_rope_fusion": options.apply_rope_fusion and kernels.attention == "transformer_engine",
         "gradient_accumulation_fusion": False,  # see layers/spec.py
-        "cross_entropy_loss_fusion": False,  # the loss is ours: see layers/logprobs.py
+        "cross_entropy_loss_fusion": False,  # we compute the loss: see layers/logprobs.py
         "deterministic_mode": options.deterministic_mode,
         **fp8.transformer_args(options),
-        **_recompute(options, kernels, options.attention_backend),
+        **_recompute_settings(options, kernels, options.attention_backend),
     }
     if "num_moe_experts" in settings:
-        settings |= _experts(options, kernels, settings)
+        settings |= _moe_settings(options, kernels, settings)
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
     config = (MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig)(**settings)
-    # Ours, beside megatron-core's: read by layers/.
+    # Attributes of our own, for layers/.
     config.architecture = architecture  # type: ignore[attr-defined]
     config.attention_kernel = kernels.attention  # type: ignore[attr-defined]
     config.fuses_permutation = kernels.permutation == "own"  # type: ignore[attr-defined]
-    fused = usable(torch.empty(0, device=runtime.device()))
-    config.fuse_heads = options.apply_rope_fusion and fused  # type: ignore[attr-defined]
-    config.accumulate_in_experts = options.gradient_accumulation_fusion and fused  # type: ignore[attr-defined]
+    has_fused_kernels = usable(torch.empty(0, device=runtime.device()))
+    config.fuse_heads = options.apply_rope_fusion and has_fused_kernels  # type: ignore[attr-defined]
+    config.accumulate_in_experts = options.gradient_accumulation_fusion and has_fused_kernels  # type: ignore[attr-defined]
     config.accumulate_in_matmul = options.gradient_accumulation_fusion and on_gpu  # type: ignore[attr-defined]
-    # megatron-core's fused SwiGLU is torch.compile's. Ours (layers/mlp.py) has the place of Transformer Engine's.
+    # megatron-core's fused SwiGLU uses torch.compile. Ours (layers/mlp.py) replaces Transformer Engine's.
     config.use_te_activation_func = config.bias_activation_fusion and config.gated_linear_unit
     return config
 
 
-def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> TransformerArgs:
+def _recompute_settings(options: RecomputeOptions, kernels: Kernels, attention_backend: str) -> TransformerArgs:
     if options.recompute_granularity == "none":
         return {}
     if options.recompute_granularity == "full":
@@ -97,21 +97,21 @@ def _recompute(options: RecomputeOptions, kernels: Kernels, attention_backend: s
             "recompute_method": options.recompute_method,
             "recompute_num_layers": options.recompute_num_layers,
         }
-    # Flash kernels recompute the scores themselves: there is nothing more that recomputing attention would save.
+    # Flash kernels recompute the scores themselves, so recomputing core attention would save nothing.
     keeps_scores = kernels.attention == "transformer_engine" and attention_backend == "unfused"
     modules = [module for module in options.recompute_modules if module != "core_attn" or keeps_scores]
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
-def _experts(options: BuildOptions, kernels: Kernels, settings: TransformerArgs) -> TransformerArgs:
-    shared = settings.get("moe_shared_expert_intermediate_size") is not None
+def _moe_settings(options: BuildOptions, kernels: Kernels, settings: TransformerArgs) -> TransformerArgs:
+    has_shared_expert = settings.get("moe_shared_expert_intermediate_size") is not None
     balancing = settings.get("moe_router_load_balancing_type", "aux_loss")
     return {
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
         "moe_grouped_gemm": options.moe_grouped_gemm,
         "moe_permute_fusion": kernels.permutation == "transformer_engine",
-        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and shared,
+        "moe_shared_expert_overlap": options.moe_shared_expert_overlap and has_shared_expert,
         "moe_token_dispatcher_type": kernels.dispatcher,
         "moe_router_dtype": None if options.moe_router_dtype == "none" else options.moe_router_dtype,
         "moe_router_load_balancing_type": options.moe_router_load_balancing_type or balancing,

@@ -1,4 +1,4 @@
-"""Flags that choose kernels are preferences: here the nearest that this machine has is found, and named."""
+"""Choice of kernels: flags are preferences, and the closest available kernels are selected and reported."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,23 +15,23 @@ from ..options import BuildOptions, KernelOptions, ParallelOptions
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels that run on this machine."""
+    """Kernels selected for this machine."""
 
     transformer_engine: bool
     attention: str  # "transformer_engine", "varlen" or "sdpa": see layers/attention.py
-    dispatcher: str | None = None  # how tokens reach their experts; None: the model has none
-    permutation: str | None = None  # of tokens for their experts: "own", "transformer_engine" or "plain"
-    fp8: str | None = None  # its format and scaling; None: nothing is computed in it
+    dispatcher: str | None = None  # token dispatcher; None: no experts
+    permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
+    fp8: str | None = None  # format and recipe; None: no FP8
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
-        """Transformer Engine's kernel: flash only where the flash-attn package is there, else its own choice."""
+        """Return Transformer Engine's backend: flash only if flash-attn is installed, else its automatic choice."""
         name = options.attention_backend
         if name in ("unfused", "fused"):
             return AttnBackend[name]
         return AttnBackend.flash if name.startswith("flash") and find_spec("flash_attn") else AttnBackend.auto
 
     def context_exchange(self, options: ParallelOptions) -> str:
-        """Return the exchange of context parallelism: ours gathers keys and values; `a2a+p2p` needs more groups."""
+        """Return context parallelism's cp_comm_type: ours gathers keys and values; `a2a+p2p` needs more groups."""
         if self.attention != "transformer_engine":
             return "all_gather"
         return options.cp_comm_type if options.cp_comm_type in ("all_gather", "a2a") else "p2p"
@@ -53,44 +53,44 @@ class Kernels:
 
 
 def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: torch.dtype) -> Kernels:
-    """Return the nearest to the options that this machine has, for a model of `architecture` in `dtype`.
+    """Select the available kernels closest to the options, for a model of `architecture` in `dtype`.
 
-    Raises ValueError where Transformer Engine is asked for by name, or FP8, and cannot be used.
+    Raises ValueError if Transformer Engine or FP8 is requested explicitly and cannot be used.
     """
     on_gpu = torch.cuda.is_available()
-    installed = on_gpu and find_spec("transformer_engine_torch") is not None
-    by_name = options.transformer_impl == "transformer_engine"
-    if by_name and not installed:
-        missing = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
-        raise ValueError(f"--transformer_impl transformer_engine: {missing} (or use --transformer_impl local)")
-    # By itself for FP8 alone: its other layers are no faster than ours and take more of the host's time (and in fp32
-    # its products are in TF32, with a thousandth of error).
-    engine = by_name or (options.transformer_impl == "auto" and installed and bool(options.fp8_format))
-    fp8.check(options, dtype, transformer_engine=engine)
+    has_engine = on_gpu and find_spec("transformer_engine_torch") is not None
+    is_explicit = options.transformer_impl == "transformer_engine"
+    if is_explicit and not has_engine:
+        reason = "it is not installed: pip install 'megaswift[gpu]'" if on_gpu else "no GPU is visible"
+        raise ValueError(f"--transformer_impl transformer_engine: {reason} (or use --transformer_impl local)")
+    # "auto" uses it for FP8 only: otherwise its layers are no faster than ours and take more host time (and in fp32 its
+    # products are in TF32, with an error of a thousandth).
+    use_engine = is_explicit or (options.transformer_impl == "auto" and has_engine and bool(options.fp8_format))
+    fp8.check(options, dtype, transformer_engine=use_engine)
     precision = f"{options.fp8_format}, {options.fp8_recipe}" if options.fp8_format else None
-    # Flash kernels are for half precision, and heads in multiples of eight.
+    # Flash kernels need half precision and head sizes that are multiples of eight.
     if dtype == torch.float32 or not on_gpu or any(size % 8 for size in _head_sizes(architecture)):
         attention = "sdpa"
-    elif installed and "local" not in (options.transformer_impl, options.attention_backend) and not architecture.sinks:
-        # It has no sinks for packed documents.
+    elif has_engine and "local" not in (options.transformer_impl, options.attention_backend) and not architecture.sinks:
+        # It supports no sinks for packed documents.
         attention = "transformer_engine"
     else:
         attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
     if "num_moe_experts" not in architecture.transformer:
-        return Kernels(engine, attention, fp8=precision)
+        return Kernels(use_engine, attention, fp8=precision)
     dispatcher = options.moe_token_dispatcher_type
-    spread = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
-    if dispatcher == "flex" and not (spread and find_spec("deep_ep")):
+    is_distributed = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
+    if dispatcher == "flex" and not (is_distributed and find_spec("deep_ep")):
         dispatcher = "alltoall"
     return Kernels(
-        engine, attention, dispatcher, _permutation(options, dispatcher, transformer_engine=installed), precision
+        use_engine, attention, dispatcher, _permutation(options, dispatcher, transformer_engine=has_engine), precision
     )
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:
     if not options.moe_permute_fusion:
         return "plain"
-    # Ours is for tokens that each have all of their experts.
+    # Ours needs tokens that keep all their experts.
     has_all_experts = (
         options.moe_expert_capacity_factor is None and options.moe_router_load_balancing_type != "sinkhorn"
     )
@@ -101,7 +101,7 @@ def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: 
 
 def _head_sizes(architecture: Architecture) -> tuple[int, ...]:
     """Return the head sizes of keys and of values."""
-    about = architecture.transformer
-    if about.get("multi_latent_attention"):
-        return about["qk_head_dim"] + about["qk_pos_emb_head_dim"], about["v_head_dim"]
-    return (about["kv_channels"],)
+    arguments = architecture.transformer
+    if arguments.get("multi_latent_attention"):
+        return arguments["qk_head_dim"] + arguments["qk_pos_emb_head_dim"], arguments["v_head_dim"]
+    return (arguments["kv_channels"],)

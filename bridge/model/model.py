@@ -1,4 +1,4 @@
-"""A built model, and the one way through it."""
+"""Built model and its forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,63 +20,63 @@ from .kernel_selection import Kernels
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One micro batch. Tensors are on the model's device, except where it says CPU."""
+    """Micro batch. Tensors are on the model's device unless marked CPU."""
 
     tokens: Tensor  # [rows, local length] int64
-    position_ids: Tensor  # [rows, local length] int64, from 0 in every document
-    cu_seqlens: Tensor | None  # [documents + 1] int32, CPU: boundaries in the whole row; None: a document per row
-    max_seqlen: int  # the longest document
+    position_ids: Tensor  # [rows, local length] int64, restarting at 0 in each document
+    cu_seqlens: Tensor | None  # [documents + 1] int32, CPU: boundaries in the full row; None: one document per row
+    max_seqlen: int  # length of the longest document
     labels: Tensor | None = None  # [rows, local length] int64
     loss_weights: Tensor | None = None  # [rows, local length] fp32: weights of the labels
-    loss_positions: Tensor | None = None  # [n] int64, CPU: which of rows * local length count; None: all
-    experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: the router's choices; -1: its own
+    loss_positions: Tensor | None = None  # [n] int64, CPU: scored indices into rows * local length; None: all
+    experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: experts to replay; -1: the router's choice
 
 
 @dataclass(frozen=True)
 class LastStage:
-    """What an output processor works on: the last pipeline stage, before its output layer."""
+    """Input of an output processor: the last pipeline stage before its output layer."""
 
     model: "Model"
     inputs: ModelInputs
     documents: Documents
-    hidden_states: Tensor  # [length, rows, hidden_size]; this rank's share of the length under sequence parallelism
+    hidden_states: Tensor  # [length, rows, hidden_size]; length / TP under sequence parallelism
     output_layer: torch.nn.Module
-    tied_weight: Tensor | None  # the embedding's matrix, where it is the output layer's
+    tied_weight: Tensor | None  # the embedding's weight if the output layer is tied
 
     def output_matrix(self) -> Tensor:
-        """Return this tensor-parallel rank's rows of the output matrix, [vocabulary / TP, hidden_size]."""
+        """Return this rank's rows of the output layer's weight, [vocabulary / TP, hidden_size]."""
         self.run_hooks()
         weight = self.output_layer.weight if self.tied_weight is None else self.tied_weight
         assert isinstance(weight, Tensor)
         return weight
 
     def run_hooks(self) -> None:
-        """Run the output layer's forward hooks, which wait for its matrix where parameters are gathered late."""
+        """Run the output layer's forward hooks, which wait for its weight under overlapped parameter gather."""
         for hook in self.output_layer._forward_pre_hooks.values():
             hook(self.output_layer, ())
 
 
-OutputProcessor = Callable[[LastStage], Tensor]  # outputs.py has those that tasks use
+OutputProcessor = Callable[[LastStage], Tensor]  # see outputs.py
 
 
 @dataclass
 class Model:
-    """This rank's part of the model."""
+    """This rank's chunks of the model, with their config."""
 
     chunks: list[GPTModel]  # one per virtual pipeline stage
     config: TransformerConfig
     architecture: Architecture
     kernels: Kernels
-    ropes: tuple[RotaryRule, ...]  # for each of the architecture's, on this rank's device
-    groups: ProcessGroupCollection  # of the layout that it was built in
-    lora: Any = None  # lora/attach.py's Lora, where there are adapters
-    trained_share: float = 1.0  # of its parameters, adapters among them
-    prediction_scale: float = 0.0  # weight of the mean loss of multi-token prediction
+    ropes: tuple[RotaryRule, ...]  # of Architecture.ropes, on this rank's device
+    groups: ProcessGroupCollection  # process groups of its parallel layout
+    lora: Any = None  # lora/attach.py's Lora; None without adapters
+    trained_share: float = 1.0  # fraction of trained parameters, including adapters
+    mtp_loss_scale: float = 0.0  # weight of the mean multi-token prediction loss
 
     def forward(self, chunk: torch.nn.Module, inputs: ModelInputs, output: OutputProcessor) -> Tensor:
-        """Take one micro batch through one chunk (bare, or wrapped for data parallelism).
+        """Run the forward pass of one micro batch through one chunk (bare, or wrapped for data parallelism).
 
-        Returns what `output` makes of it on the last pipeline stage, else hidden states for the next stage.
+        Returns the result of `output` on the last pipeline stage, else hidden states for the next stage.
         """
         documents = self._documents(inputs)
         if inputs.experts is not None:
@@ -88,14 +88,14 @@ class Model:
         return chunk(inputs.tokens, inputs.position_ids, None, packed_seq_params=documents, output_processor=process)
 
     def output_matrix(self) -> Tensor:
-        """Return this rank's rows of the output matrix, on the last pipeline stage."""
+        """Return this rank's rows of the output layer's weight, on the last pipeline stage."""
         chunk = self.chunks[-1]
         weight = chunk.shared_embedding_or_output_weight() if self.architecture.tied else chunk.output_layer.weight
         assert isinstance(weight, Tensor)
         return weight
 
     def _documents(self, inputs: ModelInputs) -> Documents:
-        """Describe the micro batch's documents, once for all layers."""
+        """Prepare the packed documents of a micro batch, once for all layers."""
         cp_size, cp_rank = self.groups.cp.size(), self.groups.cp.rank()
         device = inputs.position_ids.device
         documents = make_packed_seqs(

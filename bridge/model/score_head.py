@@ -1,4 +1,4 @@
-"""Score heads: how config.json declares one, and the initial values of a new one."""
+"""Score heads: their declaration in config.json, and the initial values of new ones."""
 
 import hashlib
 
@@ -14,11 +14,11 @@ from ..mapping.param_mapping import HfConfig
 def add_score_head(
     hf_config: HfConfig, labels: int, problem_type: str | None = None, *, pad_token_id: int | None = None
 ) -> HfConfig:
-    """Return the config.json of the sequence-classification model with so many labels on the body of `hf_config`.
+    """Return the config.json of a sequence-classification model with `labels` labels, based on `hf_config`.
 
-    pad_token_id: the tokenizer's, where config.json has none; else the first end-of-text token. transformers takes a
-    document's last token that is not this one. Raises ValueError if transformers has no such model, or `hf_config` has
-    a head with another number of labels.
+    pad_token_id: the tokenizer's, for a config.json without one; default: the first eos token. transformers scores a
+    document's last token that is not padding. Raises ValueError if transformers has no such model, or `hf_config` has a
+    head with another number of labels.
     """
     if (current := count_labels(hf_config)) is not None:
         if current != labels:
@@ -29,15 +29,15 @@ def add_score_head(
         return hf_config | ({"problem_type": problem_type} if problem_type else {})
     names = [f"LABEL_{label}" for label in range(labels)]
     config = hf_config | {
-        "architectures": [_architecture(hf_config)],
+        "architectures": [_classifier_architecture(hf_config)],
         "id2label": {str(label): name for label, name in enumerate(names)},
         "label2id": {name: label for label, name in enumerate(names)},
         "problem_type": problem_type,
     }
     config.pop("num_labels", None)  # id2label has it
     if "text_config" in config:
-        return config | {"text_config": _with_padding(config["text_config"], pad_token_id)}
-    return _with_padding(config, pad_token_id)
+        return config | {"text_config": _set_pad_token(config["text_config"], pad_token_id)}
+    return _set_pad_token(config, pad_token_id)
 
 
 def classifier_architectures() -> dict[str, str]:
@@ -47,7 +47,7 @@ def classifier_architectures() -> dict[str, str]:
     return {kind: name for kind, name in NAMES.items() if name.endswith(SUFFIX)}
 
 
-def _architecture(config: HfConfig) -> str:
+def _classifier_architecture(config: HfConfig) -> str:
     classifiers, kind = classifier_architectures(), config.get("model_type", "")
     if kind not in classifiers:
         supported = ", ".join(family.name for family in FAMILIES if family.name in classifiers)
@@ -55,7 +55,7 @@ def _architecture(config: HfConfig) -> str:
     return classifiers[kind]
 
 
-def _with_padding(config: HfConfig, pad_token_id: int | None) -> HfConfig:
+def _set_pad_token(config: HfConfig, pad_token_id: int | None) -> HfConfig:
     if config.get("pad_token_id") is not None:
         return config
     ends = config.get("eos_token_id")
@@ -66,12 +66,12 @@ def _with_padding(config: HfConfig, pad_token_id: int | None) -> HfConfig:
 
 @torch.no_grad()
 def init_head(weight: Tensor, hf_config: HfConfig, seed: int) -> None:
-    """Initialize a head at random, as transformers does, and the same in every layout."""
+    """Initialize a head with random values as transformers does, the same in every layout."""
     std = text_config(hf_config).get("initializer_range") or 0.02
     weight.copy_(torch.empty(weight.shape).normal_(std=std, generator=seeded_generator("score.weight", seed)))
 
 
 def seeded_generator(name: str, seed: int) -> torch.Generator:
-    """Return a random generator that depends on a tensor's name and `seed` alone."""
+    """Return a random generator that depends only on a tensor's name and `seed`."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

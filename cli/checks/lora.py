@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, base_of, mcore_folder, read_adapter_config, read_config
+from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, base_model_name, mcore_folder, read_adapter_config, read_config
 from ...bridge.families import family_of
-from ...bridge.lora.adapter_mapping import AdapterPlan, modules_of, plan_adapters
+from ...bridge.lora.adapter_mapping import AdapterPlan, adapted_modules, plan_adapters
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import expand_mappings
 from ...bridge.option_groups import flag_value
@@ -161,7 +161,7 @@ def take_base(options: ModelOptions, adapter: AdapterOptions) -> Iterator[str]:
         return
     source = source_of(adapter)
     try:
-        options.model = base_of(Path(source.partition(" ")[2]).expanduser(), config)
+        options.model = base_model_name(Path(source.partition(" ")[2]).expanduser(), config)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(f"{error}.") from None
     yield f"--model {options.model}: the base model that {source} names."
@@ -197,7 +197,7 @@ def check_adapters(options: SftOptions, sources: Mapping[str, str], model: HfCon
     model: config.json, None if not downloaded yet
     """
     adapter, source = settings_of(options), source_of(options)
-    settings = LoraSettings.of_options(options.lora) if adapter is None else _continued(options, adapter, sources)
+    settings = LoraSettings.from_options(options.lora) if adapter is None else _continued(options, adapter, sources)
     plan = None if model is None else check_fits(settings, model, options, source)
     if adapter is None:
         return
@@ -215,7 +215,7 @@ def _changed_modules(
     options: SftOptions, adapter: LoraSettings, sources: Mapping[str, str]
 ) -> Iterator[tuple[str, LoraSettings]]:
     """Yield each typed flag that selects modules, with the adapter's settings changed by it."""
-    requested = LoraSettings.of_options(options.lora)
+    requested = LoraSettings.from_options(options.lora)
     for flag in ("target_modules", "target_regex"):
         if is_typed(flag, sources):
             yield flag, replace(adapter, targets=requested.targets, regex=requested.regex)
@@ -239,9 +239,9 @@ def settings_of(adapter: AdapterOptions) -> LoraSettings | None:
         return None
     try:
         if not adapter.adapters:  # only torch can read the module names with experts in --mcore_adapter
-            return LoraSettings.of_adapter(config, () if config.get("target_parameters") else None)
+            return LoraSettings.from_adapter_config(config, () if config.get("target_parameters") else None)
         folder = Path(adapter.adapters[0]).expanduser()
-        return LoraSettings.of_adapter(config, modules_of(folder, _tensors(folder / ADAPTER_WEIGHTS)))
+        return LoraSettings.from_adapter_config(config, adapted_modules(folder, _tensors(folder / ADAPTER_WEIGHTS)))
     except ValueError as error:
         raise UsageError(f"{source_of(adapter)}: {error}.") from None
 

@@ -7,9 +7,9 @@ from ...bridge.checkpoint.hub import (
     ADAPTER_CONFIG,
     INDEX,
     MCORE_FILES,
+    get_max_positions,
     mcore_folder,
-    no_weights,
-    positions_of,
+    no_weights_message,
     read_config,
 )
 from ...bridge.families import family_of
@@ -46,7 +46,7 @@ def read_model_config(options: ModelOptions, *, weights: Collection[str]) -> HfC
     with usage_errors():
         config = read_config(folder)
     if weights and not any(file for pattern in weights for file in folder.glob(pattern)):
-        raise UsageError(f"--model {options.model}: {no_weights(folder)}. Set a folder that has them.")
+        raise UsageError(f"--model {options.model}: {no_weights_message(folder)}. Set a folder that has them.")
     if ("vision_config" in config or "audio_config" in config) and not _has_family(config):
         raise UsageError(f"--model {options.model}: multimodal models are not supported. Use a text model.")
     return config
@@ -99,7 +99,7 @@ def experts_of(model: HfConfig) -> int:
 
 def beyond_positions(flags: str, length: int, model: HfConfig | None) -> Iterator[str]:
     """Yield a note if `flags` allow texts longer than the model's positions."""
-    most = None if model is None else positions_of(model)
+    most = None if model is None else get_max_positions(model)
     if most is not None and length > most:
         yield (
             f"{flags}: up to {length} tokens, and the model has {most} positions (max_position_embeddings in "

@@ -51,7 +51,7 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
             f"{flag} cannot be used with a quantized --model: vLLM would use other base weights than the training. "
             "Remove it."
         )
-    settings = settings_of(options) or LoraSettings.of_options(options.lora)
+    settings = settings_of(options) or LoraSettings.from_options(options.lora)
     plan = None if model is None else check_fits(settings, model, options)
     if unsupported := unsupported_by_vllm(settings, plan):
         raise UsageError(f"{flag}: vLLM does not support {unsupported}. Remove one of them.")

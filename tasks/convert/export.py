@@ -73,7 +73,7 @@ class ExportSource:
             adapter = Path(options.mcore_adapter or "").expanduser()
         else:
             adapter = hub.adapter_folder(options, options.adapters)
-        options, mcore = hub.with_base(options, adapter), bool(options.mcore_model)
+        options, mcore = hub.set_base_model(options, adapter), bool(options.mcore_model)
         folder = hub.source_folder(options, options.mcore_model)
         hf_config = hub.read_config(folder, mcore=mcore)
         peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...bridge.checkpoint.hub import vocab_size_of
+from ...bridge.checkpoint.hub import get_vocab_size
 from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
@@ -43,7 +43,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             wait=options.server_reconnect_timeout,
             sleep_level=level,
             adapters=rank,
-            vocab_size=vocab_size_of(run.hf_config),
+            vocab_size=get_vocab_size(run.hf_config),
             flags=address_flags(options),
         )
         engine = rank0_only(lambda: ServerEngine(urls, settings))

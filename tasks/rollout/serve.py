@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import socket
 
-from ...bridge.checkpoint.hub import model_folder, positions_of, read_config, vocab_size_of
+from ...bridge.checkpoint.hub import get_max_positions, get_vocab_size, model_folder, read_config
 from ...bridge.checkpoint.safetensors_io import check_headers
 from ..options.rollout import RolloutOptions, ServerOptions
 from ..system.atomic_dir import loading
@@ -51,8 +51,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         backend,
         options.model,
         key,
-        vocab_size=vocab_size_of(described),
-        positions=options.vllm_max_model_len or positions_of(described),
+        vocab_size=get_vocab_size(described),
+        positions=options.vllm_max_model_len or get_max_positions(described),
         hosts=hosts_of(options.host),
     )
     _show_log(options.log_level)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...bridge.checkpoint.distributed import load_distributed
-from ...bridge.checkpoint.hub import has_weights, in_mcore_format, no_weights, read_config
+from ...bridge.checkpoint.hub import has_weights, is_mcore_checkpoint, no_weights_message, read_config
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.model.model import Model
 from ...bridge.model.score_head import add_score_head, count_labels
@@ -27,8 +27,8 @@ def read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int
 
 def _read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int) -> None:
     if not has_weights(folder):
-        if not in_mcore_format(folder):
-            raise ValueError(f"{folder} {no_weights(folder)}")
+        if not is_mcore_checkpoint(folder):
+            raise ValueError(f"{folder} {no_weights_message(folder)}")
         load_distributed(model.chunks, hf_config, folder, seed=seed)
         return
     config, labels = read_config(folder), count_labels(hf_config)  # the folder's config, for its quantization

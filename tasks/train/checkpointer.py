@@ -131,7 +131,7 @@ class Checkpoints:
         if lora and run.options.checkpoint.save_safetensors:
             return [
                 stage_adapter(
-                    chunks, run.hf_config, lora, folder, base=run.base, copied=run.options.checkpoint.async_save
+                    chunks, run.hf_config, lora, folder, base=run.base, copy_to_host=run.options.checkpoint.async_save
                 )
             ]
         if lora:
@@ -153,25 +153,25 @@ class Checkpoints:
             dtype=run.dtype,
             max_shard_bytes=shard_bytes(run.options.checkpoint.max_shard_size),
             merge=True,
-            copied=run.options.checkpoint.async_save,
+            copy_to_host=run.options.checkpoint.async_save,
         )
         return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
 
     def _stage_reference(self, reference: Model, folder: Path) -> StagedFolder:
-        run, within = self._run, f"{STATE}/{REFERENCE}"
+        run, subfolder = self._run, f"{STATE}/{REFERENCE}"
         staged = stage_weights(
             reference.chunks,
             run.hf_config,
             run.model_folder,
-            folder / within,
+            folder / subfolder,
             dtype=run.dtype,
             max_shard_bytes=shard_bytes(run.options.checkpoint.max_shard_size),
-            copied=run.options.checkpoint.async_save,
+            copy_to_host=run.options.checkpoint.async_save,
         )
-        return replace(staged, within=within)
+        return replace(staged, subfolder=subfolder)
 
     def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> StagedFolder:
-        writer = ShardWriter(temporary / path.name / STATE, copied=self._run.options.checkpoint.async_save)
+        writer = ShardWriter(temporary / path.name / STATE, copy_to_host=self._run.options.checkpoint.async_save)
         if tensors:
             writer.begin(
                 rank_file(dist.get_rank()),
@@ -179,7 +179,7 @@ class Checkpoints:
             )
         for name, tensor in tensors.items():
             writer.put(name, tensor)
-        return StagedFolder(writer, lambda _: {}, within=STATE)
+        return StagedFolder(writer, lambda _: {}, subfolder=STATE)
 
 
 class _Saving:
@@ -245,7 +245,7 @@ class _Saving:
             self._store.delete_key(key)
         return [
             {
-                path: [RankReport.of_json(report) for report in reports]
+                path: [RankReport.from_json(report) for report in reports]
                 for path, reports in zip(self.paths, answer, strict=True)
             }
             for answer in answers
@@ -259,7 +259,7 @@ class _Saving:
                 reports = [reports[path][number] for reports in ranks]
                 names = folder.complete(reports)
                 for shard in (shard for report in reports for shard in report.shards):
-                    name = f"{folder.within}{'/' if folder.within else ''}{names.get(shard.name, shard.name)}"
+                    name = f"{folder.subfolder}{'/' if folder.subfolder else ''}{names.get(shard.name, shard.name)}"
                     entries[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
         run, path = self._run, self.paths[-1]
         (self._temporary / path.name / STATE / "state.json").write_text(json.dumps(self._state, indent=2) + "\n")
@@ -306,12 +306,12 @@ def _answer(message: bytes) -> Any:
     return answer
 
 
-def _begin(path: Path, paths: list[Path], within: list[str]) -> Path:
+def _begin(path: Path, paths: list[Path], subfolders: list[str]) -> Path:
     temporary = stage(path)
     with os_error_hints(path):
         for each in paths:
             (temporary / each.name).mkdir()
-        for folder in within:
+        for folder in subfolders:
             (temporary / path.name / folder).mkdir()
     return temporary
 

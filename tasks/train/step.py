@@ -311,7 +311,7 @@ def through_pipeline(
             return value * scale, metrics
         value, metrics = loss(batch, values[0])
         depths_loss = -values[1:].sum() / len(values[1:]) / max(batch.loss_tokens, 1.0)
-        value = value + model.prediction_scale * depths_loss
+        value = value + model.mtp_loss_scale * depths_loss
         return value * scale, metrics | {"mtp_loss": depths_loss.detach()}
 
     rows, length = batches[0].tokens.shape

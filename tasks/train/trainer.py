@@ -51,7 +51,7 @@ class Trainer:
         note = log.note if run.writes else print
         profile = Profile(run.options.profile, run.folder, max_steps, note, log.meter.paused, first=first)
         self._stop = Stop(run.options.resume.exit_duration_in_mins)
-        self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.taken_in_all)
+        self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.total_runs_taken)
         following = objective.follower and objective.follower.reference
         self._checkpoints = Checkpoints(run, state, self.watchdog, log.note, following, log.written)
         evaluate = [Evaluate(run.options, state, objective, val, self.watchdog, log)] if val is not None else []

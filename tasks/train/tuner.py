@@ -7,7 +7,7 @@ from ...bridge.checkpoint.adapter_files import load_adapter, read_settings
 from ...bridge.checkpoint.distributed import load_distributed_adapter, read_distributed_settings
 from ...bridge.checkpoint.hub import ADAPTER_WEIGHTS, LATEST, read_adapter_config
 from ...bridge.checkpoint.safetensors_io import tensor_names
-from ...bridge.checkpoint.tensor_names import some
+from ...bridge.checkpoint.tensor_names import abridge
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
@@ -44,7 +44,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     model.trained_share = trained / total
     lines = [f"trainable parameters: {trained:,} of {total:,} ({trained / total:.2%})"]
     if model.lora and model.lora.plan.skipped_modules:
-        lines.append(f"no adapters: {some(model.lora.plan.skipped_modules)}, which have all experts in one")
+        lines.append(f"no adapters: {abridge(model.lora.plan.skipped_modules)}, which have all experts in one")
     return lines
 
 
@@ -57,7 +57,7 @@ def _settings(run: Run) -> LoraSettings:
     """Return the options' settings, or those of the adapter that the run continues."""
     options = run.options
     if run.adapter_folder is None:
-        return LoraSettings.of_options(options.lora)
+        return LoraSettings.from_options(options.lora)
     if _is_of_peft(run.adapter_folder):
         settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))
     else:

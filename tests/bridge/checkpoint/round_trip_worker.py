@@ -99,7 +99,7 @@ def message(function, *arguments, **keywords) -> str:
 def share_read(folder: Path, options: BuildOptions) -> float:
     """The share of a model's bytes that this rank reads."""
     source, counted = folder / "qwen2", 0
-    read, shortest = safetensors_io.read_runs, safetensors_io.SHORTEST
+    read, shortest = safetensors_io.read_runs, safetensors_io.MIN_SLICE
 
     def counting(*arguments):
         nonlocal counted
@@ -107,9 +107,9 @@ def share_read(folder: Path, options: BuildOptions) -> float:
         counted += tensor.nbytes
         return tensor
 
-    safetensors_io.read_runs, safetensors_io.SHORTEST = counting, 0  # a tiny model's rows are all short
+    safetensors_io.read_runs, safetensors_io.MIN_SLICE = counting, 0  # a tiny model's rows are all short
     build(source, options, torch.float32)
-    safetensors_io.read_runs, safetensors_io.SHORTEST = read, shortest
+    safetensors_io.read_runs, safetensors_io.MIN_SLICE = read, shortest
     return counted / sum(tensor.nbytes for tensor in tensors_of(source).values())
 
 

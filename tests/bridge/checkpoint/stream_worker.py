@@ -41,7 +41,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     model = build_model(config, options.build, torch.float32, adapters=lora)
     load_weights(model.chunks, config, source)
     if lora:
-        attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=5)
+        attach_adapters(model, config, LoraSettings.from_options(options.lora), seed=5)
         with torch.no_grad():
             for tensor in collect_params(model.chunks, adapters=True).values():  # B begins as zeros
                 tensor += 0.1

@@ -7,7 +7,13 @@ import types
 from fnmatch import fnmatch
 
 import pytest
-from megaswift.bridge.checkpoint.hub import adapter_folder, model_folder, read_adapter_config, read_config, with_base
+from megaswift.bridge.checkpoint.hub import (
+    adapter_folder,
+    model_folder,
+    read_adapter_config,
+    read_config,
+    set_base_model,
+)
 from megaswift.bridge.checkpoint.pretrained import load_tokenizer
 from megaswift.bridge.options import ModelOptions
 from megaswift.tasks.options import ExportOptions
@@ -73,10 +79,10 @@ def test_of_an_adapter_only_its_own_files_are_fetched(asked, tmp_path):
 def test_an_adapter_names_its_model(tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
-    assert with_base(ModelOptions(use_hf=True), tmp_path) == ModelOptions(model="owner/base", use_hf=True)
+    assert set_base_model(ModelOptions(use_hf=True), tmp_path) == ModelOptions(model="owner/base", use_hf=True)
     for options in (ModelOptions(model="own"), ExportOptions(mcore_model="own")):
-        assert with_base(options, tmp_path) is options
-    assert with_base(ModelOptions(), None) == ModelOptions()
+        assert set_base_model(options, tmp_path) is options
+    assert set_base_model(ModelOptions(), None) == ModelOptions()
 
 
 def test_modelscope(asked, tmp_path, monkeypatch):

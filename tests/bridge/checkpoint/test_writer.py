@@ -36,7 +36,7 @@ def test_copies_are_of_what_was_put(tmp_path):
     """What is put may change at once; what a function gives is asked for when its turn comes."""
     given, whole = torch.randn(1000, 10), torch.randn(1000, 10)
     tensor = given.clone()
-    under_test = ShardWriter(tmp_path, copied=True)
+    under_test = ShardWriter(tmp_path, copy_to_host=True)
     under_test.begin("file", dict.fromkeys("abc", FORM))
     held_up = threading.Event()
     under_test.put("a", lambda: whole if held_up.wait(10) else None)  # the thread is busy, and then
@@ -53,7 +53,7 @@ def test_copies_are_of_what_was_put(tmp_path):
 
 def test_a_full_disk_stops_nobody_else(tmp_path, monkeypatch):
     """What comes after the error is taken and dropped, more of it than may wait, and no other file is begun."""
-    monkeypatch.setattr(writer, "WAITING", 50_000)
+    monkeypatch.setattr(writer, "MAX_QUEUED", 50_000)
     (tmp_path / "full").symlink_to("/dev/full")
     under_test = ShardWriter(tmp_path)
     for file in ("full", "next"):

@@ -142,7 +142,7 @@ def test_experts_adapters_in_one_product_are_those_one_by_one(rank):
     counts = [5, 0, 17, 1, 0, 40, 0]
     device = torch.device("cuda")
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-    place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, exchanges=False)  # pyright: ignore[reportArgumentType]
+    place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, communicates=False)  # pyright: ignore[reportArgumentType]
     weight = torch.empty(len(counts), 32, 24, device=device)
     parts = torch.eye(2, dtype=torch.bool, device=device).repeat_interleave(16, 0)  # gates and ups
     adapter = ExpertsAdapter(weight, parts, rank, 2.0, torch.float32, place)

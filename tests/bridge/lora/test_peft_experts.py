@@ -6,7 +6,7 @@ import pytest
 import torch
 from megaswift.bridge.checkpoint.hub import read_adapter_config, read_config
 from megaswift.bridge.checkpoint.safetensors_io import tensor_names
-from megaswift.bridge.lora.adapter_mapping import modules_of
+from megaswift.bridge.lora.adapter_mapping import adapted_modules
 from peft import LoraConfig, get_peft_model
 
 from tests import tiny
@@ -69,4 +69,4 @@ def test_our_log_probabilities_are_pefts(saved, one_process):  # noqa: F811
 def test_one_matrix_alone_is_refused(tmp_path):
     names = ["base_model.model.model.layers.0.mlp.experts.lora_A.weight"]
     with pytest.raises(ValueError, match=re.escape("one of the two fused matrices")):
-        modules_of(tmp_path, names)
+        adapted_modules(tmp_path, names)

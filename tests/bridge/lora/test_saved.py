@@ -9,7 +9,7 @@ import torch
 from megaswift.bridge.checkpoint.adapter_files import adapter_config
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.families import family_of
-from megaswift.bridge.lora.adapter_mapping import modules_of, plan_adapters
+from megaswift.bridge.lora.adapter_mapping import adapted_modules, plan_adapters
 from megaswift.bridge.lora.attach import Lora
 from megaswift.bridge.lora.settings import LoraSettings
 from megaswift.bridge.mapping.param_mapping import expand_mappings
@@ -157,7 +157,7 @@ def test_settings_are_read_from_what_is_saved(case, layout, way, launched):
 def _check_settings(case, base, folder):
     tensors = load_file(folder / "adapter_model.safetensors").keys() - {EMBEDDING_OF_BASE}
     config = json.loads((folder / "adapter_config.json").read_text())
-    settings = LoraSettings.of_adapter(config, modules_of(folder, tensors))
+    settings = LoraSettings.from_adapter_config(config, adapted_modules(folder, tensors))
     family = family_of(raw := read_config(base))
     architecture = family.describe(raw)
     plan = plan_adapters(expand_mappings(family, raw, architecture), settings, architecture)
@@ -172,7 +172,7 @@ def test_what_sees_has_no_adapters():
     raw = gemma3_text.nested(text.to_dict())
     family = family_of(raw)
     architecture = family.describe(raw)
-    settings = LoraSettings.of_adapter(
+    settings = LoraSettings.from_adapter_config(
         {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
     )
     names = {f"language_model.model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}

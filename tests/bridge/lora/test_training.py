@@ -67,7 +67,7 @@ def test_matrices_by_hand_are_what_peft_has(launched):
 def test_dora_takes_an_empty_bias_for_none():
     """Transformer Engine's modules without a bias have an empty one."""
     weight, x = torch.randn(5, 4), torch.randn(3, 4)
-    place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, exchanges=True)  # pyright: ignore[reportArgumentType]
+    place = MatrixSharding(None, ProcessGroup, sequence_parallel=False, communicates=True)  # pyright: ignore[reportArgumentType]
     adapter = LinearAdapter(
         weight, torch.ones(5, 1, dtype=torch.bool), 2, 1.0, torch.float32, place, dropout=0.0, dora=True,
         bias=torch.Tensor(),

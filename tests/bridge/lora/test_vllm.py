@@ -81,7 +81,7 @@ def _save(folder: Path, family: str, one_process) -> None:  # noqa: F811
     config = read_config(base)
     model = build_model(config, one_process, torch.float32, adapters=True)
     load_weights(model.chunks, config, base)
-    attach_adapters(model, config, LoraSettings.of_options(LoraOptions(**ADAPTERS[family])), seed=1)
+    attach_adapters(model, config, LoraSettings.from_options(LoraOptions(**ADAPTERS[family])), seed=1)
     for made in (adapter, merged):
         made.mkdir()
     save_adapter(model.chunks, config, model.lora, adapter, base=str(base))

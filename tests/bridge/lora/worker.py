@@ -73,7 +73,7 @@ def open_model(source: Path, options: SftOptions, adapter: str | None) -> Model:
     config = read_config(source)
     model = build_model(config, options.build, DTYPES[options.torch_dtype or "float32"], adapters=True)
     load_weights(model.chunks, config, source)
-    attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=5)
+    attach_adapters(model, config, LoraSettings.from_options(options.lora), seed=5)
     if adapter:
         load_adapter(model.chunks, config, model.lora, adapter)
     return model

@@ -286,7 +286,7 @@ def test_adapters_count_as_in_peft(options, alone):
     from peft import LoraConfig, get_peft_model
 
     model, config = built("qwen2", tie_word_embeddings=False)
-    settings = LoraSettings.of_options(LoraOptions(**options))
+    settings = LoraSettings.from_options(LoraOptions(**options))
     attach_adapters(model, config, settings, seed=0)
     every = [name for name in settings.targets if not name.startswith("all")]
     every += LINEAR if "all-linear" in settings.targets else []

@@ -68,7 +68,9 @@ def totals_of(mask: Tensor) -> Totals:
     return Totals(len(mask), mask.sum().item(), 1, int(mask.any(1).sum()))
 
 
-def terms_of(policy: Policy, given: dict[str, Tensor], *, old_log_probs: bool = True, **more) -> tuple[Terms, Completions]:
+def terms_of(
+    policy: Policy, given: dict[str, Tensor], *, old_log_probs: bool = True, **more
+) -> tuple[Terms, Completions]:
     """What the model gives is 0 where it is not asked for; of the rest nothing is known there."""
     mask = given["mask"]
     log_probs, entropies = (packed(given[name], mask).nan_to_num() for name in ("log_probs", "entropies"))

@@ -38,7 +38,7 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
     config = read_config(folder)
     model = build_model(config, options, torch.float32, adapters=True)
     load_weights(model.chunks, config, folder)
-    attach_adapters(model, config, LoraSettings.of_options(LoraOptions(**job["lora"])), seed=1)
+    attach_adapters(model, config, LoraSettings.from_options(LoraOptions(**job["lora"])), seed=1)
     settings = EngineOptions(
         vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"], vllm_enable_lora=True
     )

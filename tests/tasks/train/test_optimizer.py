@@ -118,7 +118,7 @@ def adapted(**flags):
     options = compose(SftOptions, **ADAPTED | RATES | flags)
     config = tiny.config("qwen2").to_dict()
     model = build_model(config, options.build, torch.float32, adapters=True)
-    attach_adapters(model, config, LoraSettings.of_options(options.lora), seed=0)
+    attach_adapters(model, config, LoraSettings.from_options(options.lora), seed=0)
     chunks = wrap_for_data_parallelism(model, options.build)
     return options, model, chunks, build_optimizer(model, chunks, options.optimizer, options.schedule)
 

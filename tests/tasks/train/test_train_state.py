@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megaswift.bridge.checkpoint.shard_regions import ShardRegion, load_regions, regions_of_run
+from megaswift.bridge.checkpoint.shard_regions import ShardRegion, load_regions, split_regions
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -250,7 +250,7 @@ def test_regions_of_a_run(shape):
     tensor = torch.arange(math.prod(shape)).view(shape)
     for start in range(tensor.numel()):
         for stop in range(start, tensor.numel() + 1):
-            regions = list(regions_of_run(shape, start, stop))
+            regions = list(split_regions(shape, start, stop))
             found = [tensor[tuple(slice(each.start, each.stop) for each in region)].flatten() for region in regions]
             assert torch.cat([tensor.flatten()[:0], *found]).tolist() == list(range(start, stop))
             assert len(regions) <= 2 * len(shape) - 1
