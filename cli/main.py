@@ -383,7 +383,7 @@ def _print_notes(notes: list[str]) -> None:
 
     if not os.environ.get(STARTED) and os.environ.get("RANK", "0") == "0":
         for note in notes:
-            print(console.labelled(f"note: {note}", sys.stderr), file=sys.stderr)
+            print(console.color_label(f"note: {note}", sys.stderr), file=sys.stderr)
 
 
 def _end(code: int, *, at_once: bool = False) -> NoReturn:
@@ -400,7 +400,7 @@ def _print_error(message: str) -> None:
     """Print an error. If all ranks of a node fail, local rank 0 exits first, and torchrun ends the others silently."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
-    print(console.labelled(message, sys.stderr), file=sys.stderr, flush=True)
+    print(console.color_label(message, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _is_for_users(error: Exception) -> bool:

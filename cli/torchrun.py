@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from ..bridge.options import STORE
-from ..tasks.distributed.signals import AGAIN, EXIT_STOPPED, is_ignored
+from ..tasks.distributed.signals import EXIT_STOPPED, REPEAT_SECONDS, is_ignored
 from ..tasks.distributed.watchdog import EXIT_HANGS
 from ..tasks.run.interrupt import OTHER_FAILED
 from ..tasks.run.resume import launched_run_dir
@@ -81,7 +81,7 @@ class Agent(LocalElasticAgent):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         now, Agent.signalled = time.monotonic(), signal.Signals(number)
         if number == signal.SIGTERM:
-            if Agent.terminated is not None and now - Agent.terminated > AGAIN:
+            if Agent.terminated is not None and now - Agent.terminated > REPEAT_SECONDS:
                 self._shutdown(signal.SIGKILL)
                 raise processes.SignalException("second SIGTERM", signal.SIGTERM)
             Agent.terminated = Agent.terminated or now
@@ -132,7 +132,7 @@ def rendezvous(address: str, port: int, rank: int, nodes: int, run_id: str, time
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(console.labelled(text, sys.stderr), file=sys.stderr, flush=True)
+        print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
     if folder := launched_run_dir():
         console.append(console.log_file(folder), text)
 

@@ -264,7 +264,7 @@ class TransformersChat(ChatEngine):
 
         set_seed(options.seed)
         device_map = "auto" if torch.cuda.is_available() else None
-        with loading(folder, by_bar=True):
+        with loading(folder, has_progress_bar=True):
             self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
         if adapter:
             self.model = attach_adapter(self.model, adapter.folder, folder)

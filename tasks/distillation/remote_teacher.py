@@ -32,7 +32,7 @@ class Served:
                 url,
                 api_key=options.teacher.teacher_model_server_api_key,
                 timeout=options.engine.vllm_server_timeout,
-                wait=options.engine.server_reconnect_timeout,
+                reconnect_timeout=options.engine.server_reconnect_timeout,
             )
 
         self.reader = run_on_all_ranks(connect, gloo_group())

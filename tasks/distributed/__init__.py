@@ -1,1 +1,1 @@
-"""Ranks of a run: collectives on Python objects, stop signals, hangs."""
+"""Coordination of a run's ranks: collectives on Python objects, stop signals, a watchdog for hangs."""

@@ -19,7 +19,7 @@ from ..system.atomic_dir import SHARED
 
 NO_TIMEOUT = timedelta(days=200)
 _thread_local = threading.local()
-SHARED_TIMEOUT = 30.0  # seconds until other nodes must see a file; NFS clients see it late
+SHARED_TIMEOUT = 30.0  # seconds until other nodes must see a new file: NFS clients see it late
 CACHE_TIMEOUT = 3.0  # shorter, since a late file only costs duplicate work
 
 
@@ -32,26 +32,26 @@ def broadcast_from_rank0[T](do: Callable[[], T], group: dist.ProcessGroup | None
 
 
 def broadcast_from_rank0_with_workers[T, A, B](
-    do: Callable[[Callable[[A], list[B]]], T], share: Callable[[A], B], group: dist.ProcessGroup | None = None
+    do: Callable[[Callable[[A], list[B]]], T], work: Callable[[A], B], group: dist.ProcessGroup | None = None
 ) -> T:
-    """Return `do(everywhere)` of rank 0 on every rank, or raise its error there. Every rank calls this.
+    """Return the result of rank 0's `do(call_workers)`, or raise its error, on every rank. Every rank calls this.
 
-    everywhere(argument): runs `share(argument)` on all ranks concurrently; returns the results in the order of ranks.
+    call_workers(argument): runs `work(argument)` on all ranks concurrently and returns their results in rank order.
     """
 
-    def everywhere(argument: A) -> list[B]:
+    def call_workers(argument: A) -> list[B]:
         _broadcast((True, argument), group)
-        results = all_gather_objects(_try(lambda: share(argument)), group)
+        results = all_gather_objects(_try(lambda: work(argument)), group)
         for _, error in results:
             if error is not None:
                 raise error
         return [result for result, _ in results]
 
     if dist.get_rank() == 0:
-        value, error = _broadcast((False, _try(lambda: do(everywhere))), group)[1]
+        value, error = _broadcast((False, _try(lambda: do(call_workers))), group)[1]
     else:
         while (message := _broadcast(None, group))[0]:
-            all_gather_objects(_try(lambda: share(message[1])), group)
+            all_gather_objects(_try(lambda: work(message[1])), group)
         value, error = message[1]
     if error is not None:
         raise error
@@ -66,14 +66,14 @@ def _broadcast(value: object, group: dist.ProcessGroup | None) -> Any:
 
 
 def run_on_all_ranks[T](do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return this rank's `do()`. An error of any rank is raised on all, so that none waits for a failed one."""
+    """Return this rank's `do()`. Raise any rank's error on every rank, so that no rank waits for a failed one."""
     result = _try(do)
-    _raise_any(result, group)
+    _raise_first_error(result, group)
     return result[0]
 
 
 def rank0_only[T](do: Callable[[], T]) -> T | None:
-    """Return `do()` on rank 0, None on the others. Errors reach every rank."""
+    """Return `do()` on rank 0, None on the other ranks. Raise its error on every rank."""
     return broadcast_from_rank0(lambda: _Rank0Only(do())).value
 
 
@@ -88,34 +88,34 @@ class _Rank0Only[T]:
 
 
 def local_rank0_first[T](do: Callable[[], T]) -> T:
-    """Run `do()` on the first rank of each node, then on the others, which wait without a timeout."""
-    return _run_in_two_phases(_first_of_node(), do, then=do)
+    """Run `do()` on the first rank of each node, then on the other ranks, which wait without a timeout."""
+    return _run_in_two_phases(_is_first_of_node(), do, then=do)
 
 
 def one_rank_per_cache[T](folder: Path, do: Callable[[], T], then: Callable[[], T]) -> T:
-    """Run `do()` on one rank per disk with a `folder` (a node's own or shared), then `then()` on the others.
+    """Run `do()` on one rank per disk that holds `folder`, local or shared; then `then()` on the other ranks.
 
-    The others wait without a timeout.
+    The other ranks wait without a timeout.
     """
     token = broadcast_from_rank0(lambda: secrets.token_hex(8))
     probe = folder / f".probe-{token}-{dist.get_rank()}"
-    if _first_of_node():
+    if _is_first_of_node():
         with suppress(OSError):  # `do` reports why the folder is not writable
             folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
-    is_first = all_gather_objects(_first_of_node())  # also a barrier: all probes are written
-    first_ranks = [rank for rank, first in enumerate(is_first) if first]
+    is_first = all_gather_objects(_is_first_of_node())  # also a barrier: every probe now exists
+    first_ranks = [rank for rank, is_first_rank in enumerate(is_first) if is_first_rank]
     earlier_probes = [probe.with_name(f".probe-{token}-{rank}") for rank in first_ranks if rank < dist.get_rank()]
     is_shared = bool(earlier_probes) and _poll(CACHE_TIMEOUT, lambda: any(path.exists() for path in earlier_probes))
-    all_gather_objects(None)  # barrier: all have checked
-    if _first_of_node():
+    all_gather_objects(None)  # barrier: every rank has checked
+    if _is_first_of_node():
         with suppress(OSError):
             probe.unlink()
-    return _run_in_two_phases(_first_of_node() and not is_shared, do, then)
+    return _run_in_two_phases(_is_first_of_node() and not is_shared, do, then)
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """Return the gloo group of all ranks: no timeout, no synchronisation of devices. None for a single rank.
+    """Return the gloo group of all ranks, None for a single rank. It has no timeout and does not synchronise devices.
 
     Every rank calls this, and uses the group in the same order.
     """
@@ -124,7 +124,7 @@ def gloo_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make `group` this thread's `gloo_group` within the context; no other thread may use it."""
+    """Make `gloo_group` return `group` in this thread within the context. No other thread may use it."""
     _thread_local.group = group
     yield
     del _thread_local.group
@@ -136,8 +136,8 @@ def _cached_gloo_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | N
 
 
 def new_gloo_group() -> dist.ProcessGroup:
-    """Make another gloo group without a timeout. Every rank calls this."""
-    # Its creation keeps gloo's own timeout of half an hour, since a rank may have ended.
+    """Create another gloo group without a timeout. Every rank calls this."""
+    # Its creation keeps gloo's default timeout of half an hour, since a rank may have exited.
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     _set_pg_timeout(NO_TIMEOUT, group)
@@ -145,11 +145,11 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Check that the run's folder, made by rank 0, is shared and writable on every node.
+    """Check that the run's folder, which rank 0 has created, is shared and writable on every node.
 
     Every rank calls this. Raises ValueError on every rank.
     """
-    token, host = broadcast_from_rank0(lambda: _mark(folder))
+    token, host = broadcast_from_rank0(lambda: _write_token(folder))
     mark, rank_name = folder / f"{SHARED}{token}", f"rank {dist.get_rank()} on {socket.gethostname()}"
 
     def check() -> None:
@@ -158,7 +158,7 @@ def check_shared_folder(folder: Path) -> None:
                 f"--output_dir {folder}: not shared by all nodes: {rank_name} sees no files of rank 0 on {host}. "
                 "Set a path on a disk that all nodes mount (NFS, Lustre, ...), the same on each."
             )
-        if _first_of_node() and dist.get_rank():
+        if _is_first_of_node() and dist.get_rank():
             probe = mark.with_name(f"{mark.name}-{dist.get_rank()}")
             try:
                 probe.touch()
@@ -176,26 +176,26 @@ def check_shared_folder(folder: Path) -> None:
             mark.unlink(missing_ok=True)
 
 
-def _mark(folder: Path) -> tuple[str, str]:
-    """Write a file with a random token to `folder`. Returns the token and this host's name."""
+def _write_token(folder: Path) -> tuple[str, str]:
+    """Write a file with a random token to `folder`; return the token and this host's name."""
     token = secrets.token_hex(8)
     (folder / f"{SHARED}{token}").write_text(token)
     return token, socket.gethostname()
 
 
-def _poll(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Return whether `holds()` becomes true within some seconds; an OSError counts as false."""
+def _poll(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Return whether `condition()` becomes true within `seconds`. An OSError counts as false."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(OSError):
-            if holds():
+            if condition():
                 return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
 
 
-def _first_of_node() -> bool:
+def _is_first_of_node() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
@@ -213,7 +213,7 @@ def _try[T](do: Callable[[], T]) -> tuple[T, Exception | None]:
         return None, error  # pyright: ignore[reportReturnType]
 
 
-def _raise_any(result: tuple[object, Exception | None], group: dist.ProcessGroup | None = None) -> None:
+def _raise_first_error(result: tuple[object, Exception | None], group: dist.ProcessGroup | None = None) -> None:
     """Raise the first error of any rank on every rank."""
     errors = all_gather_objects(result[1], group)
     if result[1] is not None:
@@ -224,8 +224,8 @@ def _raise_any(result: tuple[object, Exception | None], group: dist.ProcessGroup
 
 
 def all_gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return `value` of every rank, in the order of ranks."""
+    """Return `value` of every rank, in rank order."""
     values = [value] * dist.get_world_size()
-    if len(values) > 1:  # a single rank need not wait for the device
+    if len(values) > 1:  # a single rank need not synchronise its device
         dist.all_gather_object(values, value, group)
     return values

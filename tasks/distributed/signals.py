@@ -11,10 +11,10 @@ import torch.distributed as dist
 from .collectives import gloo_group
 
 EXIT_STOPPED = 75  # exit code of a run that stopped early with a checkpoint (EX_TEMPFAIL: retry)
-AGAIN = 2.0  # seconds: a scheduler signals each process and torchrun forwards its own, which counts as one signal
+REPEAT_SECONDS = 2.0  # a scheduler signals each process and torchrun forwards its own signal: both count as one
 
 STARTED_AT = time.monotonic()  # approximate start of the process
-TIME_LIMIT = 1  # codes: the largest over all ranks wins
+TIME_LIMIT = 1  # stop codes: the largest one over all ranks wins
 CODES = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4}
 
 
@@ -24,14 +24,14 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 class Stop:
-    """Stop request, the same on every rank at the same step. In each step, on every rank:
+    """Stop request that every rank sees at the same step. Use in each step, on every rank:
 
-        stop.exchange()              # at its start: begin the exchange, without waiting
+        stop.exchange()              # at the start: begin the exchange, without waiting
         ...
-        if reason := stop.reason():  # at its end, when the answers have arrived
+        if reason := stop.reason():  # at the end, when the answers have arrived
 
-    SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are recorded from construction on and do nothing else, except that a
-    SIGTERM repeated after `AGAIN` seconds ends the process at once. Under nohup SIGHUP stays ignored.
+    Once constructed, it only records SIGTERM, SIGUSR1 and SIGHUP (a closed terminal). A SIGTERM repeated after
+    REPEAT_SECONDS ends the process at once. Under nohup SIGHUP stays ignored.
     """
 
     def __init__(self, minutes: float | None):
@@ -40,12 +40,12 @@ class Stop:
         `minutes`: time limit of the run, by the clock of rank 0. The ranks communicate over gloo, without synchronising
         devices.
         """
-        self._minutes, self._code, self._terminated = minutes, 0, 0.0
+        self._minutes, self._code, self._first_sigterm = minutes, 0, 0.0
         self._deadline = None if minutes is None or dist.get_rank() else STARTED_AT + 60 * minutes
         self._group = gloo_group()
-        self._exchanged: tuple[torch.Tensor, dist.Work] | None = None
-        handled = [number for number in CODES if not is_ignored(number)]
-        self._former = {number: signal.signal(number, self._note) for number in handled}
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        signals = [number for number in CODES if not is_ignored(number)]
+        self._previous_handlers = {number: signal.signal(number, self._handle) for number in signals}
 
     def exchange(self) -> None:
         """Begin the exchange with all ranks."""
@@ -53,15 +53,15 @@ class Stop:
             code = torch.tensor([self._local_code()])
             work = dist.all_reduce(code, dist.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
-            self._exchanged = code, work
+            self._pending = code, work
 
     def reason(self) -> str | None:
-        """Return the reason for a stop by the last exchange, for the user; None to go on."""
+        """Return the reason to stop according to the last exchange, as text for the user; None to continue."""
         code = self._local_code()
         if self._group is not None:
-            if self._exchanged is None:
+            if self._pending is None:
                 return None
-            vector, work = self._exchanged
+            vector, work = self._pending
             work.wait()
             code = int(vector)
         if code == TIME_LIMIT:
@@ -69,19 +69,19 @@ class Stop:
         return next((number.name for number, signal_code in CODES.items() if signal_code == code), None)
 
     def close(self) -> None:
-        """Restore the signal handlers. Call it where a run continues to its end, not where it stops."""
-        for number, former in self._former.items():
-            if former is not None:  # None: not installed by Python
-                signal.signal(number, former)
+        """Restore the signal handlers. Call this where a run reaches its end, not where it stops early."""
+        for number, previous in self._previous_handlers.items():
+            if previous is not None:  # None: Python did not install it
+                signal.signal(number, previous)
 
     def _local_code(self) -> int:
-        over = self._deadline is not None and time.monotonic() > self._deadline
-        return self._code or (TIME_LIMIT if over else 0)
+        is_over = self._deadline is not None and time.monotonic() > self._deadline
+        return self._code or (TIME_LIMIT if is_over else 0)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._terminated and time.monotonic() - self._terminated > AGAIN:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self._first_sigterm and time.monotonic() - self._first_sigterm > REPEAT_SECONDS:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         if number == signal.SIGTERM:
-            self._terminated = self._terminated or time.monotonic()
+            self._first_sigterm = self._first_sigterm or time.monotonic()
         self._code = max(self._code, CODES[signal.Signals(number)])

@@ -35,7 +35,7 @@ from ...templates.plural import plural
 from ..options.groups import LoggingOptions
 from ..system.append_file import AppendFile
 from ..system.atomic_dir import os_error_hints
-from ..system.console import GREEN, columns, file_size, labelled, painted
+from ..system.console import GREEN, color_label, colorize, columns, file_size
 from .reporters import reporters, require_reporters
 from .throughput import Meter, Waiting
 
@@ -180,7 +180,7 @@ class RunLog:
         """Print that a checkpoint is complete."""
         for path in paths.values() if self.folder else ():
             size = file_size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
-            self.note(f"{painted(f'Saved {path.name}', GREEN, sys.stdout)} ({size}, {seconds:.1f} s): {path}")
+            self.note(f"{colorize(f'Saved {path.name}', GREEN, sys.stdout)} ({size}, {seconds:.1f} s): {path}")
 
     def note(self, text: str) -> None:
         """Print text above the progress bar, or as a plain line."""
@@ -206,7 +206,7 @@ class RunLog:
             return []
 
     def _warn(self, text: str) -> None:
-        self.note(labelled(text, sys.stdout))
+        self.note(color_label(text, sys.stdout))
 
     def close(self, summary: JsonObject) -> None:
         """Write the summary as the last row, draw the plots, and print the speed of the run."""

@@ -49,7 +49,7 @@ class Episode:
             finish_reason=completion.finish,
             columns=prompt.columns,
             text=text,
-            experts=completion.experts_of(before + after),
+            experts=completion.padded_experts(before + after),
         )
 
     def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
@@ -61,7 +61,7 @@ class Episode:
         self.loss_mask = np.concatenate([self.loss_mask, mask])
         self.rollout_log_probs = np.concatenate([self.rollout_log_probs, log_probs])
         self.finish_reason, self.text = completion.finish, text
-        experts = completion.experts_of(len(self.tokens))
+        experts = completion.padded_experts(len(self.tokens))
         if experts is not None and self.experts is not None:  # keep those by which a token was generated
             earlier = experts[: len(self.experts)]
             earlier[:] = np.where(self.experts < 0, earlier, self.experts)

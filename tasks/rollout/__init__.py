@@ -1,1 +1,1 @@
-"""Generating completions while training: engines in this process or behind a server, and weights into them."""
+"""Rollout: engines that generate completions during training, their servers, and the weight sync to them."""

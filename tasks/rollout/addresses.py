@@ -1,4 +1,4 @@
-"""Addresses of rollout servers. No torch: the command line checks flags with this."""
+"""Addresses of rollout servers. This module imports no torch: the command line checks flags with it."""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -20,19 +20,19 @@ def check_address(flag: str, url: str) -> None:
 
 
 def server_urls(options: EngineOptions) -> list[str]:
-    """Return the addresses of the servers. Raises ValueError, naming the flag, for invalid or inconsistent flags."""
+    """Return the URLs of the servers. Raises ValueError, naming the flag, for invalid or inconsistent flags."""
     if options.vllm_server_base_url:
         for url in options.vllm_server_base_url:
             check_address("--vllm_server_base_url", url)
         return [url.rstrip("/") for url in options.vllm_server_base_url]
     hosts, ports = options.vllm_server_host or ["127.0.0.1"], options.vllm_server_port
-    if wrong := [host for host in hosts if not _is_host(host)]:
+    if invalid := [host for host in hosts if not _is_host(host)]:
         raise ValueError(
-            f"--vllm_server_host {wrong[0]}: not a host name or IP address (IPv6 in brackets). Set "
+            f"--vllm_server_host {invalid[0]}: not a host name or IP address (IPv6 in brackets). Set "
             "--vllm_server_base_url for an address with http:// or a port."
         )
-    if wrong := [port for port in ports if not 0 < port <= 65535]:
-        raise ValueError(f"--vllm_server_port {wrong[0]}: not a port. Set one from 1 to 65535.")
+    if invalid := [port for port in ports if not 0 < port <= 65535]:
+        raise ValueError(f"--vllm_server_port {invalid[0]}: not a port. Set one from 1 to 65535.")
     count = max(len(hosts), len(ports))
     if len(hosts) not in (1, count) or len(ports) not in (1, count):
         raise ValueError(
@@ -43,7 +43,7 @@ def server_urls(options: EngineOptions) -> list[str]:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address is on this machine's loopback interface."""
+    """Return whether a URL points to this machine's loopback interface."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -52,7 +52,7 @@ def is_loopback(url: str) -> bool:
 
 
 def address_flags(options: EngineOptions) -> str:
-    """Return the flags that set the addresses."""
+    """Return the names of the flags that set the addresses."""
     return "--vllm_server_base_url" if options.vllm_server_base_url else "--vllm_server_host and --vllm_server_port"
 
 

@@ -8,16 +8,16 @@ from .weight_buckets import Bucket
 
 
 class Backend(Protocol):
-    """Engine of the server: in its own process, or vLLM's processes."""
+    """Engine of the rollout server, in the server's process or in vLLM's processes."""
 
     name: str  # transformers, vllm
-    workers: int  # processes with weights
-    nccl: bool  # whether it receives buckets from the trainer's GPU
-    adapters: int  # highest rank of the adapters that it loads; 0: it loads full weights
+    workers: int  # processes that hold weights
+    has_nccl: bool  # whether it receives weight buckets from the trainer's GPU by NCCL
+    max_adapter_rank: int  # of the LoRA adapters that it loads; 0: it loads full weights
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]: ...
     async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
-        """Score tokens as `ScoringEngine` does."""
+        """Return the likeliest next tokens, as `ScoringEngine.top_log_probs` does."""
         ...
 
     async def vocabulary(self) -> dict[str, int]: ...
@@ -26,19 +26,19 @@ class Backend(Protocol):
         ...
 
     async def load(self, bucket: Bucket) -> None:
-        """Load a bucket; returns once its memory may be overwritten."""
+        """Load a bucket. Returns once its memory may be overwritten."""
         ...
 
     async def finish(self) -> None:
-        """End the update: all weights have arrived."""
+        """End the update after all weights have arrived."""
         ...
 
     async def abort(self) -> None:
-        """Abort the update; another `begin` may follow."""
+        """Abort the update. Another `begin` may follow."""
         ...
 
     async def group(self, host: str, port: int) -> None:
-        """Join the process group of the trainer's GPU (rank 0) and all workers, by the store at this address."""
+        """Join the process group of the trainer's GPU (rank 0) and all workers through the store at this address."""
         ...
 
     async def gpus(self) -> list[str]:
@@ -49,8 +49,8 @@ class Backend(Protocol):
     async def reset_cache(self) -> None: ...
     async def sleep(self, level: int) -> None: ...
     async def wake(self) -> None: ...
-    def failed(self) -> bool:
-        """Return whether the engine has failed for good."""
+    def has_failed(self) -> bool:
+        """Return whether the engine has failed permanently."""
         ...
 
     def close(self) -> None: ...

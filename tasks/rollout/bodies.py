@@ -1,6 +1,6 @@
 """Validation of the rollout server's request bodies.
 
-An invalid body is answered with a status of 400 to 499 that explains the problem, and never reaches the engine.
+An invalid body gets a response of status 400 to 499 that explains the problem. It never reaches the engine.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from ...templates.json_types import Json, JsonObject
 from ..options.groups import TEMPERATURES
 from .engine import Request, Sampling
 
-MAX_JSON_BYTES = 256 * 2**20  # of a body
+MAX_JSON_BYTES = 256 * 2**20  # per body
 JSON_SECONDS = 60.0  # to receive a body
-MAX_LETTERS = 200  # of a name
-MAX_REQUESTS = 65536  # of one body
-PENALTIES = 1e-2, 1e2
-SEEDS = -(2**63), 2**64 - 1  # accepted by torch
+MAX_LETTERS = 200  # per text field
+MAX_REQUESTS = 65536  # per body
+PENALTIES = 1e-2, 1e2  # bounds
+SEEDS = -(2**63), 2**64 - 1  # bounds that torch accepts
 
 
 class RequestError(Exception):
@@ -48,18 +48,18 @@ async def json_body(http: Http) -> JsonObject:
         )
     length = http.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_JSON_BYTES:
-        raise _too_long()
+        raise _body_too_long()
     data = bytearray()
     try:
         async with asyncio.timeout(JSON_SECONDS):
             async for chunk in http.stream():
                 data += chunk
                 if len(data) > MAX_JSON_BYTES:
-                    raise _too_long()
+                    raise _body_too_long()
     except TimeoutError:
         raise invalid_request(f"the body did not arrive within {JSON_SECONDS:g} s", 408) from None
     try:
-        body = json.loads(data, parse_constant=_no_json)
+        body = json.loads(data, parse_constant=_reject_constant)
     except RecursionError:
         raise invalid_request("the body is nested too deeply", 400) from None
     except ValueError as error:  # includes bytes that are not UTF-8
@@ -69,11 +69,11 @@ async def json_body(http: Http) -> JsonObject:
     return body
 
 
-def _too_long() -> RequestError:
+def _body_too_long() -> RequestError:
     return invalid_request(f"the body has more than {MAX_JSON_BYTES} bytes: send it in several requests", 413)
 
 
-def _no_json(constant: str) -> object:
+def _reject_constant(constant: str) -> object:
     raise ValueError(f"{constant} is not a JSON number")
 
 
@@ -83,20 +83,20 @@ def _json_type(value: object) -> str:
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. Each method raises RequestError, naming the field, for a wrong type.
+    """Typed access to the fields of a JSON object. Its methods raise RequestError, naming the field, if it is invalid.
 
-    `default`: value of an absent field; without one the field is required.
+    `default`: value of an absent field; without a default the field is required.
     """
 
-    def __init__(self, body: object, names: Sequence[str], within: str = ""):
+    def __init__(self, body: object, names: Sequence[str], part: str = ""):
         """Check the names of the fields.
 
         `names`: all allowed fields.
-        `within`: the part of the body that the object is, as in "request 3".
+        `part`: name of the object within the body, as in "request 3".
         """
-        self._prefix = f"{within}: " if within else ""
+        self._prefix = f"{part}: " if part else ""
         if not isinstance(body, dict):
-            raise invalid_request(f"{within or 'the body'} is a JSON {_json_type(body)}: send an object")
+            raise invalid_request(f"{part or 'the body'} is a JSON {_json_type(body)}: send an object")
         if unknown := sorted(set(body) - set(names)):
             raise invalid_request(f"{self._prefix}{unknown[0][:MAX_LETTERS]!r} is unknown. Fields: {', '.join(names)}")
         self._body: JsonObject = body
@@ -106,72 +106,74 @@ class Fields:
             raise invalid_request(f"{self._prefix}{name} is missing")
         return self._body.get(name, default)
 
-    def _wrong(self, what: str, value: object, must: str) -> RequestError:
+    def _invalid_field(self, field: str, value: object, requirement: str) -> RequestError:
         shown = json.dumps(value) if isinstance(value, str | int | float | None) else f"a JSON {_json_type(value)}"
-        return invalid_request(f"{self._prefix}{what} is {shown[:MAX_LETTERS]}: it must be {must}")
+        return invalid_request(f"{self._prefix}{field} is {shown[:MAX_LETTERS]}: it must be {requirement}")
 
-    def _checked(self, name: str, default: object, is_right: Callable[[object], bool], what: str) -> Any:
+    def _check_field(self, name: str, default: object, is_valid: Callable[[object], bool], requirement: str) -> Any:
         value = self._value(name, default)
-        if name in self._body and not is_right(value):
-            raise self._wrong(name, value, what)
+        if name in self._body and not is_valid(value):
+            raise self._invalid_field(name, value, requirement)
         return value
 
-    def integer(self, name: str, least: int, most: int | None = None, default: object = ...) -> Any:
-        """Return an integer from `least` to `most`; with a `default` of None, null is allowed."""
-        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    def integer(self, name: str, minimum: int, maximum: int | None = None, default: object = ...) -> Any:
+        """Return an integer from `minimum` to `maximum`. With a `default` of None, null is allowed."""
+        bounds = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
 
-        def is_right(value: object) -> bool:
-            return (value is None and default is None) or _is_integer(value, least, most)
+        def is_valid(value: object) -> bool:
+            return (value is None and default is None) or _is_integer(value, minimum, maximum)
 
-        return self._checked(name, default, is_right, f"a whole number {bounds}")
+        return self._check_field(name, default, is_valid, f"a whole number {bounds}")
 
-    def number(self, name: str, least: float, most: float, default: object = ..., also: Sequence[float] = ()) -> float:
-        def is_right(value: object) -> bool:
-            return _is_number(value) and (least <= value <= most or value in also)
+    def number(
+        self, name: str, minimum: float, maximum: float, default: object = ..., extra_values: Sequence[float] = ()
+    ) -> float:
+        def is_valid(value: object) -> bool:
+            return _is_number(value) and (minimum <= value <= maximum or value in extra_values)
 
-        alternatives = "".join(f"{value:g} or " for value in also)
-        return self._checked(name, default, is_right, f"{alternatives}a number from {least:g} to {most:g}")
+        alternatives = "".join(f"{value:g} or " for value in extra_values)
+        return self._check_field(name, default, is_valid, f"{alternatives}a number from {minimum:g} to {maximum:g}")
 
     def boolean(self, name: str, default: object = ...) -> bool:
-        return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
+        return self._check_field(name, default, lambda value: isinstance(value, bool), "true or false")
 
     def text(self, name: str, default: object = ...) -> str:
-        def is_right(value: object) -> bool:
+        def is_valid(value: object) -> bool:
             return isinstance(value, str) and 0 < len(value) <= MAX_LETTERS
 
-        return self._checked(name, default, is_right, f"a text of 1 to {MAX_LETTERS} characters")
+        return self._check_field(name, default, is_valid, f"a text of 1 to {MAX_LETTERS} characters")
 
-    def texts(self, name: str, default: object = ..., most: int | None = None) -> list[str]:
-        def is_right(value: object) -> bool:
-            if not isinstance(value, list) or (most is not None and len(value) > most):
+    def texts(self, name: str, default: object = ..., maximum: int | None = None) -> list[str]:
+        def is_valid(value: object) -> bool:
+            if not isinstance(value, list) or (maximum is not None and len(value) > maximum):
                 return False
             return all(isinstance(item, str) and item for item in value)
 
-        limit = "" if most is None else f"at most {most} "
-        return self._checked(name, default, is_right, f"a list of {limit}texts, none of them empty")
+        limit = "" if maximum is None else f"at most {maximum} "
+        return self._check_field(name, default, is_valid, f"a list of {limit}texts, none of them empty")
 
-    def integers(self, name: str, least: int, most: int | None = None, default: object = ...) -> Any:
-        """Return a list of integers; with a `default` of None, null is allowed."""
-        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
-        values = self._checked(
+    def integers(self, name: str, minimum: int, maximum: int | None = None, default: object = ...) -> Any:
+        """Return a list of integers. With a `default` of None, null is allowed."""
+        bounds = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+        values = self._check_field(
             name,
             default,
             lambda value: isinstance(value, list) or (value is None and default is None),
             f"a list of whole numbers {bounds}",
         )
-        # Checked as a whole, since a body may have millions of them.
+        # The whole list is checked at once: a body may have millions of integers.
         if values and (
-            set(map(type, values)) != {int} or min(values) < least or (most is not None and max(values) > most)
+            set(map(type, values)) != {int} or min(values) < minimum or (maximum is not None and max(values) > maximum)
         ):
-            wrong = next(value for value in values if not _is_integer(value, least, most))
-            raise self._wrong(f"an item of {name}", wrong, f"a whole number {bounds}")
+            invalid = next(value for value in values if not _is_integer(value, minimum, maximum))
+            raise self._invalid_field(f"an item of {name}", invalid, f"a whole number {bounds}")
         return values
 
-    def items(self, name: str, most: int) -> list[Json]:
-        def is_right(value: object) -> bool:
-            return isinstance(value, list) and 0 < len(value) <= most
+    def items(self, name: str, maximum: int) -> list[Json]:
+        def is_valid(value: object) -> bool:
+            return isinstance(value, list) and 0 < len(value) <= maximum
 
-        return self._checked(name, ..., is_right, f"a list of 1 to {most} items")
+        return self._check_field(name, ..., is_valid, f"a list of 1 to {maximum} items")
 
     def invalid_request(self, text: str) -> RequestError:
         return invalid_request(f"{self._prefix}{text}")
@@ -181,8 +183,8 @@ class Fields:
         return self._value(name, default)
 
 
-def _is_integer(value: object, least: int, most: int | None) -> bool:
-    return type(value) is int and value >= least and (most is None or value <= most)
+def _is_integer(value: object, minimum: int, maximum: int | None) -> bool:
+    return type(value) is int and value >= minimum and (maximum is None or value <= maximum)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -190,36 +192,36 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def printable(text: str) -> str:
-    """Return a client's text without characters that control a terminal."""
+    """Return a client's text with `?` for characters that could control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 class Limits:
-    """Limits of the model: tokens below `vocab_size`, at most `positions` tokens; None where unknown."""
+    """Limits of the model: token ids below `vocab_size`, at most `positions` tokens. None if unknown."""
 
     def __init__(self, vocab_size: int | None, positions: int | None):
         self.vocab_size, self.positions = vocab_size, positions
 
-    def tokens(self, fields: Fields, *, room: int) -> list[int]:
-        """Return the field `tokens`: not empty, and with room for `room` more."""
+    def tokens(self, fields: Fields, *, new_tokens: int) -> list[int]:
+        """Return the field `tokens`. It is not empty, and leaves space for `new_tokens` more."""
         tokens = fields.integers("tokens", 0, None if self.vocab_size is None else self.vocab_size - 1)
         if not tokens:
             raise fields.invalid_request("tokens is empty")
-        if self.positions is not None and len(tokens) + room > self.positions:
-            new = f" and {room} new one" if room else ""
+        if self.positions is not None and len(tokens) + new_tokens > self.positions:
+            new_text = f" and {new_tokens} new one" if new_tokens else ""
             raise fields.invalid_request(
-                f"{len(tokens)} tokens{new} are too many: the model has {self.positions} positions"
+                f"{len(tokens)} tokens{new_text} are too many: the model has {self.positions} positions"
             )
         return tokens
 
     def generation(self, body: JsonObject) -> tuple[list[Request], Sampling]:
-        """Return the requests and sampling of a body of /generate. A completion ends at the model's last position."""
+        """Return requests and sampling settings of a /generate body. Completions end at the model's last position."""
         fields = Fields(body, ("requests", "sampling", "version"))
         sampling = self._sampling(fields.raw("sampling"))
         requests = []
         for number, item in enumerate(fields.items("requests", MAX_REQUESTS)):
             item_fields = Fields(item, ("tokens", "seed", "max_new_tokens"), f"request {number}")
-            tokens = self.tokens(item_fields, room=1)
+            tokens = self.tokens(item_fields, new_tokens=1)
             limit = item_fields.integer("max_new_tokens", 1, self.positions, None)
             if self.positions is not None:
                 limit = min(limit or sampling.max_new_tokens, self.positions - len(tokens))
@@ -229,9 +231,10 @@ class Limits:
     def _sampling(self, item: Json) -> Sampling:
         default = Sampling()
         fields = Fields(item, tuple(Sampling.__dataclass_fields__), "sampling")
-        ends = fields.integers("ends", 0, None, None)  # unbounded: a tokenizer may have ids beyond the model's
+        # No upper bound: a tokenizer may have ids beyond the model's vocabulary.
+        ends = fields.integers("ends", 0, None, None)
         return Sampling(
-            temperature=fields.number("temperature", *TEMPERATURES, default.temperature, also=(0,)),
+            temperature=fields.number("temperature", *TEMPERATURES, default.temperature, extra_values=(0,)),
             top_p=fields.number("top_p", 1e-6, 1.0, default.top_p),
             top_k=fields.integer("top_k", -1, None, default.top_k),
             repetition_penalty=fields.number("repetition_penalty", *PENALTIES, default.repetition_penalty),

@@ -33,7 +33,7 @@ class ServerEngine:
     """`Engine` over one or several rollout servers.
 
     urls: addresses, as `server_urls` returns them. A lost server returns without weights, so that WeightsLost is
-    raised, or ServerLost where it does not return within `settings.wait`.
+    raised, or ServerLost where it does not return within `settings.reconnect_timeout`.
     """
 
     def __init__(self, urls: Sequence[str], settings: ClientSettings = DEFAULTS):
@@ -139,7 +139,7 @@ class ServerEngine:
         """Return the transport of buckets to the servers that are connected now."""
         if self._transport not in ("auto", "group"):
             return self._transport
-        fallback: Transport = "shared" if all(server.local for server in self._servers) else "body"
+        fallback: Transport = "shared" if all(server.is_local for server in self._servers) else "body"
         if self._transport == "auto" and not self._has_gpus_apart():
             return fallback
         if problems := list(filter(None, self._call_all(server.open_transfer_store() for server in self._servers))):
@@ -154,7 +154,7 @@ class ServerEngine:
 
     def _has_gpus_apart(self) -> bool:
         """Return whether this process and all servers have GPUs, and none of theirs is this one."""
-        if not torch.cuda.is_available() or not all(server.nccl for server in self._servers):
+        if not torch.cuda.is_available() or not all(server.has_nccl for server in self._servers):
             return False
         local_gpu = gpu_name(runtime.device())
         return not any(local_gpu in server.gpus for server in self._servers)
@@ -162,7 +162,7 @@ class ServerEngine:
     def sleep(self) -> None:
         """Put the servers to sleep. A lost server is left for the next `update` to handle."""
 
-        expected = (WeightsLost, ServerLost) if self._settings.wait else (WeightsLost,)
+        expected = (WeightsLost, ServerLost) if self._settings.reconnect_timeout else (WeightsLost,)
 
         async def put_to_sleep(server: ServerConnection) -> None:
             with suppress(*expected):
@@ -220,10 +220,10 @@ class ServerEngine:
         try:
             return future.result()
         except ServerLost as lost:
-            if not self._settings.wait:
+            if not self._settings.reconnect_timeout:
                 raise
             notify(str(lost))
-            self._wait(gather_all([server.connect(self._settings.wait, lost) for server in self._servers]))
+            self._wait(gather_all([server.connect(self._settings.reconnect_timeout, lost) for server in self._servers]))
             notify("All rollout servers answer again: the run continues.")
             raise WeightsLost(f"{lost} It is back, without the weights of this run.") from lost
         except BaseException:

@@ -1,28 +1,28 @@
-"""Compatibility of a run and a rollout server."""
+"""Checks that a run and a rollout server are compatible."""
 
 
-def adapter_mismatch(sent: int, taken: int) -> str | None:
-    """Return why the run's updates do not suit the server; `sent`, `taken`: ranks of adapters, 0 for full weights."""
-    if sent and not taken:
+def adapter_mismatch(rank: int, max_rank: int) -> str | None:
+    """Return why a server with adapters up to `max_rank` cannot load those of `rank`, or None. 0: full weights."""
+    if rank and not max_rank:
         return (
             "it takes full weights, not adapters. Start it with vLLM and --vllm_enable_lora true --vllm_max_lora_rank "
-            f"{sent}, or remove --vllm_enable_lora from the training"
+            f"{rank}, or remove --vllm_enable_lora from the training"
         )
-    if taken and not sent:
+    if max_rank and not rank:
         return (
             "it was started with --vllm_enable_lora true and takes only adapters. Set it for the training too (with "
             "--tuner_type lora), or start the server without it"
         )
-    if sent > taken:
-        return f"its adapters have at most rank {taken}, not {sent}. Start it with --vllm_max_lora_rank {sent}"
+    if rank > max_rank:
+        return f"its adapters have at most rank {max_rank}, not {rank}. Start it with --vllm_max_lora_rank {rank}"
     return None
 
 
-def vocab_mismatch(trained: int | None, served: int | None) -> str | None:
-    """Return why the models differ by their vocabulary sizes, None if equal or unknown."""
-    if trained is None or served is None or trained == served:
+def vocab_mismatch(size: int | None, server_size: int | None) -> str | None:
+    """Return how the vocabulary sizes of both models differ; None if they are equal or unknown."""
+    if size is None or server_size is None or size == server_size:
         return None
     return (
-        f"its model has a vocabulary of {served} tokens, and the trained one has {trained}. Set the same --model for "
+        f"its model has a vocabulary of {server_size} tokens, and the trained one has {size}. Set the same --model for "
         "`swift rollout` and the run"
     )

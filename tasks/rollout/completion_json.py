@@ -1,4 +1,4 @@
-"""JSON form of completions, as a rollout server sends them."""
+"""JSON encoding of completions in a rollout server's responses."""
 
 import base64
 
@@ -9,7 +9,7 @@ from .engine import Completion
 
 
 def as_json(completion: Completion) -> JsonObject:
-    """Return a completion as JSON; experts are base64 of the smallest integer type that holds them."""
+    """Return a completion as JSON. Its experts are encoded in base64, in the smallest integer type that holds them."""
     fields = dict(vars(completion))
     if (experts := completion.experts) is not None:
         dtype = np.int16 if experts.min(initial=0) < 0 else np.min_scalar_type(experts.max(initial=0))
@@ -19,7 +19,7 @@ def as_json(completion: Completion) -> JsonObject:
 
 
 def from_json(item: JsonObject) -> Completion:
-    """Return the completion of `as_json`'s result."""
+    """Return the completion that `as_json` has encoded."""
     if (experts := item.get("experts")) is not None:
         flat = np.frombuffer(base64.b64decode(experts["data"]), np.dtype(experts["dtype"]))
         item = item | {"experts": flat.reshape(experts["shape"])}

@@ -1,4 +1,4 @@
-"""HTTP connections of the rollout server: limited in number, closed if no request arrives."""
+"""HTTP connections of the rollout server: limited in number, and closed if no request arrives."""
 
 import asyncio
 import resource
@@ -8,14 +8,14 @@ from uvicorn.protocols.http import auto
 
 from ...templates.json_types import JsonObject
 
-HEADER_SECONDS = 10.0  # for a client's headers after it has connected or begun a request
+HEADER_SECONDS = 10.0  # for request headers, from the connection or the first byte of the request
 HTTPProtocol: Any = auto.AutoHTTPProtocol  # httptools if installed, else h11
 
 
 class Connection(HTTPProtocol):
     """uvicorn's protocol with a timeout of HEADER_SECONDS for request headers.
 
-    Beyond `max_count` connections, one without a request is closed, or else the newest.
+    Beyond `max_count` connections, it closes one without a request, else the newest.
     """
 
     max_count = 512
@@ -25,8 +25,10 @@ class Connection(HTTPProtocol):
         super().connection_made(transport)
         self._wait_for_headers()
         if len(self.connections) > self.max_count:
-            silent = [other for other in self.connections if other is not self and other.cycle is None]
-            (silent[0] if silent else self).transport.abort()
+            idle = [
+                connection for connection in self.connections if connection is not self and connection.cycle is None
+            ]
+            (idle[0] if idle else self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -50,9 +52,9 @@ class Connection(HTTPProtocol):
 
 def connection_settings() -> JsonObject:
     """Return uvicorn's settings for as many connections as half of this process's file limit allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    files = 2**20 if hard == resource.RLIM_INFINITY else hard
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    files = 2**20 if hard_limit == resource.RLIM_INFINITY else hard_limit
     Connection.max_count = max(8, min(files // 2, 16384))
-    # asyncio accepts the whole backlog before it can close the first of them.
+    # asyncio accepts the whole backlog before it can close a connection.
     return {"http": Connection, "backlog": max(8, min(files // 4, 1024))}

@@ -1,4 +1,4 @@
-"""Interface of rollout engines: generate completions with log-probabilities, and load new weights."""
+"""Interfaces of rollout engines, which generate completions with log-probabilities and load new weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class Sampling:
     top_k: int = -1  # -1: all
     repetition_penalty: float = 1.0
     max_new_tokens: int = 512
-    stop: tuple[str, ...] = ()  # stop texts, which stay in the completion
+    stop: tuple[str, ...] = ()  # stop strings; a completion includes the one that ended it
     experts: bool = False  # record Completion.experts
-    ends: tuple[int, ...] | None = None  # end tokens; None: those of the engine's checkpoint
+    ends: tuple[int, ...] | None = None  # eos token ids; None: those of the engine's checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Request:
 
     tokens: list[int]
     seed: int
-    max_new_tokens: int | None = None  # a lower limit than Sampling's
+    max_new_tokens: int | None = None  # limit below Sampling.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens generated for a request, with the end token if one was drawn.
+    """Tokens generated for a request, including the eos token if there is one.
 
-    `log_probs`: log softmax(logits / temperature) of each token, before top_p, top_k and the repetition penalty. At
-    temperature 0 they are those of temperature 1.
+    `log_probs`: log softmax(logits / temperature) of each token, before top_p, top_k and the repetition penalty. For
+    temperature 0 the values are those at temperature 1.
     """
 
     tokens: list[int]
     log_probs: list[float]
-    finish: Literal["stop", "length"]  # stop: at an end token or a stop text
-    # Integers [tokens, layers, topk], arbitrary in dense layers: the experts of prompt and completion, except the last
-    # token, which never goes through the model.
+    finish: Literal["stop", "length"]  # stop: at an eos token or a stop string
+    # Integers [tokens, layers, topk]: experts of all tokens of prompt and completion but the last one, which the model
+    # does not process. Values in dense layers are arbitrary.
     experts: np.ndarray | None = field(default=None, compare=False)
 
-    def experts_of(self, length: int) -> np.ndarray | None:
-        """Return int16 [length, layers, topk] for prompt and completion, -1 where nothing was recorded."""
+    def padded_experts(self, length: int) -> np.ndarray | None:
+        """Return the experts padded to `length` tokens: int16 [length, layers, topk], -1 where none was recorded."""
         if self.experts is None:
             return None
         padded = np.full((length, *self.experts.shape[1:]), -1, np.int16)
@@ -67,11 +67,11 @@ class CompletionEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the memory of generation until `wake`."""
+        """Free the memory that generation needs, until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Get ready to generate again."""
+        """Restore the memory, so that the engine can generate."""
         ...
 
     def close(self) -> None:
@@ -83,17 +83,16 @@ class Engine(CompletionEngine, Protocol):
     """Engine that generates completions and loads new weights."""
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load full tensors by their Hugging Face names, on any device. Reads `weights` to its end."""
+        """Load full tensors, named as in Hugging Face checkpoints, on any device. Reads `weights` to its end."""
         ...
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return checksums (weight_sync.py) of the engine's tensors by Hugging Face name, except those it holds in
-        part."""
+        """Return `weight_sync.checksum` by Hugging Face name, of tensors that the engine does not shard or repack."""
         ...
 
 
 class TopLogProbs(NamedTuple):
-    """Most likely next tokens at some positions of a text, the likeliest first."""
+    """Most likely next tokens at positions of a text, the likeliest first."""
 
     log_probs: np.ndarray  # fp32 [positions, top], at temperature 1
     tokens: np.ndarray  # int32 [positions, top]
@@ -104,12 +103,12 @@ class Cancelled(Exception):
 
 
 class ScoringEngine(Engine, Protocol):
-    """Engine that also scores given tokens, and whose generation can be cancelled."""
+    """Engine that also scores existing tokens, and whose generation can be cancelled."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
-        """Generate as `CompletionEngine`; raise Cancelled once `is_cancelled()`, polled before each token, is true."""
+        """Generate as `CompletionEngine`. Raises Cancelled once `is_cancelled()`, called before each token, is true."""
         ...
 
     def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
@@ -120,5 +119,5 @@ class ScoringEngine(Engine, Protocol):
         ...
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the tokenizer's vocabulary."""
+        """Return the tokenizer's vocabulary: token ids by token."""
         ...

@@ -14,7 +14,7 @@ from ...bridge.model.model import Model
 from ..distributed.collectives import rank0_only, run_on_all_ranks
 from ..options.rollout import EngineOptions
 from ..run.context import Run
-from ..system.memory import held_gib
+from ..system.memory import used_gib
 from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
 from .addresses import address_flags, server_urls
@@ -40,11 +40,11 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
         settings = ClientSettings(
             api_key=options.vllm_server_api_key,
             timeout=options.vllm_server_timeout,
-            wait=options.server_reconnect_timeout,
+            reconnect_timeout=options.server_reconnect_timeout,
             sleep_level=level,
-            adapters=rank,
+            adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
-            flags=address_flags(options),
+            address_flags=address_flags(options),
         )
         engine = rank0_only(lambda: ServerEngine(urls, settings))
         note, offload = f"completions: {', '.join(urls)}", OffloadPlan(weights, optimizer)
@@ -71,7 +71,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
     memory_share, note = options.vllm_gpu_memory_utilization or 0.9, "completions: vLLM, in this process"
     if torch.cuda.is_available():
         budget = plan_engine_memory(run, model, sleeps=level > 0)
-        memory_share, moves = budget.share, OffloadPlan(budget.weights, budget.optimizer)
+        memory_share, moves = budget.share, OffloadPlan(budget.offload_weights, budget.offload_optimizer)
         offloaded = " and ".join(["the model"] * moves.weights + ["the optimizer's state"] * moves.optimizer)
         note += f", with {memory_share:.2f} of the GPU" + (
             f"; {offloaded} offloaded to the host meanwhile" if offloaded else ""
@@ -155,7 +155,7 @@ class ModelRollout(EngineGroup[Engine]):
     def awake(self) -> Iterator[None]:
         """Let engines load weights and generate within the context; afterwards the model can train."""
         yield
-        self.held["generate"] = held_gib()
+        self.held["generate"] = used_gib()
         if self._sleeps:
             self.sleep()
         if self._offload is not None:
@@ -179,7 +179,7 @@ class ModelRollout(EngineGroup[Engine]):
         """Send the weights to the engines. Raises RuntimeError on every rank where an engine ends up with other
         weights."""
         self.syncs, self._training = self.syncs + 1, training
-        self.held["train"] = held_gib()
+        self.held["train"] = used_gib()
         if self._moves is not None:
             self._offload = self._offload or TrainerOffload(
                 training, weights=self._moves.weights, optimizer=self._moves.optimizer
@@ -187,7 +187,7 @@ class ModelRollout(EngineGroup[Engine]):
             self._offload.offload_step()
             self._offload.onload_weights()
         stats = self._sent(training)
-        self.held["sync"] = held_gib()
+        self.held["sync"] = used_gib()
         if self._offload is None:
             return stats
         self._offload.offload_weights()

@@ -7,19 +7,19 @@ from collections.abc import Callable, Coroutine, Iterable
 import httpx
 from tqdm import tqdm
 
-POLL = 2.0  # seconds between two health checks
-ANSWER = 10.0  # seconds for an answer of /health
+POLL_INTERVAL = 2.0  # seconds between health checks
+ANSWER_TIMEOUT = 10.0  # seconds for an answer of /health, and to connect
 
 
 def notify(text: str) -> None:
-    """Print a message above the progress bar, if there is one."""
+    """Print a message to stderr, above the progress bar if there is one."""
     tqdm.write(text, file=sys.stderr)
 
 
-def reconnect_hint(wait: float) -> str:
-    """Return how to recover a lost server; `wait`: seconds for which the run waits for it."""
-    if wait:
-        return f"See its log and restart it: the run waits for it, for {wait:.0f} s."
+def reconnect_hint(reconnect_timeout: float) -> str:
+    """Return text on how to recover a lost server; `reconnect_timeout`: seconds that the run waits for it."""
+    if reconnect_timeout:
+        return f"See its log and restart it: the run waits for it, for {reconnect_timeout:.0f} s."
     return (
         "See its log, restart it and resume the run; with --server_reconnect_timeout SECONDS a run waits for it "
         "instead."
@@ -27,35 +27,35 @@ def reconnect_hint(wait: float) -> str:
 
 
 async def unreachable_reason(http: httpx.AsyncClient) -> str | None:
-    """Return why the server counts as gone; None if it answers."""
-    for last in (False, True):
+    """Return why the server is considered unreachable; None if it answers."""
+    for is_last_attempt in (False, True):
         try:
-            response = await http.get("/health", timeout=ANSWER)
+            response = await http.get("/health", timeout=ANSWER_TIMEOUT)
             return None if response.is_success else f"/health returns {response.status_code}"
         except httpx.TimeoutException:
-            if last:
-                return f"no answer within {ANSWER:.0f} s, twice"
+            if is_last_attempt:
+                return f"no answer within {ANSWER_TIMEOUT:.0f} s, twice"
         except httpx.TransportError as error:
             return str(error) or type(error).__name__
     return None
 
 
 async def supervise[T](
-    http: httpx.AsyncClient, work: Coroutine[object, object, T], lost: Callable[[str], Exception]
+    http: httpx.AsyncClient, work: Coroutine[object, object, T], make_error: Callable[[str], Exception]
 ) -> T:
-    """Await `work`; raise `lost(reason)` once the server is unreachable."""
+    """Return the result of `work`; raise `make_error(reason)` once the server is unreachable."""
     task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait({task}, timeout=POLL))[0]:
+        while not (await asyncio.wait({task}, timeout=POLL_INTERVAL))[0]:
             if reason := await unreachable_reason(http):
-                raise lost(reason)
+                raise make_error(reason)
         return await task
     finally:
         task.cancel()
 
 
 async def gather_all[T](calls: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Return all results in order; the first failure cancels the others and is raised."""
+    """Return all results in order. The first failure cancels the other calls and is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,7 +1,7 @@
-"""transformers' model with in-place weight updates by the names of a checkpoint.
+"""Model of transformers whose weights are updated in place from checkpoint tensors.
 
-transformers holds some tensors in another form than checkpoints do (fused experts, renamed parts); its conversion rules
-of `from_pretrained` are applied here.
+transformers stores some tensors in another form than checkpoints do (fused experts, renamed parts). Updates apply the
+same conversion rules as `from_pretrained`.
 """
 
 import re
@@ -30,7 +30,7 @@ from .weight_sync import checksum
 
 
 class _Target(NamedTuple):
-    """Model tensor that a checkpoint's tensor is part of, and the conversion rule; None: the tensor itself."""
+    """Model tensor that a checkpoint tensor is part of, and the conversion rule; None: both are the same tensor."""
 
     target: str
     rule: str | None
@@ -39,8 +39,8 @@ class _Target(NamedTuple):
 class Replica:
     """Generation-only model of `folder`.
 
-    `load`: with the folder's weights, else without, so that every tensor must arrive by `update`. Raises ValueError
-    where transformers or the bridge does not support the model.
+    `load`: load the folder's weights; otherwise every tensor must arrive by `update`. Raises ValueError where
+    transformers or the bridge does not support the model.
     """
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, load: bool):
@@ -60,24 +60,22 @@ class Replica:
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         config_json = read_config(folder)
-        unused_pattern = (
-            family_of(config_json).describe(config_json).passthrough
-        )  # not used in generation: image towers, MTP
-        unused = [
+        # Tensors that generation does not use: image towers, MTP.
+        unused_pattern = family_of(config_json).describe(config_json).passthrough
+        unused_patterns = [
             *(self.model._keys_to_ignore_on_load_unexpected or ()),
             *([f"^(?:{unused_pattern})"] if unused_pattern else []),
         ]
-        self._unused = re.compile("|".join(unused) or "(?!)")
+        self._unused = re.compile("|".join(unused_patterns) or "(?!)")
         self._targets: dict[str, _Target] = {}
-        self._parts = self._count_parts()
-        names_at: dict[int, set[str]] = defaultdict(set)
+        self._part_counts = self._count_parts()
+        names_by_pointer: dict[int, set[str]] = defaultdict(set)
         for name, tensor in self._state.items():
-            names_at[tensor.data_ptr()].add(name)
-        self._tied = {
-            name: names_at[tensor.data_ptr()] for name, tensor in self._state.items()
-        }  # tied tensors have several names
-        # Tensors not yet loaded, from the folder or by `update`.
-        self.lacking = set() if load else {name for name in self._state if not self._unused.search(name)}
+            names_by_pointer[tensor.data_ptr()].add(name)
+        # Tied tensors have several names.
+        self._tied_names = {name: names_by_pointer[tensor.data_ptr()] for name, tensor in self._state.items()}
+        # Tensors that neither the folder nor `update` has loaded yet.
+        self.missing = set() if load else {name for name in self._state if not self._unused.search(name)}
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -90,16 +88,15 @@ class Replica:
             if target.rule is None:
                 self._copy(target.target, name, tensor)
                 continue
-            parts[target.target][name] = tensor.to(
-                self._state[target.target].device, copy=True
-            )  # the source may be a reused buffer
-            if len(parts[target.target]) == self._parts.get(target.target):
+            # A copy, since the source may be a reused buffer.
+            parts[target.target][name] = tensor.to(self._state[target.target].device, copy=True)
+            if len(parts[target.target]) == self._part_counts.get(target.target):
                 self._convert(target.target, parts.pop(target.target))
-        for target, tensors in parts.items():  # in another form than transformers itself saves
+        for target, tensors in parts.items():  # these have another number of parts than transformers saves
             self._convert(target, tensors)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return checksums of the model's tensors in the checkpoint's form."""
+        """Return checksums of the model's tensors, converted to the checkpoint's form."""
         checksums = {}
         for name in names:
             target = self._target_of(name)
@@ -117,7 +114,7 @@ class Replica:
         self._state = self.model.state_dict()
 
     def _count_parts(self) -> dict[str, int]:
-        """Return the number of checkpoint tensors per model tensor that a conversion rule makes."""
+        """Return the number of checkpoint tensors of each model tensor that has a conversion rule."""
         if not self._converters:
             return {}
         shapes = {name: tensor.to("meta") for name, tensor in self._state.items()}
@@ -152,11 +149,11 @@ class Replica:
         for converted_name, value in converted.items():
             self._copy(converted_name, names[0], value[0] if isinstance(value, list) else value)
 
-    def _copy(self, target: str, name: str, value: Tensor) -> None:
-        parameter = self._state[target]
+    def _copy(self, target_name: str, name: str, value: Tensor) -> None:
+        parameter = self._state[target_name]
         if parameter.shape != value.shape:
             raise ValueError(
-                f"{name} has shape {list(value.shape)}, and {target} of the engine has {list(parameter.shape)}"
+                f"{name} has shape {list(value.shape)}, and {target_name} of the engine has {list(parameter.shape)}"
             )
         parameter.copy_(value)
-        self.lacking -= self._tied[target]
+        self.missing -= self._tied_names[target_name]

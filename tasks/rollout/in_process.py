@@ -1,4 +1,4 @@
-"""Backend over an engine in the server's process; one thread runs the engine, so that the server stays responsive."""
+"""Backend over an engine in the server's process. The engine runs in a thread, so the server stays responsive."""
 
 import asyncio
 import contextlib
@@ -17,27 +17,27 @@ from .weight_buckets import Bucket, attach, unpack_tensors
 
 
 class UpdateAborted(Exception):
-    """Raised in the engine's stream when the rest of an update will not arrive."""
+    """Raised in the engine's weight stream when its update is aborted."""
 
 
 class _Arrival(NamedTuple):
     bucket: Bucket
-    on_read: Callable[[], object]  # call it once the tensors have been read
+    on_read: Callable[[], object]  # called once the tensors have been read
 
 
 class InProcessBackend:
     """Backend over a `ScoringEngine`."""
 
     workers = 1
-    nccl = False
-    adapters = 0
+    has_nccl = False
+    max_adapter_rank = 0
 
     def __init__(self, engine: ScoringEngine, name: str):
         self.engine, self.name = engine, name
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._arrived: queue.Queue[_Arrival | Exception | None] = queue.Queue()
+        self._arrivals: queue.Queue[_Arrival | Exception | None] = queue.Queue()
         self._update: asyncio.Future | None = None
-        self._failed = False
+        self._has_failed = False
 
     def _submit[**P, T](self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(
@@ -48,19 +48,19 @@ class InProcessBackend:
         try:
             return call(*arguments, **keywords)
         except torch.AcceleratorError:  # after a device-side assert this process can run no kernel
-            self._failed = True
+            self._has_failed = True
             raise
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Generate; a cancelled call returns once the thread has stopped between two tokens."""
+        """Generate. A cancelled call returns once the thread has stopped between two tokens."""
         cancelled = threading.Event()
-        work = self._submit(self.engine.generate, requests, sampling, cancelled.is_set)
+        task = self._submit(self.engine.generate, requests, sampling, cancelled.is_set)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
             cancelled.set()
-            await asyncio.wait({work})
-            work.exception()  # retrieved, to silence asyncio's warning
+            await asyncio.wait({task})
+            task.exception()  # retrieved to silence asyncio's warning
             raise
 
     async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
@@ -70,13 +70,13 @@ class InProcessBackend:
         return self.engine.vocabulary()
 
     async def begin(self) -> None:
-        self._arrived = queue.Queue()
-        self._update = self._submit(self.engine.update, _stream(self._arrived))
+        self._arrivals = queue.Queue()
+        self._update = self._submit(self.engine.update, _stream(self._arrivals))
 
     async def load(self, bucket: Bucket) -> None:
         assert self._update is not None
         loop, is_read = asyncio.get_running_loop(), asyncio.Event()
-        self._arrived.put(_Arrival(bucket, lambda: loop.call_soon_threadsafe(is_read.set)))
+        self._arrivals.put(_Arrival(bucket, lambda: loop.call_soon_threadsafe(is_read.set)))
         arrival = asyncio.ensure_future(is_read.wait())
         await asyncio.wait({arrival, self._update}, return_when=asyncio.FIRST_COMPLETED)
         if not arrival.done():
@@ -86,12 +86,12 @@ class InProcessBackend:
 
     async def finish(self) -> None:
         assert self._update is not None
-        self._arrived.put(None)
+        self._arrivals.put(None)
         await self._update
         self._update = None
 
     async def abort(self) -> None:
-        self._arrived.put(UpdateAborted())
+        self._arrivals.put(UpdateAborted())
         if self._update is not None:
             with contextlib.suppress(Exception):
                 await self._update
@@ -107,29 +107,29 @@ class InProcessBackend:
         return await self._submit(self.engine.checksums, names)
 
     async def reset_cache(self) -> None:
-        """Do nothing: no cache outlives a call of `generate`."""
+        """Do nothing: no cache is kept between calls of `generate`."""
 
     async def sleep(self, level: int) -> None:
-        await self._submit(self.engine.sleep)  # keeps its weights at any level
+        await self._submit(self.engine.sleep)  # keeps the weights at every level
 
     async def wake(self) -> None:
         await self._submit(self.engine.wake)
 
-    def failed(self) -> bool:
-        return self._failed
+    def has_failed(self) -> bool:
+        return self._has_failed
 
     def close(self) -> None:
-        self._arrived.put(UpdateAborted())
+        self._arrivals.put(UpdateAborted())
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
 
-def _stream(arrived: queue.Queue[_Arrival | Exception | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of buckets as they arrive; read each before requesting the next."""
-    while (item := arrived.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        assert item.bucket.handle is not None
-        flat = attach(item.bucket.handle)[item.bucket.start :]
-        yield from unpack_tensors(flat, item.bucket.entries)
-        item.on_read()
+def _stream(arrivals: queue.Queue[_Arrival | Exception | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of buckets as they arrive. The consumer reads each tensor before it requests the next."""
+    while (arrival := arrivals.get()) is not None:
+        if isinstance(arrival, Exception):
+            raise arrival
+        assert arrival.bucket.handle is not None
+        flat = attach(arrival.bucket.handle)[arrival.bucket.start :]
+        yield from unpack_tensors(flat, arrival.bucket.entries)
+        arrival.on_read()

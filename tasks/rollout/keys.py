@@ -16,9 +16,9 @@ def key_file() -> Path:
 
 
 def server_key(api_key: str | None) -> tuple[str, str]:
-    """Return a server's key, and a line that tells where clients read it. Creates the key file if it is missing.
+    """Return a server's key, and a line for the user on where clients read it.
 
-    Raises ValueError where that file is unsafe.
+    Creates the key file if it is missing. Raises ValueError where that file is unsafe.
     """
     if api_key:
         return api_key, "Key: set by --api_key"
@@ -37,11 +37,10 @@ def server_key(api_key: str | None) -> tuple[str, str]:
 
 
 def client_key(api_key: str | None, url: str, *, is_rollout_server: bool) -> str | None:
-    """Return the key to send to a server, None to send none.
+    """Return the key to send to a server; None to send no key.
 
-    `is_rollout_server`: it is a rollout server of this user. Other servers get a key of the environment or the file
-        only on
-    this machine, since whoever runs them would learn it.
+    `is_rollout_server`: whether it is a rollout server of this user. Other servers get the key of the environment or
+        the file only on this machine, since their operators would learn it.
     """
     if api_key or not (is_rollout_server or is_loopback(url)):
         return api_key
@@ -49,7 +48,7 @@ def client_key(api_key: str | None, url: str, *, is_rollout_server: bool) -> str
 
 
 def _write(file: Path, key: str) -> bool:
-    """Write the key file atomically. Returns False where it exists. Raises OSError."""
+    """Create the key file atomically. Returns False if it exists. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
@@ -64,7 +63,7 @@ def _write(file: Path, key: str) -> bool:
 
 
 def _read(file: Path) -> str | None:
-    """Return the key in a file, None if there is no such file. Raises ValueError where it is unsafe."""
+    """Return the key in a file, None without the file. Raises ValueError where the file is unsafe."""
     try:
         with file.open() as stream:
             status, key = os.fstat(stream.fileno()), stream.read(4096).strip()

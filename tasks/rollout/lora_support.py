@@ -1,15 +1,15 @@
-"""LoRA adapters that vLLM can load onto base weights. No torch: the command line imports this."""
+"""Limits of vLLM's LoRA support. This module imports no torch: the command line imports it."""
 
 from ...bridge.lora.adapter_mapping import AdapterPlan
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.mapping.param_mapping import EMBEDDING, OUTPUT
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # adapter ranks that vLLM can allocate
 DEFAULT_RANK = 16  # of a server without --vllm_max_lora_rank
 
 
 def lora_rank_bucket(rank: int) -> int:
-    """Return the smallest rank vLLM can allocate for an adapter of `rank`. Raises ValueError where there is none."""
+    """Return the smallest rank in RANKS for an adapter of `rank`. Raises ValueError where there is none."""
     if not 1 <= rank <= RANKS[-1]:
         raise ValueError(f"vLLM takes adapters of rank 1 to {RANKS[-1]}, not {rank}")
     return next(bucket for bucket in RANKS if bucket >= rank)
@@ -18,7 +18,7 @@ def lora_rank_bucket(rank: int) -> int:
 def unsupported_by_vllm(settings: LoraSettings, plan: AdapterPlan | None = None) -> str | None:
     """Return the adapter's first feature that vLLM does not support; None if none is known.
 
-    vLLM itself rejects unsupported modules when the first adapter arrives.
+    vLLM itself rejects other unsupported modules when the first adapter arrives.
     """
     if settings.dora:
         return "DoRA"

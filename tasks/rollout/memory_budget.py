@@ -1,4 +1,4 @@
-"""Memory budget of a colocated vLLM: its share of a GPU, and the trainer state to offload meanwhile."""
+"""Memory budget of a colocated vLLM: its share of a GPU, and the trainer state to offload during generation."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from ..options.rollout import EngineOptions
 from ..run.context import Run
 from ..system.memory import GIB
 
-MAX_SHARE = 0.9  # of a GPU
-BUCKET_BYTES = 2 * GIB  # buckets in flight during a weight sync
-FRAGMENTED = 0.05  # share of a GPU lost to fragmentation
-MIN_CACHE = 0.1  # share of a GPU for the KV cache, so that enough completions run at a time
-ACTIVATIONS = 0.25  # share of a GPU for the activations of a step, beside a vLLM that never sleeps
+MAX_SHARE = 0.9  # maximum share of a GPU for vLLM
+BUCKET_BYTES = 2 * GIB  # of weight buckets in flight during a weight sync
+FRAGMENTATION = 0.05  # share of a GPU lost to fragmentation
+MIN_CACHE = 0.1  # minimum share of a GPU for the KV cache, so that enough completions run concurrently
+ACTIVATIONS = 0.25  # share of a GPU for a training step's activations, beside a vLLM that never sleeps
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class EngineMemoryBudget:
     """vLLM's `share` of each GPU's memory, and whether to offload the trainer's weights and optimizer state."""
 
     share: float
-    weights: bool
-    optimizer: bool
+    offload_weights: bool
+    offload_optimizer: bool
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Memory of one GPU by user, in bytes."""
+    """Memory of one GPU by purpose, in bytes."""
 
     total: float
-    held: float  # in use: weights, reference models and the like
-    weights: float  # the trained model's part of `held`
+    used: float  # by weights, reference models and others
+    weights: float  # the trained model's part of `used`
     gradients: float  # not allocated yet
     optimizer: float  # not allocated yet
     engine: float  # vLLM's weights
@@ -45,31 +45,35 @@ class MemoryNeeds:
 def memory_budget(
     needs: MemoryNeeds, options: EngineOptions, *, sleeps: bool, can_offload_model: bool = True
 ) -> EngineMemoryBudget:
-    """Return the budget, choosing the options that are unset. Raises ValueError where vLLM's weights cannot fit."""
-    share, offload = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
+    """Return the budget, with defaults for unset options. Raises ValueError where vLLM's weights cannot fit."""
+    share, requests = options.vllm_gpu_memory_utilization, (options.offload_model, options.offload_optimizer)
     if not can_offload_model:
-        offload = False, options.offload_optimizer
-    if not sleeps:  # both hold their memory all the time
-        free = needs.total - needs.held - needs.gradients - needs.optimizer - (FRAGMENTED + ACTIVATIONS) * needs.total
-        return _check(share, free, bool(offload[0]), bool(offload[1]), needs)
-    target = needs.engine + MIN_CACHE * needs.total if share is None else share * needs.total
-    free, weights, optimizer = 0.0, False, False
-    for choice in ((False, False), (False, True), (True, True)):
-        weights, optimizer = (
-            default if requested is None else requested for default, requested in zip(choice, offload, strict=True)
+        requests = False, options.offload_optimizer
+    if not sleeps:  # vLLM and the trainer use their memory at the same time
+        free = (
+            needs.total - needs.used - needs.gradients - needs.optimizer - (FRAGMENTATION + ACTIVATIONS) * needs.total
         )
-        stays = needs.held - weights * needs.weights + (not optimizer) * needs.optimizer
-        free = needs.total * (1 - FRAGMENTED) - stays - BUCKET_BYTES
-        if free >= target:
+        return _check(share, free, bool(requests[0]), bool(requests[1]), needs)
+    needed = needs.engine + MIN_CACHE * needs.total if share is None else share * needs.total
+    free, offload_weights, offload_optimizer = 0.0, False, False
+    for defaults in ((False, False), (False, True), (True, True)):
+        offload_weights, offload_optimizer = (
+            default if requested is None else requested for default, requested in zip(defaults, requests, strict=True)
+        )
+        remaining = needs.used - offload_weights * needs.weights + (not offload_optimizer) * needs.optimizer
+        free = needs.total * (1 - FRAGMENTATION) - remaining - BUCKET_BYTES
+        if free >= needed:
             break
-    return _check(share, free, weights, optimizer, needs)
+    return _check(share, free, offload_weights, offload_optimizer, needs)
 
 
-def _check(share: float | None, free: float, weights: bool, optimizer: bool, needs: MemoryNeeds) -> EngineMemoryBudget:
+def _check(
+    share: float | None, free: float, offload_weights: bool, offload_optimizer: bool, needs: MemoryNeeds
+) -> EngineMemoryBudget:
     if share is None:
         share = min(MAX_SHARE, math.floor(100 * free / needs.total) / 100)
     if share * needs.total > needs.engine:
-        return EngineMemoryBudget(share, weights, optimizer)
+        return EngineMemoryBudget(share, offload_weights, offload_optimizer)
     raise ValueError(
         f"vLLM's weights, {needs.engine / GIB:.1f} GiB of each GPU, do not fit beside the trainer: "
         f"{max(0.0, share * needs.total) / GIB:.1f} of {needs.total / GIB:.1f} GiB are left. Set a larger "
@@ -79,9 +83,9 @@ def _check(share: float | None, free: float, weights: bool, optimizer: bool, nee
 
 
 def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryBudget:
-    """Return the budget of vLLM beside the model of this run, before its optimizer is made.
+    """Return vLLM's budget beside the model of this run, before the run's optimizer exists.
 
-    Every rank calls this; all get the same budget, that of the fullest GPU.
+    Every rank calls this, and gets the budget of the fullest GPU.
     """
     options: Any = run.options
     torch.cuda.empty_cache()
@@ -97,7 +101,7 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
         sum(parameter.numel() * _state_bytes(parameter, options, model.groups) for parameter in trained),
         _count_parameters(parameters, model.groups) * run.dtype.itemsize / options.engine.vllm_tensor_parallel_size,
     )
-    fullest = max(all_gather_objects(needs), key=lambda needs: needs.held + needs.optimizer)
+    fullest = max(all_gather_objects(needs), key=lambda needs: needs.used + needs.optimizer)
     return memory_budget(fullest, options.engine, sleeps=sleeps, can_offload_model=not options.build.fp8_param_gather)
 
 
@@ -112,7 +116,7 @@ def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGro
 
 
 def _count_parameters(parameters: list[torch.nn.Parameter], groups: ProcessGroupCollection) -> float:
-    """Estimate the number of parameters over all ranks, each counted once. Every rank calls this."""
+    """Estimate the number of the model's parameters, each counted once. Every rank calls this."""
     world = dist.get_world_size()
     pipeline, tensor, experts = groups.pp.size(), groups.tp.size(), groups.expt_dp.size()
     count = 0.0

@@ -19,7 +19,7 @@ GAUGES = {
 
 
 def as_text(counters: Mapping[str, float], **gauges: float) -> str:
-    """Return the values of COUNTERS and GAUGES as text."""
+    """Return the values of COUNTERS and GAUGES in Prometheus' format."""
     lines = []
     for name, text in COUNTERS.items():
         lines += _lines(f"megaswift_rollout_{name}_total", "counter", text, counters[name])

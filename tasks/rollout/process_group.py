@@ -1,4 +1,4 @@
-"""Process group across programs, in which the trainer's GPU (or CPU) broadcasts weights to all engine workers."""
+"""Process group in which the trainer's GPU (or CPU) broadcasts weights to the workers of other programs."""
 
 import socket
 from datetime import timedelta
@@ -12,12 +12,12 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the UUID of a GPU. NCCL accepts each GPU once in a group."""
+    """Return the UUID of a GPU. NCCL accepts a GPU only once per group."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def open_store(host: str, size: int) -> dist.TCPStore:  # pyright: ignore[reportPrivateImportUsage]
-    """Return the TCPStore of a group. It listens only at this address, where TCPStore itself would listen at all."""
+    """Return the TCPStore of a group. It listens at `host` only; by default TCPStore listens at all addresses."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.bind((host, 0))
     sock.listen()
@@ -27,9 +27,9 @@ def open_store(host: str, size: int) -> dist.TCPStore:  # pyright: ignore[report
 
 
 class WeightGroup:
-    """Group of the trainer (rank 0) and all workers, beside the process's other groups.
+    """Group of the trainer (rank 0) and all workers, independent of torch's default group.
 
-    `host`, `port`: address of its store. NCCL makes the group in its first broadcast, which waits for all members.
+    `host`, `port`: address of its store. NCCL connects the group in the first broadcast, which waits for all members.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, device: torch.device):
@@ -45,7 +45,7 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
 
     def broadcast(self, flat: Tensor) -> None:
-        """Broadcast from rank 0; returns once this process's part is done."""
+        """Broadcast from rank 0. Returns once this process's part is done."""
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 self._group.broadcast([flat]).wait()

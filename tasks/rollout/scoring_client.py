@@ -1,7 +1,7 @@
-"""Client of a server that scores given tokens and generates, without loading weights (a teacher).
+"""Client of a teacher's server, which scores tokens and generates with fixed weights.
 
-It speaks to `swift rollout` and to vLLM's own server (`vllm serve MODEL --max-logprobs K`), by its completions API. The
-server's health is checked during every call.
+The server is `swift rollout`, or vLLM's own server (`vllm serve MODEL --max-logprobs K`) with its completions API. The
+client checks the server's health during every call.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from ...templates.json_types import JsonObject
 from ..run.vocabulary import compare_vocabularies, vocabulary_error
 from .completion_json import from_json
 from .engine import Completion, Request, Sampling, TopLogProbs
-from .health import ANSWER, gather_all, notify, reconnect_hint, supervise, unreachable_reason
+from .health import ANSWER_TIMEOUT, gather_all, notify, reconnect_hint, supervise, unreachable_reason
 from .keys import client_key
 from .scoring_routes import decode_top
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_CONCURRENT = 256  # requests per process
 FLAG = "--teacher_model_server"
-# Text that compares tokenizers where a server does not return its vocabulary: words, digits, signs, scripts.
+# Text to compare tokenizers with a server that does not return its vocabulary: words, digits, signs, scripts.
 SAMPLE = "The teacher's server, 3.14 & 0x7F;\n\tdef f(x): return [x**2]  # Übung, 汉语, العربية, हिन्दी, 🙂<br/>"
 
 
@@ -42,13 +42,14 @@ class ScoringServerLost(ConnectionError):
 class ScoringClient:
     """Client of the server at `url`.
 
-    `timeout`: seconds to wait for it at the start.
-    `wait`: seconds to wait for it when it is lost later. Raises ScoringServerLost where it does not answer in time,
-        PermissionError where it requires a key.
+    `timeout`: seconds to wait for the server at the start.
+    `reconnect_timeout`: seconds to wait for a server that is lost later.
+
+    Raises ScoringServerLost where the server does not answer in time, PermissionError where it requires a key.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 240.0, wait: float = 0.0):
-        self.url, self._wait = url.rstrip("/").removesuffix("/v1"), wait
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 240.0, reconnect_timeout: float = 0.0):
+        self.url, self._reconnect_timeout = url.rstrip("/").removesuffix("/v1"), reconnect_timeout
         self._api_key = api_key
         self._model = asyncio.run(self._connect(timeout))  # None: a `swift rollout`
 
@@ -57,43 +58,51 @@ class ScoringClient:
         return "swift rollout" if self._model is None else f"vLLM's own, {self._model}"
 
     def check_vocabulary(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Raise ValueError where a token has another meaning on the server."""
+        """Raise ValueError where the server's vocabulary differs from the tokenizer's."""
         source = f"{FLAG} {self.url}"
         if self._model is None:
-            served = self._all([("/vocabulary", {})], httpx.Response.json)[0]
-            compare_vocabularies(served, tokenizer.get_vocab(), source)
+            served_ids = self._post_with_retry([("/vocabulary", {})], httpx.Response.json)[0]
+            compare_vocabularies(served_ids, tokenizer.get_vocab(), source)
             return
         text = SAMPLE + "".join(dict.fromkeys(tokenizer.all_special_tokens))
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        served = self._all([("/tokenize", body)], lambda response: response.json()["tokens"])[0]
-        local = tokenizer.encode(text, add_special_tokens=False)
-        if served != local:
-            i = next((i for i, (one, other) in enumerate(zip(served, local, strict=False)) if one != other), 0)
+        served_ids = self._post_with_retry([("/tokenize", body)], lambda response: response.json()["tokens"])[0]
+        local_ids = tokenizer.encode(text, add_special_tokens=False)
+        if served_ids != local_ids:
+            i = next(
+                (i for i, (served, local) in enumerate(zip(served_ids, local_ids, strict=False)) if served != local), 0
+            )
             part = slice(i, i + 1)
-            raise vocabulary_error(source, str(tokenizer.decode(local[part])), served[part], local[part])
+            raise vocabulary_error(source, str(tokenizer.decode(local_ids[part])), served_ids[part], local_ids[part])
 
     def top_log_probs(
         self, documents: Sequence[np.ndarray], positions: Sequence[np.ndarray], top: int, vocab_size: int
     ) -> list[TopLogProbs]:
         """Score each document at its positions, as `ScoringEngine.top_log_probs`.
 
-        Raises ScoringServerLost, ValueError for what the server rejects, RuntimeError for incomplete answers or another
-        vocabulary.
+        Raises ScoringServerLost, ValueError for requests that the server rejects, RuntimeError for incomplete responses
+        or another vocabulary.
         """
         if self._model is None:
             calls = [
                 (
                     "/top_log_probs",
-                    {"tokens": tokens.tolist(), "places": at.tolist(), "top": top, "vocab_size": vocab_size},
+                    {"tokens": tokens.tolist(), "places": indices.tolist(), "top": top, "vocab_size": vocab_size},
                 )
-                for tokens, at in zip(documents, positions, strict=True)
+                for tokens, indices in zip(documents, positions, strict=True)
             ]
-            parsers = [lambda response, at=at: decode_top(response.content, len(at), top) for at in positions]
+            parsers = [
+                lambda response, indices=indices: decode_top(response.content, len(indices), top)
+                for indices in positions
+            ]
         else:
             settings = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
             calls = [("/v1/completions", settings | {"prompt": tokens.tolist()}) for tokens in documents]
-            parsers = [lambda response, at=at: _top_of_openai(response.json(), at, top) for at in positions]
-        scores = self._all(calls, parsers)
+            parsers = [
+                lambda response, indices=indices: _parse_top_log_probs(response.json(), indices, top)
+                for indices in positions
+            ]
+        scores = self._post_with_retry(calls, parsers)
         for score in scores:
             if len(score.tokens) and not (score.tokens.min() >= 0 and score.tokens.max() < vocab_size):
                 raise RuntimeError(
@@ -105,14 +114,14 @@ class ScoringClient:
         return scores
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return a completion of each request, in their order; from vLLM's server without log-probabilities."""
+        """Return a completion of each request, in order. vLLM's own server sends no log-probabilities."""
         if self._model is None:
             # version None: the weights of the model's folder
             calls = [
                 ("/generate", {"requests": [asdict(request)], "sampling": asdict(sampling), "version": None})
                 for request in requests
             ]
-            return self._all(calls, lambda response: from_json(response.json()["completions"][0]))
+            return self._post_with_retry(calls, lambda response: from_json(response.json()["completions"][0]))
         settings = {
             "model": self._model,
             "temperature": sampling.temperature,
@@ -124,13 +133,13 @@ class ScoringClient:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        return self._all(
+        return self._post_with_retry(
             [
                 ("/v1/completions", settings | {"prompt": request.tokens, "seed": request.seed, "max_tokens": limit})
                 for request in requests
                 for limit in [max(1, min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens))]
             ],
-            _completion,
+            _parse_completion,
         )
 
     def sleep(self) -> None:
@@ -142,17 +151,17 @@ class ScoringClient:
 
     # ---- requests
 
-    def _all[T](self, calls: Sequence[Call], parsers: Parser[T] | Sequence[Parser[T]]) -> list[T]:
-        """POST all requests and parse the answers. Reconnects and retries after a loss."""
+    def _post_with_retry[T](self, calls: Sequence[Call], parsers: Parser[T] | Sequence[Parser[T]]) -> list[T]:
+        """POST all requests and parse the responses. Reconnect and retry after the server was lost."""
         parsers = [parsers] * len(calls) if callable(parsers) else parsers
         while True:
             try:
                 return asyncio.run(self._post_all(calls, parsers))
-            except ScoringServerLost as lost:
-                if not self._wait:
+            except ScoringServerLost as loss:
+                if not self._reconnect_timeout:
                     raise
-                notify(str(lost))
-                self._model = asyncio.run(self._connect(self._wait, lost))
+                notify(str(loss))
+                self._model = asyncio.run(self._connect(self._reconnect_timeout, loss))
                 notify("The teacher's server answers again: the run continues.")
 
     async def _post_all[T](self, calls: Sequence[Call], parsers: Sequence[Parser[T]]) -> list[T]:
@@ -169,13 +178,13 @@ class ScoringClient:
                     raise RuntimeError(f"{FLAG} {self.url}, {path}: unexpected answer ({problem})") from error
 
             tasks = (post(path, body, parse) for (path, body), parse in zip(calls, parsers, strict=True))
-            return await supervise(http, gather_all(tasks), self._lost)
+            return await supervise(http, gather_all(tasks), self._lost_error)
 
     async def _post(self, http: httpx.AsyncClient, path: str, body: JsonObject) -> httpx.Response:
         try:
             response = await http.post(path, json=body)
         except httpx.TransportError as error:
-            raise self._lost(str(error) or type(error).__name__) from error
+            raise self._lost_error(str(error) or type(error).__name__) from error
         if response.is_success:
             return response
         text = response.text[:500]
@@ -188,37 +197,39 @@ class ScoringClient:
             raise PermissionError(f"{FLAG} {self.url}: {text}. Set --teacher_model_server_api_key to its key.")
         if "prompt logprobs of" in text:
             text = f"{text}. Start it with --max-logprobs as large as --gkd_logits_topk"
-        kind = ValueError if 400 <= response.status_code < 500 else RuntimeError
-        raise kind(f"{FLAG} {self.url}, {path}: {text} (status {response.status_code})")
+        error_class = ValueError if 400 <= response.status_code < 500 else RuntimeError
+        raise error_class(f"{FLAG} {self.url}, {path}: {text} (status {response.status_code})")
 
-    def _lost(self, reason: str) -> ScoringServerLost:
-        return ScoringServerLost(f"The teacher's server {self.url} is gone: {reason}. {reconnect_hint(self._wait)}")
+    def _lost_error(self, reason: str) -> ScoringServerLost:
+        return ScoringServerLost(
+            f"The teacher's server {self.url} is gone: {reason}. {reconnect_hint(self._reconnect_timeout)}"
+        )
 
-    async def _connect(self, patience: float, lost: ScoringServerLost | None = None) -> str | None:
-        """Wait for the server. Return the model's name on vLLM's own server, None for a `swift rollout`."""
-        end = time.monotonic() + patience
-        notified = not patience or lost is not None or os.environ.get("RANK", "0") != "0"
+    async def _connect(self, timeout: float, loss: ScoringServerLost | None = None) -> str | None:
+        """Wait for the server. Return the name of the model on vLLM's own server, None for a `swift rollout`."""
+        deadline = time.monotonic() + timeout
+        has_notified = not timeout or loss is not None or os.environ.get("RANK", "0") != "0"
         async with self._client() as http:
             while reason := await unreachable_reason(http):
-                if not notified:
-                    notify(f"{FLAG} {self.url}: no server answers yet ({reason}). Waiting up to {patience:.0f} s.")
-                    notified = True
-                if time.monotonic() > end:
-                    if lost is not None:
-                        raise ScoringServerLost(f"{lost} It did not come back within {patience:.0f} s.")
+                if not has_notified:
+                    notify(f"{FLAG} {self.url}: no server answers yet ({reason}). Waiting up to {timeout:.0f} s.")
+                    has_notified = True
+                if time.monotonic() > deadline:
+                    if loss is not None:
+                        raise ScoringServerLost(f"{loss} It did not come back within {timeout:.0f} s.")
                     raise ScoringServerLost(
-                        f"{FLAG} {self.url}: no server answers ({reason}) after {patience:.0f} s. Start one (swift "
+                        f"{FLAG} {self.url}: no server answers ({reason}) after {timeout:.0f} s. Start one (swift "
                         "rollout --model TEACHER --port ..., or vllm serve TEACHER --max-logprobs K), fix the address, "
                         "or wait longer with --vllm_server_timeout."
                     )
                 await asyncio.sleep(0.5)
             try:
-                health = await http.get("/health", timeout=ANSWER)
+                health = await http.get("/health", timeout=ANSWER_TIMEOUT)
                 if health.headers.get("content-type", "").startswith("application/json") and "backend" in health.text:
                     return None
-                models = await http.get("/v1/models", timeout=ANSWER)
+                models = await http.get("/v1/models", timeout=ANSWER_TIMEOUT)
             except httpx.TransportError as error:
-                raise self._lost(str(error) or type(error).__name__) from error
+                raise self._lost_error(str(error) or type(error).__name__) from error
             if models.status_code in (401, 403):
                 raise PermissionError(f"{FLAG} {self.url}: it requires a key. Set --teacher_model_server_api_key.")
             try:
@@ -231,26 +242,26 @@ class ScoringClient:
 
     def _client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONCURRENT)
-        timeout = httpx.Timeout(None, connect=ANSWER)
+        timeout = httpx.Timeout(None, connect=ANSWER_TIMEOUT)
         key = client_key(self._api_key, self.url, is_rollout_server=False)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
 
-def _top_of_openai(answer: JsonObject, positions: np.ndarray, top: int) -> TopLogProbs:
-    """Return the top tokens from vLLM's `prompt_logprobs`: per token after the first, the likeliest ones and itself."""
+def _parse_top_log_probs(answer: JsonObject, positions: np.ndarray, top: int) -> TopLogProbs:
+    """Return the top tokens of vLLM's `prompt_logprobs`: after the first token, the likeliest and the actual one."""
     log_probs = answer["choices"][0]["prompt_logprobs"]
-    best = [
+    top_items = [
         sorted(((item["logprob"], int(token)) for token, item in log_probs[position + 1].items()), reverse=True)[:top]
         for position in positions.tolist()
     ]
-    if short := [row for row in best if len(row) < top]:
-        raise ValueError(f"{len(short[0])} of {top} tokens at a position")
-    rows = np.array(best, np.float64).reshape(len(best), top, 2)
+    if incomplete := [row for row in top_items if len(row) < top]:
+        raise ValueError(f"{len(incomplete[0])} of {top} tokens at a position")
+    rows = np.array(top_items, np.float64).reshape(len(top_items), top, 2)
     return TopLogProbs(rows[..., 0].astype(np.float32), rows[..., 1].astype(np.int32))
 
 
-def _completion(response: httpx.Response) -> Completion:
+def _parse_completion(response: httpx.Response) -> Completion:
     choice = response.json()["choices"][0]
     tokens = choice["token_ids"]
     return Completion(tokens, [0.0] * len(tokens), "stop" if choice["finish_reason"] == "stop" else "length")

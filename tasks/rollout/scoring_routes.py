@@ -1,7 +1,7 @@
-"""Routes of the rollout server that score given tokens for distillation. They need no claim and change nothing.
+"""Routes of the rollout server that score tokens for distillation. They need no claim and change no state.
 
-POST /vocabulary     {} -> the tokenizer's vocabulary, token by text
-POST /top_log_probs  {tokens, positions, top, vocab_size} -> `encode_top` of `ScoringEngine.top_log_probs`
+POST /vocabulary     {} -> the tokenizer's vocabulary: token ids by token
+POST /top_log_probs  {tokens, places (positions), top, vocab_size} -> `encode_top` of `ScoringEngine.top_log_probs`
 """
 
 from collections.abc import Callable, Coroutine
@@ -16,8 +16,8 @@ from .bodies import Fields, Limits, json_body
 from .engine import TopLogProbs
 
 
-class Serving(Protocol):
-    """Part of server.Server that these routes need."""
+class ScoringServer(Protocol):
+    """Interface of server.Server that these routes need."""
 
     backend: Backend
     limits: Limits
@@ -26,13 +26,13 @@ class Serving(Protocol):
     def check_base_weights(self) -> None: ...
 
 
-async def vocabulary(server: Serving, http: Http) -> Response:
+async def vocabulary(server: ScoringServer, http: Http) -> Response:
     return JSONResponse(await server.backend.vocabulary())
 
 
-async def top_log_probs(server: Serving, http: Http) -> Response:
+async def top_log_probs(server: ScoringServer, http: Http) -> Response:
     fields = Fields(await json_body(http), ("tokens", "places", "top", "vocab_size"))
-    tokens = server.limits.tokens(fields, room=0)
+    tokens = server.limits.tokens(fields, new_tokens=0)
     work = server.backend.top_log_probs(
         tokens,
         top=fields.integer("top", 1, server.limits.vocab_size),
@@ -44,12 +44,12 @@ async def top_log_probs(server: Serving, http: Http) -> Response:
 
 
 def encode_top(top: TopLogProbs) -> bytes:
-    """Return log-probabilities as fp32, then tokens as int32."""
+    """Return log-probabilities as fp32, then tokens as int32, in little-endian bytes."""
     return top.log_probs.astype("<f4").tobytes() + top.tokens.astype("<i4").tobytes()
 
 
 def decode_top(data: bytes, positions: int, top: int) -> TopLogProbs:
-    """Return the inverse of `encode_top`. Raises ValueError for another number of bytes."""
+    """Decode the bytes of `encode_top`. Raises ValueError for a wrong number of bytes."""
     if len(data) != 8 * positions * top:
         raise ValueError(f"{len(data)} bytes instead of {8 * positions * top}")
     half = len(data) // 2

@@ -13,7 +13,7 @@ from ..options.rollout import RolloutOptions, ServerOptions
 from ..system.atomic_dir import loading
 from .keys import server_key
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_FLAGS = (
     "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching",
     "vllm_gpu_memory_utilization",
@@ -25,9 +25,9 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     kind = choose_backend(options)
     folder = model_folder(options)
     check_headers(folder)
-    sock = bind(options.host, options.port)  # before loading the model, which can take minutes
+    sock = bind(options.host, options.port)  # fails before the model is loaded, which can take minutes
     url = f"http://{options.host}:{sock.getsockname()[1]}"
-    key, about_key = server_key(options.api_key)
+    key, key_note = server_key(options.api_key)
 
     import uvicorn
 
@@ -35,8 +35,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     from .connections import connection_settings
     from .server import Server
 
-    described = read_config(folder)
-    dtype = dtype_of(options, described)
+    hf_config = read_config(folder)
+    dtype = dtype_of(options, hf_config)
     if kind == "vllm":
         from .vllm_async import VllmBackend
 
@@ -45,17 +45,17 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         from .in_process import InProcessBackend
         from .transformers_engine import TransformersEngine
 
-        with loading(folder, by_bar=True):
+        with loading(folder, has_progress_bar=True):
             backend = InProcessBackend(TransformersEngine(folder, dtype=dtype), kind)
     server = Server(
         backend,
         options.model,
         key,
-        vocab_size=get_vocab_size(described),
-        positions=options.vllm_max_model_len or get_max_positions(described),
+        vocab_size=get_vocab_size(hf_config),
+        positions=options.vllm_max_model_len or get_max_positions(hf_config),
         hosts=hosts_of(options.host),
     )
-    _show_log(options.log_level)
+    _enable_log(options.log_level)
     config = uvicorn.Config(
         server.app,
         **connection_settings(),
@@ -64,7 +64,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         timeout_keep_alive=75,  # longer than the clients' limit
         timeout_graceful_shutdown=5,
     )
-    print(about_key)
+    print(key_note)
     print(f"Rollout server: {options.model} by {kind} on {url}", flush=True)
     uvicorn.Server(config).run(sockets=[sock])
 
@@ -102,14 +102,14 @@ def choose_backend(options: RolloutOptions) -> str:
 
 
 def hosts_of(host: str) -> list[str] | None:
-    """Return the names of a server that only this machine can reach; None where others can, by any name."""
-    if host not in LOCAL and not host.startswith("127."):
+    """Return the host names of a server on the loopback interface; None (any name) where other machines reach it."""
+    if host not in LOOPBACK and not host.startswith("127."):
         return None
     return sorted({"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host.lower()})
 
 
-def _show_log(level: str) -> None:
-    """Print the log of the server, such as claims by runs."""
+def _enable_log(level: str) -> None:
+    """Print the server's log, such as the claims of runs."""
     log = logging.getLogger("megaswift.rollout")
     log.setLevel(level.upper())
     handler = logging.StreamHandler()
@@ -119,7 +119,7 @@ def _show_log(level: str) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to a port (0: any free one), not listening yet. Raises ValueError where that fails."""
+    """Return a socket bound to a port (0: any free port), not listening yet. Raises ValueError where binding fails."""
     if not 0 <= port <= 65535:  # getaddrinfo takes a port modulo 65536
         raise ValueError(f"--port {port}: not a port. Set one from 1 to 65535, or 0 for any free one.")
     try:

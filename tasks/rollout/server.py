@@ -167,7 +167,7 @@ class Server:
         run, who = fields.text("run"), printable(fields.text("who"))
         if not run.isascii() or not run.isprintable():
             raise invalid_request("run must be ASCII, as it is sent in the header x-run")
-        mismatch = adapter_mismatch(fields.integer("adapters", 0, default=0), self.backend.adapters)
+        mismatch = adapter_mismatch(fields.integer("adapters", 0, default=0), self.backend.max_adapter_rank)
         if mismatch := mismatch or vocab_mismatch(fields.integer("vocab_size", 1, default=None), self.vocab_size):
             raise invalid_request(mismatch)
         probe = _probe_of(fields.raw("probe", None))
@@ -189,7 +189,7 @@ class Server:
             "local": local,
             "silence": self.owner.silence,
             "backend": self.backend.name,
-            "nccl": self.backend.nccl,
+            "nccl": self.backend.has_nccl,
             "gpus": await self.backend.gpus(),
             "version": self.version,
         }
@@ -221,7 +221,7 @@ class Server:
         """
         while True:
             await asyncio.sleep(min(POLL, self.owner.silence / 4))
-            if self.backend.failed():
+            if self.backend.has_failed():
                 log.critical("the engine has failed: see the error above")
                 signal.raise_signal(signal.SIGTERM)
                 return

@@ -1,4 +1,4 @@
-"""Connection of the trainer to one rollout server: claims, supervised calls, weight buckets."""
+"""Connection from the trainer to one rollout server: claims, supervised calls, weight buckets."""
 
 import asyncio
 import contextlib
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ...templates.json_types import JsonObject
-from .health import ANSWER, notify, reconnect_hint, supervise, unreachable_reason
+from .health import ANSWER_TIMEOUT, notify, reconnect_hint, supervise, unreachable_reason
 from .keys import VARIABLE, client_key
 from .weight_buckets import BUCKET_BYTES, BucketWriter, SharedMemory, encode_table
 
 if TYPE_CHECKING:
     from .process_group import WeightGroup
 
-CHUNK = 4 * 2**20  # bytes of a request body per piece
+CHUNK = 4 * 2**20  # bytes of a request body per write
 REACH_TIMEOUT = 5.0  # seconds to connect to a port of the server
-RELEASE_TIMEOUT = 5.0  # seconds for the servers at a run's end
+RELEASE_TIMEOUT = 5.0  # seconds to release a server at the end of a run
 Transport = Literal["auto", "body", "shared", "group"]
 
 
@@ -35,13 +35,13 @@ class ClientSettings:
 
     api_key: str | None = None
     timeout: float = 240.0  # seconds to wait for the servers at the start
-    wait: float = 0.0  # seconds to wait for a server that is lost later
+    reconnect_timeout: float = 0.0  # seconds to wait for a server that is lost later
     sleep_level: int = 0  # memory that `sleep` frees: 0 none, 1 the cache, 2 also weights
-    adapters: int = 0  # rank of the adapters that `update` sends; 0: full weights
+    adapter_rank: int = 0  # rank of the adapters that `update` sends; 0: full weights
     vocab_size: int | None = None  # of the run's model; a server with another one is rejected
     transport: Transport = "auto"  # of buckets; auto: the fastest that works
     bucket_bytes: int = BUCKET_BYTES
-    flags: str = "address"  # names of the flags that set the addresses
+    address_flags: str = "address"  # names of the flags that set the addresses
 
 
 class ServerLost(ConnectionError):
@@ -49,7 +49,7 @@ class ServerLost(ConnectionError):
 
 
 class WeightsLost(RuntimeError):
-    """Raised when a server was restarted and lacks the run's weights: call `update`, then retry."""
+    """Raised when a server was restarted without the run's weights: call `update`, then retry."""
 
 
 class ServerClaimed(PermissionError):
@@ -57,75 +57,75 @@ class ServerClaimed(PermissionError):
 
 
 class DeviceBuffer:
-    """Bucket memory on this process's GPU, or its CPU."""
+    """Memory for a bucket on this process's GPU, or on the CPU without one."""
 
     def __init__(self, count: int):
         self.flat = torch.empty(count, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def close(self) -> None:
-        """Free the memory; a second call does nothing."""
+        """Free the memory. A second call does nothing."""
         vars(self).pop("flat", None)
 
 
 class ServerConnection:
-    """Connection to one server, used in one event loop."""
+    """Connection to one server. All its methods run in one event loop."""
 
     def __init__(self, url: str, run_token: str, settings: ClientSettings):
-        self.url, self.local, self.nccl, self.silence = url, False, False, 120.0  # the last three are set by `claim`
+        self.url, self.is_local, self.has_nccl, self.silence = url, False, False, 120.0  # `claim` sets the last three
         self.gpus: list[str] = []  # names of the server's GPUs
-        self._store: tuple[str, int, int] | None = None  # host and port of the group's store, and the group's size
+        self._store: tuple[str, int, int] | None = None  # of the weight group: host and port of its store, its size
         self._group: WeightGroup | None = None
         self._run_token, self._settings = run_token, settings
-        limits = httpx.Limits(keepalive_expiry=30)  # shorter than the server's own limit, so that it closes none in use
-        timeout = httpx.Timeout(None, connect=ANSWER)
+        # Expiry before the server's own limit, so that the server closes no connection in use.
+        limits = httpx.Limits(keepalive_expiry=30)
+        timeout = httpx.Timeout(None, connect=ANSWER_TIMEOUT)
         self._http = httpx.AsyncClient(
             base_url=url, headers={"x-run": run_token}, timeout=timeout, limits=limits, trust_env=False
         )
 
-    async def connect(self, patience: float, lost: ServerLost | None = None) -> None:
-        """Wait until the server answers and no other run has it, then claim it.
+    async def connect(self, timeout: float, loss: ServerLost | None = None) -> None:
+        """Wait until the server answers and no other run has claimed it, then claim it.
 
-        After `patience` seconds raises ServerLost (with the text of `lost`, if set) or ServerClaimed.
+        Raises ServerLost (with the text of `loss`, if set) or ServerClaimed after `timeout` seconds.
         """
-        end, notified = (
-            time.monotonic() + patience,
-            {ServerClaimed: not patience, ServerLost: not patience or lost is not None},
+        deadline, has_notified = (
+            time.monotonic() + timeout,
+            {ServerClaimed: not timeout, ServerLost: not timeout or loss is not None},
         )
         while True:
-            reason, claimed = "", None
+            reason, claim_error = "", None
             try:
                 if not (reason := await unreachable_reason(self._http)):
                     return await self.claim()
             except ServerLost as error:
                 reason = str(error)
             except ServerClaimed as error:
-                claimed = error
-                if not notified[ServerClaimed]:
-                    notify(f"{error} Waiting for it for up to {patience:.0f} s.")
-                    notified[ServerClaimed] = True
-            if reason and not notified[ServerLost]:
-                notify(f"No server answers at {self.url} yet ({reason}). Waiting for it for up to {patience:.0f} s.")
-                notified[ServerLost] = True
-            if time.monotonic() > end:
-                if claimed is not None:
+                claim_error = error
+                if not has_notified[ServerClaimed]:
+                    notify(f"{error} Waiting for it for up to {timeout:.0f} s.")
+                    has_notified[ServerClaimed] = True
+            if reason and not has_notified[ServerLost]:
+                notify(f"No server answers at {self.url} yet ({reason}). Waiting for it for up to {timeout:.0f} s.")
+                has_notified[ServerLost] = True
+            if time.monotonic() > deadline:
+                if claim_error is not None:
                     raise ServerClaimed(
-                        f"{claimed} It stayed so for {patience:.0f} s. Wait longer with "
-                        f"{'--vllm_server_timeout' if lost is None else '--server_reconnect_timeout'}."
+                        f"{claim_error} It stayed so for {timeout:.0f} s. Wait longer with "
+                        f"{'--vllm_server_timeout' if loss is None else '--server_reconnect_timeout'}."
                     )
-                if lost is not None:
-                    raise ServerLost(f"{lost} It did not come back within {patience:.0f} s.")
+                if loss is not None:
+                    raise ServerLost(f"{loss} It did not come back within {timeout:.0f} s.")
                 raise ServerLost(
-                    f"No rollout server answers at {self.url} ({reason}) after {patience:.0f} s. Start one there "
-                    f"(swift rollout --model ... --port ...), fix {self._settings.flags}, or wait longer with "
+                    f"No rollout server answers at {self.url} ({reason}) after {timeout:.0f} s. Start one there "
+                    f"(swift rollout --model ... --port ...), fix {self._settings.address_flags}, or wait longer with "
                     "--vllm_server_timeout."
                 )
             await asyncio.sleep(0.5)
 
     async def claim(self) -> None:
-        """Claim the server, or renew the claim. Raises ServerClaimed where another run has it."""
-        if key := client_key(
-            self._settings.api_key, self.url, is_rollout_server=True
-        ):  # read now: a server that has just started may have made it
+        """Claim the server, or renew the claim. Raises ServerClaimed where another run has claimed it."""
+        # Read at each claim: a server that has just started may have created the key.
+        if key := client_key(self._settings.api_key, self.url, is_rollout_server=True):
             self._http.headers["authorization"] = f"Bearer {key}"
         memory = SharedMemory(16)
         try:
@@ -133,21 +133,21 @@ class ServerConnection:
             memory.write(0, secret)
             body = {
                 "run": self._run_token,
-                "adapters": self._settings.adapters,
+                "adapters": self._settings.adapter_rank,
                 "vocab_size": self._settings.vocab_size,
                 "who": f"process {os.getpid()} on {socket.gethostname()}",
                 "probe": memory.handle._asdict() | {"secret": secret.hex()},
             }
-            answer = await self._answer("/claim", json=body, timeout=ANSWER)
+            answer = await self._post("/claim", json=body, timeout=ANSWER_TIMEOUT)
         finally:
             memory.close()
-        self.local, self.nccl, self.silence = answer["local"], answer["nccl"], answer["silence"]
+        self.is_local, self.has_nccl, self.silence = answer["local"], answer["nccl"], answer["silence"]
         self.gpus = answer["gpus"]
         if answer["new"]:
             self._group = None
 
     async def release(self) -> None:
-        """Free the server for other runs, in seconds."""
+        """Release the server for other runs, within RELEASE_TIMEOUT."""
         with contextlib.suppress(httpx.HTTPError, TimeoutError):  # the server may be gone
             async with asyncio.timeout(RELEASE_TIMEOUT):
                 await self._http.post("/release", json={})
@@ -156,22 +156,21 @@ class ServerConnection:
         await self._http.aclose()
 
     async def send(self, memory: SharedMemory | DeviceBuffer, bucket: BucketWriter, transport: Transport) -> None:
-        """Send a bucket; returns once the server has loaded it."""
+        """Send a bucket. Returns once the server has loaded it."""
         if isinstance(memory, DeviceBuffer):
             await self._broadcast(bucket)
             return
         if transport == "shared":
             await self.call("/weights/bucket", entries=bucket.entries, place=memory.handle, bytes=bucket.used)
             return
-        head = encode_table(bucket.entries)
-        headers = {"content-type": "application/octet-stream", "content-length": str(len(head) + bucket.used)}
-        await self._supervise("/weights/bucket", content=_body(head, bucket), headers=headers)
+        table = encode_table(bucket.entries)
+        headers = {"content-type": "application/octet-stream", "content-length": str(len(table) + bucket.used)}
+        await self._supervise("/weights/bucket", content=_body_chunks(table, bucket), headers=headers)
 
     async def open_transfer_store(self) -> str | None:
-        """Have the server open the store of the GPUs' process group.
+        """Have the server open the store of the weight group. Return why it is unreachable, or None.
 
-        Returns why the store cannot be reached, if so: a tunnel, a firewall or a container may expose only the server's
-        port.
+        A tunnel, a firewall or a container may expose only the server's own port.
         """
         if self._group is not None:
             return None
@@ -198,12 +197,12 @@ class ServerConnection:
             received.cancel()
             sent.cancel()
             if self._group is not None:
-                self._group.abort()  # otherwise `sent` would wait for lost GPUs
+                self._group.abort()  # otherwise `sent` would wait for unreachable GPUs
             self._group = None
             raise
 
     async def _broadcast_flat(self, flat: Tensor) -> None:
-        """Broadcast to the server's GPUs, which join the group with the first bucket."""
+        """Broadcast to the server's GPUs, which join the weight group with the first bucket."""
         loop = asyncio.get_running_loop()
         if (group := self._group) is None:
             from .process_group import WeightGroup
@@ -215,34 +214,33 @@ class ServerConnection:
         await loop.run_in_executor(None, group.broadcast, flat)
 
     async def call(self, path: str, **body: object) -> JsonObject:
-        """POST a JSON body and return the server's JSON answer."""
+        """POST a JSON body and return the server's JSON response."""
         return await self._supervise(path, json=body)
 
     async def _supervise(self, path: str, **content: Any) -> JsonObject:
-        """POST, and check the server's health until it answers."""
-        return await supervise(self._http, self._answer(path, **content), partial(self._lost, path))
+        """POST, and check the server's health until it responds."""
+        return await supervise(self._http, self._post(path, **content), partial(self._lost_error, path))
 
-    async def _answer(self, path: str, **content: Any) -> JsonObject:
+    async def _post(self, path: str, **content: Any) -> JsonObject:
         try:
             try:
                 response = await self._http.post(path, **content)
             except httpx.TransportError:
                 if "json" not in content or await unreachable_reason(self._http):
                     raise
-                # The server is up: only this pooled connection was stale, from an earlier server or closed as idle.
+                # The server is up. Only the pooled connection was stale: from an earlier server, or closed as idle.
                 response = await self._http.post(path, **content)
         except httpx.TransportError as error:
-            raise self._lost(path, str(error) or type(error).__name__) from error
+            raise self._lost_error(path, str(error) or type(error).__name__) from error
         if response.is_success:
             return response.json()
-        raise self._error(path, response)
+        raise self._response_error(path, response)
 
-    def _lost(self, path: str, reason: str) -> ServerLost:
-        return ServerLost(
-            f"The rollout server {self.url} is gone: {reason}, during {path}. {reconnect_hint(self._settings.wait)}"
-        )
+    def _lost_error(self, path: str, reason: str) -> ServerLost:
+        hint = reconnect_hint(self._settings.reconnect_timeout)
+        return ServerLost(f"The rollout server {self.url} is gone: {reason}, during {path}. {hint}")
 
-    def _error(self, path: str, response: httpx.Response) -> Exception:
+    def _response_error(self, path: str, response: httpx.Response) -> Exception:
         """Return the exception for an error response."""
         try:
             kind, text = response.json()["kind"], response.json()["error"]
@@ -251,7 +249,7 @@ class ServerConnection:
         server = f"Rollout server {self.url}"
         if kind == "request":
             return ValueError(f"{server}, {path}: {text}")
-        if kind in ("weights", "unclaimed"):  # the server was restarted and does not know this run
+        if kind in ("weights", "unclaimed"):  # a restarted server does not know this run
             return WeightsLost(f"{server}: {text}")
         if kind == "key":
             return PermissionError(f"{server}: {text}. Set --vllm_server_api_key or {VARIABLE}.")
@@ -260,8 +258,8 @@ class ServerConnection:
         return RuntimeError(f"{server}, {path}: {text} (status {response.status_code})")
 
 
-async def _body(head: bytes, bucket: BucketWriter) -> AsyncIterator[bytes]:
-    yield head
+async def _body_chunks(table: bytes, bucket: BucketWriter) -> AsyncIterator[bytes]:
+    yield table
     view = memoryview(bucket.flat.numpy())
     for start in range(0, bucket.used, CHUNK):
         yield bytes(view[start : min(start + CHUNK, bucket.used)])

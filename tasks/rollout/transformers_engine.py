@@ -1,4 +1,4 @@
-"""Generation with transformers in this process: left-padded batches, and a random generator per completion."""
+"""Generation with transformers in this process, in left-padded batches with a random generator per completion."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -16,45 +16,46 @@ from .eos import eos_token_ids
 from .hf_replica import Replica
 from .transformers_experts import ExpertRecorder
 
-ROWS = 64  # requests per batch
-MAX_POSITIONS = 1024  # positions whose logits are in fp32 at a time
+BATCH_SIZE = 64  # requests
+MAX_POSITIONS = 1024  # positions whose logits are converted to fp32 at once
 
 
 class TransformersEngine:
     """Engine over a replica of the model in `folder`, on this rank's device.
 
-    `load`: start with the folder's weights, else with none, so that the first `update` must send every tensor. The same
-    request gives the same tokens in any batch, as far as batches of other shapes give the same logits: in fp32 up to
-    near ties. Raises ValueError where transformers does not support the model.
+    `load`: load the folder's weights; otherwise the first `update` must send every tensor.
+
+    A request gives the same tokens in any batch, provided that batches of other shapes give the same logits (in fp32
+    they do, up to near ties). Raises ValueError where transformers does not support the model.
     """
 
-    def __init__(self, folder: str | Path, *, dtype: torch.dtype, load: bool = True, rows: int = ROWS):
+    def __init__(self, folder: str | Path, *, dtype: torch.dtype, load: bool = True, batch_size: int = BATCH_SIZE):
         folder = Path(folder)
-        self.device, self.rows = runtime.device(), rows
+        self.device, self.batch_size = runtime.device(), batch_size
         self.replica = Replica(folder, dtype=dtype, device=self.device, load=load)
         self.tokenizer = load_tokenizer(folder)
-        self.ends = eos_token_ids(folder, self.tokenizer)
-        self.replica.model.generation_config = GenerationConfig()  # no defaults beside Sampling
+        self.eos_ids = eos_token_ids(folder, self.tokenizer)
+        self.replica.model.generation_config = GenerationConfig()  # no defaults other than Sampling's
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None = None
     ) -> list[Completion]:
-        """Generate as `ScoringEngine`. Raises RuntimeError where weights have not arrived yet."""
-        if missing := self.replica.lacking:
+        """Generate as `ScoringEngine`. Raises RuntimeError while weights are missing."""
+        if missing := self.replica.missing:
             raise RuntimeError(f"{len(missing)} weights of the engine have not arrived yet, such as {min(missing)}")
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # little padding
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))  # for little padding
         completions: dict[int, Completion] = {}
-        for first in range(0, len(order), self.rows):
+        for first in range(0, len(order), self.batch_size):
             if is_cancelled and is_cancelled():
                 raise Cancelled
-            batch = order[first : first + self.rows]
+            batch = order[first : first + self.batch_size]
             batch_completions = self._batch([requests[i] for i in batch], sampling, is_cancelled)
             completions.update(zip(batch, batch_completions, strict=True))
         return [completions[i] for i in range(len(requests))]
 
     @torch.no_grad()
     def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
-        """Score one text as `ScoringEngine`; logits are made only at the positions."""
+        """Score tokens as `ScoringEngine`. Only logits at `positions` are computed."""
         kept = torch.tensor(positions, device=self.device)
         logits = self.replica.model(torch.tensor([tokens], device=self.device), logits_to_keep=kept).logits[0]
         if top > min(vocab_size, logits.shape[1]):
@@ -92,11 +93,11 @@ class TransformersEngine:
     def _batch(
         self, requests: list[Request], sampling: Sampling, is_cancelled: Callable[[], bool] | None
     ) -> list[Completion]:
-        tokens, mask = left_pad([request.tokens for request in requests], 0)  # masked: any token will do
-        longest = tokens.shape[1]
-        sampler = _Sampler(requests, sampling, longest, mask.to(self.device))
-        ends = self.ends if sampling.ends is None else set(sampling.ends)
-        stop = _Stop(sampler.limits, longest, ends, sampling.stop, self.tokenizer, is_cancelled)
+        tokens, mask = left_pad([request.tokens for request in requests], 0)  # padding is masked, so any token id works
+        prompt_length = tokens.shape[1]
+        sampler = _Sampler(requests, sampling, prompt_length, mask.to(self.device))
+        ends = self.eos_ids if sampling.ends is None else set(sampling.ends)
+        stop = _Stop(sampler.limits, prompt_length, ends, sampling.stop, self.tokenizer, is_cancelled)
         settings = GenerationConfig(
             max_new_tokens=max(sampler.limits), do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True
         )
@@ -113,8 +114,8 @@ class TransformersEngine:
         completions = sampler.completions(stop)
         if not sampling.experts:
             return completions
-        first = [longest - len(request.tokens) for request in requests]
-        ends = [longest + len(completion.tokens) - 1 for completion in completions]
+        first = [prompt_length - len(request.tokens) for request in requests]
+        ends = [prompt_length + len(completion.tokens) - 1 for completion in completions]
         recorded = zip(completions, recorder.experts(), first, ends, strict=True)
         return [replace(completion, experts=experts[start:end]) for completion, experts, start, end in recorded]
 
@@ -131,98 +132,100 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tenso
 
 
 class _Sampler(LogitsProcessor):
-    """Logits processor that draws the next token of each row, and leaves only that one."""
+    """Logits processor that samples the next token of each row and masks all other tokens."""
 
-    def __init__(self, requests: list[Request], sampling: Sampling, longest: int, mask: Tensor):
+    def __init__(self, requests: list[Request], sampling: Sampling, prompt_length: int, mask: Tensor):
         self.limits = [
             max(1, min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens))
             for request in requests
         ]
-        self._sampling, self._longest, self._mask = sampling, longest, mask
+        self._sampling, self._prompt_length, self._mask = sampling, prompt_length, mask
         self._tokens: list[Tensor] = []  # [rows] per step
         self._log_probs: list[Tensor] = []
-        numbers = torch.zeros(len(requests), max(self.limits), dtype=torch.float64)
+        uniforms = torch.zeros(len(requests), max(self.limits), dtype=torch.float64)
         for row, (request, limit) in enumerate(zip(requests, self.limits, strict=True)):
             generator = torch.Generator().manual_seed(request.seed)
-            numbers[row, :limit] = torch.rand(limit, generator=generator, dtype=torch.float64)
-        self._numbers = numbers.to(mask.device)
+            uniforms[row, :limit] = torch.rand(limit, generator=generator, dtype=torch.float64)
+        self._uniforms = uniforms.to(mask.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Draw from scores (logits [rows, vocabulary]), after input_ids [rows, tokens so far]."""
+        """Sample from `scores` (logits [rows, vocabulary]), given input_ids [rows, tokens so far]."""
         sampling, logits = self._sampling, scores.float()
         log_probs = torch.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
         if sampling.repetition_penalty != 1.0:
             logits = self._penalize(input_ids, logits)
         if sampling.temperature == 0:
-            chosen = logits.argmax(-1)
+            next_tokens = logits.argmax(-1)
         else:
-            chosen = sample_tokens(
-                filter_logits(logits / sampling.temperature, sampling), self._numbers[:, len(self._tokens)]
+            next_tokens = sample_tokens(
+                filter_logits(logits / sampling.temperature, sampling), self._uniforms[:, len(self._tokens)]
             )
-        self._tokens.append(chosen)
-        self._log_probs.append(log_probs.gather(-1, chosen[:, None])[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter(-1, chosen[:, None], 0.0)
+        self._tokens.append(next_tokens)
+        self._log_probs.append(log_probs.gather(-1, next_tokens[:, None])[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, next_tokens[:, None], 0.0)
 
     def completions(self, stop: "_Stop") -> list[Completion]:
-        tokens, log_probs = (torch.stack(steps, dim=1).tolist() for steps in (self._tokens, self._log_probs))
+        tokens, log_probs = (torch.stack(values, dim=1).tolist() for values in (self._tokens, self._log_probs))
         return [
             Completion(tokens[row][:length], log_probs[row][:length], "stop" if stop.stopped[row] else "length")
             for row, length in enumerate(stop.lengths)
         ]
 
     def _penalize(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Apply the repetition penalty (https://arxiv.org/abs/1909.05858) to tokens of prompt and completion."""
-        new = input_ids.shape[1] - self._longest
-        seen = torch.zeros_like(logits, dtype=torch.int64)
-        seen.scatter_add_(-1, input_ids, torch.nn.functional.pad(self._mask, (0, new), value=1))
+        """Apply the repetition penalty (https://arxiv.org/abs/1909.05858) to the tokens of prompt and completion."""
+        new_count = input_ids.shape[1] - self._prompt_length
+        counts = torch.zeros_like(logits, dtype=torch.int64)
+        counts.scatter_add_(-1, input_ids, torch.nn.functional.pad(self._mask, (0, new_count), value=1))
         penalty = self._sampling.repetition_penalty
-        return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class _Stop(StoppingCriteria):
-    """Stopping criterion of rows: an end token, a stop text, the length. Raises Cancelled once `is_cancelled()` is
-    true."""
+    """Stopping criterion per row: an eos token, a stop string or the length limit.
+
+    Raises Cancelled once `is_cancelled()` is true.
+    """
 
     def __init__(
         self,
         limits: list[int],
-        longest: int,
-        ends: set[int],
-        texts: tuple[str, ...],
+        prompt_length: int,
+        eos_ids: set[int],
+        stops: tuple[str, ...],
         tokenizer: PreTrainedTokenizerBase,
         is_cancelled: Callable[[], bool] | None,
     ):
-        self.lengths = [0] * len(limits)  # of completions that have ended
-        self.stopped = [False] * len(limits)  # at an end token or a stop text
-        self._limits, self._longest, self._ends, self._texts = limits, longest, ends, texts
+        self.lengths = [0] * len(limits)  # of ended completions; 0: not ended
+        self.stopped = [False] * len(limits)  # by an eos token or a stop string
+        self._limits, self._prompt_length, self._eos_ids, self._stops = limits, prompt_length, eos_ids, stops
         self._tokenizer, self._is_cancelled = tokenizer, is_cancelled
-        # Tokens other than special ones have at least a byte of text: the window holds any text that the last one ends.
-        self._window = max((len(text.encode()) for text in texts), default=0) + 8
+        # A token that is not special has at least a byte of text: this many tokens hold any stop string at their end.
+        self._window = max((len(text.encode()) for text in stops), default=0) + 8
 
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         if self._is_cancelled and self._is_cancelled():
             raise Cancelled
-        rows = input_ids[:, self._longest :][:, -max(1, self._window) :].tolist()
-        new = input_ids.shape[1] - self._longest
+        rows = input_ids[:, self._prompt_length :][:, -max(1, self._window) :].tolist()
+        new_count = input_ids.shape[1] - self._prompt_length
         for row, tail in enumerate(rows):
             if self.lengths[row]:
                 continue
-            self.stopped[row] = tail[-1] in self._ends or self._says_stop(tail)
-            if self.stopped[row] or new == self._limits[row]:
-                self.lengths[row] = new
+            self.stopped[row] = tail[-1] in self._eos_ids or self._has_stop_string(tail)
+            if self.stopped[row] or new_count == self._limits[row]:
+                self.lengths[row] = new_count
         return torch.tensor([length > 0 for length in self.lengths], device=input_ids.device)
 
-    def _says_stop(self, tail: list[int]) -> bool:
-        if not self._texts:
+    def _has_stop_string(self, tail: list[int]) -> bool:
+        if not self._stops:
             return False
         tail_text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return any(text in tail_text for text in self._texts)
+        return any(text in tail_text for text in self._stops)
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Mask logits [rows, vocabulary] outside of the top k, then outside of the nucleus top p, by -inf.
+    """Return logits [rows, vocabulary] with -inf outside the top k, then outside the nucleus of top p.
 
-    The nucleus is the smallest set of likeliest tokens with that probability (https://arxiv.org/abs/1904.09751).
+    The nucleus is the smallest set of likeliest tokens with that total probability (https://arxiv.org/abs/1904.09751).
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -230,16 +233,20 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # total probability of likelier tokens
-        out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
-        logits = logits.masked_fill(out, -torch.inf)
+        preceding_mass = probabilities.cumsum(-1) - probabilities  # total probability of likelier tokens
+        excluded = torch.zeros_like(preceding_mass, dtype=torch.bool).scatter(
+            -1, order, preceding_mass >= sampling.top_p
+        )
+        logits = logits.masked_fill(excluded, -torch.inf)
     return logits
 
 
-def sample_tokens(logits: Tensor, numbers: Tensor) -> Tensor:
-    """Return the tokens [rows] where the cumulative softmax of logits [rows, vocabulary] passes `numbers` [rows] in [0,
-    1)."""
+def sample_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Return tokens [rows]: the first whose cumulative softmax of logits [rows, vocabulary] exceeds the uniform number.
+
+    uniforms: [rows], in [0, 1).
+    """
     cumulative = logits.double().softmax(-1).cumsum(-1)
-    tokens = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
-    last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)  # the last token with non-zero probability
-    return torch.minimum(tokens, last)[:, 0]
+    tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+    last_possible = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)  # the last token with non-zero probability
+    return torch.minimum(tokens, last_possible)[:, 0]

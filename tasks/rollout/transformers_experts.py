@@ -1,4 +1,4 @@
-"""Recording of the experts chosen by transformers' models during generation."""
+"""Recording of the experts that transformers' models choose during generation."""
 
 import re
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ LAYER = re.compile(r"\.layers\.(\d+)\.(.+\.)?experts$")
 
 
 class ExpertRecorder:
-    """Recorder of one call of `generate`.
+    """Recorder of the chosen experts in one call of `generate`.
 
-    It reads the inputs of each layer's module `experts`: hidden states, expert ids of each row, and their weights.
+    It reads the inputs of each layer's module `experts`: hidden states, expert ids of each row, and expert weights.
     """
 
     def __init__(self, layers: int):
@@ -25,11 +25,11 @@ class ExpertRecorder:
 
     @contextmanager
     def record(self, model: nn.Module, rows: int) -> Iterator[None]:
-        """Record within the context. Raises ValueError for a model whose experts do not receive their ids."""
+        """Record within the context. Raises ValueError if the model's expert modules do not receive expert ids."""
         self._rows, hooks = rows, []
         for name, module in model.named_modules():
             if (match := LAYER.search(name)) is not None:
-                hooks.append(module.register_forward_pre_hook(partial(self._note, int(match[1]))))
+                hooks.append(module.register_forward_pre_hook(partial(self._record_ids, int(match[1]))))
         try:
             yield
         finally:
@@ -41,7 +41,7 @@ class ExpertRecorder:
                 "Set R2"
             )
 
-    def _note(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _record_ids(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if len(inputs) > 1 and not inputs[1].is_floating_point() and inputs[1].dtype != torch.bool:
             self._ids.setdefault(layer, []).append(inputs[1].unflatten(0, (self._rows, -1)).short())
 

@@ -1,11 +1,11 @@
-"""The run's adapter in vLLM's model, replaced in memory by each update."""
+"""LoRA adapter of the run in vLLM's model; each update replaces it in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-VllmObject = Any  # an object of vLLM, which is optional and not installed for type checks
+VllmObject = Any  # any object of vLLM, which is optional and absent during type checks
 ID = 1  # vLLM's id of the adapter
 
 
@@ -15,7 +15,7 @@ def has_adapters(model: VllmObject) -> bool:
 
 
 def lora_request() -> VllmObject:
-    """Return the request that selects the adapter, which vLLM looks up by its id."""
+    """Return the LoRARequest that selects the adapter by its id."""
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
     return LoRARequest("adapter of the run", ID, "in memory")
@@ -24,8 +24,8 @@ def lora_request() -> VllmObject:
 def load_adapter(model: VllmObject, tensors: Mapping[str, Tensor]) -> None:
     """Replace the model's adapter.
 
-    `tensors`: by PEFT's names, with the scaling folded into the B matrices; vLLM keeps them. Raises ValueError where
-    vLLM does not support a module.
+    `tensors`: named as in PEFT, with the scaling folded into the B matrices; vLLM keeps references to them. Raises
+    ValueError where vLLM does not support a module.
     """
     from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
     from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
@@ -38,9 +38,9 @@ def load_adapter(model: VllmObject, tensors: Mapping[str, Tensor]) -> None:
         ID,
         dict(tensors),
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # a scaling of 1
-        device="cpu",  # vLLM copies them from there to its layers
+        device="cpu",  # vLLM copies the tensors from there to its layers
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=_mapper(model),
+        weights_mapper=_names_mapper(model),
     )
     supported = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
     if unsupported := sorted(adapter.loras.keys() - supported):
@@ -54,7 +54,7 @@ def load_adapter(model: VllmObject, tensors: Mapping[str, Tensor]) -> None:
 
 
 def unsharded_adapter_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapter's tensors that this rank's layers hold in full, as loaded."""
+    """Yield the loaded adapter's tensors that this rank holds unsharded."""
     from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
     manager = model.lora_manager
@@ -63,23 +63,23 @@ def unsharded_adapter_tensors(model: VllmObject, names: Sequence[str]) -> Iterat
     slot, adapter = manager.lora_index_to_id.index(ID), manager.get_adapter(ID)
     fused_part = {part: (fused, i) for fused, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
     for name in names:
-        module_name, is_a = parse_fine_tuned_lora_name(name, _mapper(model))
+        module_name, is_a = parse_fine_tuned_lora_name(name, _names_mapper(model))
         fused, i = fused_part.get(module_name, (module_name, 0))
         if fused not in adapter.loras:
             continue
         module, weights = manager.modules[fused], adapter.loras[fused]
-        stacked, sent = (module.lora_a_stacked, weights.lora_a) if is_a else (module.lora_b_stacked, weights.lora_b)
+        stacked, loaded = (module.lora_a_stacked, weights.lora_a) if is_a else (module.lora_b_stacked, weights.lora_b)
         tensor = stacked[i]
-        if tensor.dim() == 4:  # [adapters, 1, rank or outputs, inputs or rank]; for experts one for each
-            tensor, sent = tensor[slot, 0], sent[i] if isinstance(sent, list) else sent
-        else:  # gate, down and up of each expert; each [experts, ...] as sent
-            sent = sent[i % 3][i // 3]
-        tensor = tensor[: sent.shape[0], : sent.shape[1]]
-        if tensor.shape == sent.shape:  # else the engine's ranks share it
+        if tensor.dim() == 4:  # [adapters, 1, rank or outputs, inputs or rank]
+            tensor, loaded = tensor[slot, 0], loaded[i] if isinstance(loaded, list) else loaded
+        else:  # `stacked` has gate, down and up of each expert; `loaded` has [experts, ...] for gate, down and up
+            loaded = loaded[i % 3][i // 3]
+        tensor = tensor[: loaded.shape[0], : loaded.shape[1]]
+        if tensor.shape == loaded.shape:  # else it is sharded over the engine's ranks
             yield name, tensor
 
 
-def _mapper(model: VllmObject) -> VllmObject:
-    """Return the mapping from Hugging Face's names to vLLM's, without fusing of parts."""
+def _names_mapper(model: VllmObject) -> VllmObject:
+    """Return vLLM's mapper from Hugging Face names to its own, without fusing of projections."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_unstacked_mapper()

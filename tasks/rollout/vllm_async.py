@@ -1,4 +1,4 @@
-"""Backend over vLLM's own processes, which schedule all requests concurrently."""
+"""Backend over vLLM's own processes, which batch all concurrent requests."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from .weight_buckets import Bucket
 class VllmBackend:
     """Backend over vLLM's AsyncLLM.
 
-    With several engines (data parallel) vLLM sends a request to the least busy one; weights go to all.
+    With several engines (data parallel), vLLM sends each request to the least busy engine. Weights go to all engines.
     """
 
     name = "vllm"
@@ -35,7 +35,7 @@ class VllmBackend:
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a run may use the same cores
-        else:  # this process has initialised CUDA and cannot be forked
+        else:  # CUDA is initialised in this process, which therefore cannot be forked
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
@@ -46,7 +46,7 @@ class VllmBackend:
         os.environ[SERVER] = str(os.getpid())
         self.workers = options.vllm_tensor_parallel_size * options.vllm_data_parallel_size
         max_rank = options.vllm_max_lora_rank or DEFAULT_RANK if options.vllm_enable_lora else None
-        self.adapters = lora_rank_bucket(max_rank) if max_rank else 0
+        self.max_adapter_rank = lora_rank_bucket(max_rank) if max_rank else 0
         self.llm: VllmObject = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(folder),
@@ -61,8 +61,8 @@ class VllmBackend:
                 enable_sleep_mode=on_gpu,
                 enable_return_routed_experts=options.vllm_enable_return_routed_experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
-                generation_config="vllm",  # no defaults beside Sampling
-                logprobs_mode="raw_logprobs",  # of logits divided by the temperature (`_at_temperature`)
+                generation_config="vllm",  # no defaults other than Sampling's
+                logprobs_mode="raw_logprobs",  # of logits that are divided by the temperature (`_at_temperature`)
                 max_logprobs=-1,  # unlimited
                 disable_log_stats=True,
                 weight_transfer_config=WeightTransferConfig(backend=NAME),
@@ -70,11 +70,11 @@ class VllmBackend:
                 **lora_arguments(folder, max_rank),
             )
         )
-        self.nccl, self._experts = on_gpu, options.vllm_enable_return_routed_experts
+        self.has_nccl, self._has_expert_recording = on_gpu, options.vllm_enable_return_routed_experts
         self._adapter: VllmObject = None  # LoRARequest, once an adapter has arrived
         self._gpus: list[str] = []
         self._tokenizer = load_tokenizer(folder)
-        self._ends = eos_token_ids(folder, self._tokenizer)
+        self._eos_ids = eos_token_ids(folder, self._tokenizer)
         self._temperature, self._generating, self._idle = 1.0, 0, asyncio.Condition()
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -82,14 +82,14 @@ class VllmBackend:
             await self._check_experts()
         try:
             async with self._at_temperature(sampling.temperature or 1.0), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(request, sampling)) for request in requests]
+                tasks = [group.create_task(self._generate_one(request, sampling)) for request in requests]
         except ExceptionGroup as errors:  # the first error cancelled the others
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _check_experts(self) -> None:
         """Raise ValueError where vLLM cannot record the chosen experts."""
-        if not self._experts:
+        if not self._has_expert_recording:
             raise ValueError(
                 "--router_replay_mode R3: this server does not record the chosen experts. Start it with "
                 "--vllm_enable_return_routed_experts true"
@@ -97,8 +97,8 @@ class VllmBackend:
         for kernel in await self.llm.collective_rpc("monolithic_moe_kernel"):
             check_experts(kernel)
 
-    async def _one(self, request: Request, sampling: Sampling) -> Completion:
-        settings = sampling_params(request, sampling, self._ends)
+    async def _generate_one(self, request: Request, sampling: Sampling) -> Completion:
+        settings = sampling_params(request, sampling, self._eos_ids)
         prompt = {"prompt_token_ids": request.tokens}
         async for output in self.llm.generate(
             prompt, settings, request_id=uuid.uuid4().hex, lora_request=self._adapter
@@ -108,9 +108,9 @@ class VllmBackend:
         raise RuntimeError("vLLM aborted a request")
 
     async def top_log_probs(self, tokens: list[int], positions: list[int], top: int, vocab_size: int) -> TopLogProbs:
-        """Score tokens as `ScoringEngine`, without the limit to `vocab_size`.
+        """Score tokens as `ScoringEngine`, but without the limit to `vocab_size`.
 
-        vLLM scores all prompt tokens, and generates one more.
+        vLLM scores all prompt tokens, and generates one token more.
         """
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -120,7 +120,7 @@ class VllmBackend:
         async with self._at_temperature(1.0):
             async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request_id=uuid.uuid4().hex):
                 if output.finished:
-                    return _to_top(output.prompt_logprobs, positions, top)
+                    return _parse_top_log_probs(output.prompt_logprobs, positions, top)
         raise RuntimeError("vLLM aborted a request")
 
     async def vocabulary(self) -> dict[str, int]:
@@ -128,7 +128,7 @@ class VllmBackend:
 
     @contextlib.asynccontextmanager
     async def _at_temperature(self, temperature: float) -> AsyncIterator[None]:
-        """Generate at one temperature: the workers divide their logits by it, so that concurrent requests share it."""
+        """Set the temperature within the context. Workers divide all logits by it, so concurrent requests share it."""
         async with self._idle:
             await self._idle.wait_for(lambda: temperature == self._temperature or not self._generating)
             if temperature != self._temperature:
@@ -151,7 +151,7 @@ class VllmBackend:
 
     async def finish(self) -> None:
         await self.llm.finish_weight_update()
-        self._adapter = lora_request() if self.adapters else None
+        self._adapter = lora_request() if self.max_adapter_rank else None
 
     async def abort(self) -> None:
         await self.llm.collective_rpc("abort_weight_update")
@@ -161,21 +161,21 @@ class VllmBackend:
         await self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
 
     async def _rpc_all_workers(self, method: str, *arguments: object) -> list[VllmObject]:
-        core = self.llm.engine_core  # its collective_rpc returns only the first engine's answers
-        ask = ("collective_rpc", method, None, arguments)
-        engines = [core._call_utility_async(*ask, engine=engine) for engine in core.core_engines]
-        return list(itertools.chain(*await asyncio.gather(*engines)))
+        core = self.llm.engine_core  # the collective_rpc of the engine core returns only the first engine's results
+        call = ("collective_rpc", method, None, arguments)
+        responses = [core._call_utility_async(*call, engine=engine) for engine in core.core_engines]
+        return list(itertools.chain(*await asyncio.gather(*responses)))
 
     async def gpus(self) -> list[str]:
-        if self.nccl and not self._gpus:
+        if self.has_nccl and not self._gpus:
             self._gpus = await self._rpc_all_workers("gpu")
         return self._gpus
 
     async def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return checksums of the workers' tensors. Raises RuntimeError where workers differ."""
+        """Return checksums of the workers' tensors. Raises RuntimeError if they differ between workers."""
         checksums: dict[str, str] = {}
-        for of_worker in await self._rpc_all_workers("weight_checksums", list(names)):
-            for name, checksum in of_worker.items():
+        for worker_checksums in await self._rpc_all_workers("weight_checksums", list(names)):
+            for name, checksum in worker_checksums.items():
                 if checksums.setdefault(name, checksum) != checksum:
                     raise RuntimeError(f"{name} differs between vLLM's workers")
         return checksums
@@ -189,15 +189,15 @@ class VllmBackend:
     async def wake(self) -> None:
         await self.llm.wake_up()
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.llm.engine_core.resources.engine_dead
 
     def close(self) -> None:
         self.llm.shutdown()
 
 
-def _to_top(logprobs: VllmObject, positions: list[int], top: int) -> TopLogProbs:
-    """Return the top tokens from vLLM's FlatLogprobs: per position the token itself, then the likeliest ones."""
+def _parse_top_log_probs(logprobs: VllmObject, positions: list[int], top: int) -> TopLogProbs:
+    """Return the top tokens of vLLM's FlatLogprobs: per position the actual token, then the likeliest ones."""
     rows = [
         slice(logprobs.end_indices[position + 1] - top, logprobs.end_indices[position + 1]) for position in positions
     ]

@@ -1,6 +1,6 @@
 """vLLM in the trainer's processes: each `vllm_tensor_parallel_size` consecutive ranks form one engine.
 
-vLLM uses the trainer's process groups and makes its own beside them. While it sleeps, its memory is the trainer's.
+vLLM uses the trainer's process groups and adds its own. While it sleeps, the trainer can use its memory.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ...bridge import runtime
 from ...bridge.checkpoint.hub import read_config
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.families import family_of
-from ...bridge.lora.adapter_mapping import PREFIX as ADAPTER_PREFIX  # of the names of an adapter's tensors
+from ...bridge.lora.adapter_mapping import PREFIX as ADAPTER_PREFIX  # prefix of adapter tensor names
 from ...templates.json_types import JsonObject
 from ..options.rollout import EngineOptions
 from ..system.memory import set_unmapped
@@ -33,26 +33,28 @@ from .lora_support import lora_rank_bucket
 from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
 from .weight_sync import checksum
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of sleeping memory
-BASE_LAYER = ".base_layer."  # in vLLM's names of layers with an adapter
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # environment of torch's allocator
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
+BASE_LAYER = ".base_layer."  # part of vLLM's names of layers with an adapter
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # environment variables of torch's allocator
 EXPANDABLE, NOT_EXPANDABLE = "expandable_segments:True", "expandable_segments:False"
-_CLOSED_ASLEEP: list[VllmObject] = []  # sleeping engines: see `close`
-# vLLM's loggers with warnings of intended behaviour: tensors of a layer that arrive one by one, experts that its loader
+_CLOSED_ASLEEP: list[VllmObject] = []  # engines closed while asleep: see `close`
+# vLLM's loggers that warn about intended behaviour: tensors of a layer that arrive one by one, experts that its loader
 # does not count, and compilation of the trainer's Triton kernels.
 NOISY = "model_executor.model_loader.reload.layerwise", "v1.worker.gpu_model_runner", "utils.jit_monitor"
 
 
 class VllmEngine:
-    """Engine whose methods all ranks call at the same time; the ranks of one engine pass the same requests.
+    """Engine whose methods all ranks call together. The ranks of one engine pass the same requests.
 
-    `load`: start with the weights of `folder`, else with random ones until the first `update`.
+    `load`: load the weights of `folder`; otherwise weights are random until the first `update`.
     `experts`: support Sampling.experts.
     `adapter_rank`: keep the weights of `folder`; `update` sends adapters of at most this rank.
-    `sleep_level`: 0 never sleeps; 1 moves the weights to the host and frees the cache; 2 frees the weights too, so that
-        an `update` must follow. On a CPU it does not sleep.
-    `memory_share`: of the GPU. Raises ImportError without vLLM, ValueError where the size does not divide the ranks or
-        `check_experts` fails.
+    `sleep_level`: 0: never sleep. 1: move weights to the host and free the cache. 2: free the weights too, so that an
+        `update` must follow. On a CPU the engine does not sleep.
+    `memory_share`: vLLM's share of the GPU's memory.
+
+    Raises ImportError without vLLM. Raises ValueError where the tensor parallel size does not divide the number of
+    ranks, or `check_experts` fails.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class VllmEngine:
                 enable_return_routed_experts=experts,
                 use_tqdm_on_load=sys.stderr.isatty(),
                 **lora,
-                generation_config="vllm",  # no defaults beside Sampling
+                generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
             )
         if experts:
@@ -111,8 +113,8 @@ class VllmEngine:
         (self._scale,) = self.llm.apply_model(scale_of)
         self._temperature = 1.0
         self._asleep: set[str] = set()
-        self._takes_adapters = bool(adapter_rank)
-        self.ends = eos_token_ids(folder, load_tokenizer(Path(folder)))
+        self._has_adapter = bool(adapter_rank)
+        self.eos_ids = eos_token_ids(folder, load_tokenizer(Path(folder)))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         if not requests:
@@ -121,17 +123,17 @@ class VllmEngine:
         self._set_temperature(sampling.temperature)
         outputs = self.llm.generate(
             [{"prompt_token_ids": request.tokens} for request in requests],
-            [sampling_params(request, sampling, self.ends) for request in requests],
+            [sampling_params(request, sampling, self.eos_ids) for request in requests],
             use_tqdm=False,
-            lora_request=lora_request() if self._takes_adapters else None,
+            lora_request=lora_request() if self._has_adapter else None,
         )
         return [to_completion(output.outputs[0], sampling) for output in outputs]
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load weights, after waking as far as necessary."""
+        """Load weights. If asleep, wake the weights only."""
         if WEIGHTS in self._asleep:
             self._wake(WEIGHTS)
-        if self._takes_adapters:
+        if self._has_adapter:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
             self.llm.apply_model(lambda model: load_adapter(model, tensors))
         else:
@@ -145,19 +147,19 @@ class VllmEngine:
             set_unmapped(_bytes_asleep())
 
     def wake(self) -> None:
-        for what in sorted(self._asleep, reverse=True):  # weights first
-            self._wake(what)
+        for tag in sorted(self._asleep, reverse=True):  # weights first
+            self._wake(tag)
 
     def checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return checksums of the tensors that this rank holds in full, neither split nor repacked."""
+        """Return checksums of the tensors that this rank holds in full, neither sharded nor repacked."""
         (checksums,) = self.llm.apply_model(
             lambda model: {name: checksum(tensor) for name, tensor in unsharded_tensors(model, names)}
         )
         return checksums
 
     def close(self) -> None:
-        """Free the engine but not the process groups, which the trainer shares and vLLM's shutdown would destroy."""
-        if self._asleep:  # freeing it would unmap its memory twice ("CUDA Error: invalid argument")
+        """Free the engine but not the process groups: vLLM's shutdown would destroy those of the trainer."""
+        if self._asleep:  # freeing would unmap its memory twice ("CUDA Error: invalid argument")
             _CLOSED_ASLEEP.append(self.llm)
             return
         self.llm.llm_engine.model_executor.shutdown()
@@ -166,17 +168,17 @@ class VllmEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _wake(self, what: str) -> None:
+    def _wake(self, tag: str) -> None:
         torch.cuda.empty_cache()  # vLLM cannot use memory cached by the trainer's allocator
-        self.llm.wake_up(tags=[what])
-        self._asleep.discard(what)
+        self.llm.wake_up(tags=[tag])
+        self._asleep.discard(tag)
         set_unmapped(_bytes_asleep())
 
     def _set_temperature(self, temperature: float) -> None:
         """Scale the logits by the temperature.
 
-        vLLM returns log-probabilities either at temperature 1 or after top_p and the like. It therefore samples at
-        temperature 1 from logits that are already divided.
+        vLLM returns log-probabilities either at temperature 1, or after top_p and other filters. It therefore samples
+        at temperature 1 from logits that are already divided by the temperature.
         """
         temperature = temperature or 1.0
         if temperature != self._temperature:
@@ -185,16 +187,16 @@ class VllmEngine:
 
 
 def _bytes_asleep() -> int:
-    """Return the bytes that vLLM has unmapped and torch still counts as reserved."""
+    """Return the number of bytes that vLLM has unmapped although torch counts them as reserved."""
     from vllm.device_allocator.cumem import CuMemAllocator  # pyright: ignore[reportMissingImports]
 
     return sum(data.handle[1] for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep)
 
 
 def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) -> VllmObject:
-    """Return vLLM's parameters of a request, whose logits are already divided by the temperature.
+    """Return vLLM's SamplingParams for a request. Its logits are already divided by the temperature.
 
-    `eos`: end tokens of the checkpoint.
+    `eos`: eos token ids of the checkpoint.
     """
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -208,11 +210,11 @@ def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) 
         seed=request.seed,
         stop=list(sampling.stop),
         stop_token_ids=sorted(eos if sampling.ends is None else sampling.ends),
-        ignore_eos=True,  # end tokens are those of stop_token_ids
+        ignore_eos=True,  # stop_token_ids has the eos tokens
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         detokenize=bool(sampling.stop),
-        logprobs=0,  # only of the drawn token
+        logprobs=0,  # of the sampled token only
     )
 
 
@@ -225,7 +227,7 @@ def to_completion(output: VllmObject, sampling: Sampling) -> Completion:
 
 
 def monolithic_moe_kernel(model: VllmObject) -> str | None:
-    """Return the name of a kernel of the model that chooses experts internally; None if there is none."""
+    """Return the name of the model's expert kernel if it chooses experts internally, else None."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner  # pyright: ignore[reportMissingImports]
 
     methods = [module.routed_experts.quant_method for module in model.modules() if isinstance(module, MoERunner)]
@@ -233,7 +235,7 @@ def monolithic_moe_kernel(model: VllmObject) -> str | None:
 
 
 def check_experts(kernel: str | None) -> None:
-    """Raise ValueError where vLLM cannot record the chosen experts. `kernel`: `monolithic_moe_kernel`."""
+    """Raise ValueError where vLLM cannot record the chosen experts. `kernel`: from `monolithic_moe_kernel`."""
     if kernel is not None:
         raise ValueError(
             f"--router_replay_mode R3: vLLM's expert kernel on this machine ({kernel}) does not return the chosen "
@@ -260,7 +262,7 @@ def _logits_processor(model: VllmObject) -> VllmObject:
 
 
 def lora_arguments(folder: Path, rank: int | None) -> JsonObject:
-    """Return vLLM's arguments for adapters of up to `rank`. Raises ValueError where they are unsupported."""
+    """Return vLLM's arguments for adapters of rank up to `rank`. Raises ValueError where they are unsupported."""
     if not rank:
         return {}
     config = read_config(folder)
@@ -273,9 +275,9 @@ def lora_arguments(folder: Path, rank: int | None) -> JsonObject:
 
 
 def unsharded_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint's tensors that vLLM's model holds unchanged, including parts of fused projections.
+    """Yield the checkpoint tensors that vLLM's model holds unchanged, including parts of fused projections.
 
-    With adapters, also those of the adapter by PEFT's names.
+    With adapters it also yields the adapter's tensors, named as in PEFT.
     """
     if has_adapters(model):
         yield from unsharded_adapter_tensors(model, [name for name in names if name.startswith(ADAPTER_PREFIX)])
@@ -296,7 +298,7 @@ def unsharded_tensors(model: VllmObject, names: Sequence[str]) -> Iterator[tuple
 
 
 def _is_unsharded(module: VllmObject, leaf: str) -> bool:
-    """Return whether a tensor is neither split over ranks, nor padded, nor repacked."""
+    """Return whether a tensor is neither sharded over ranks, nor padded, nor repacked."""
     weight = getattr(module, leaf, None)
     if weight is None or getattr(module, "tp_size", 1) > 1:
         return False
@@ -309,19 +311,19 @@ def _is_unsharded(module: VllmObject, leaf: str) -> bool:
 
 
 def _prepare_environment(on_gpu: bool) -> None:
-    """Set the environment variables that vLLM reads at its import."""
+    """Set the environment variables that vLLM reads when imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, so that weights need no copy
     os.environ.setdefault("LOCAL_RANK", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # keeps the output to the trainer's lines
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # leaves the terminal to the trainer's output
     if not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer uses the same cores
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the host's memory
 
 
 def _rename_shared_memory() -> None:
-    """Give the shared memory of an engine's ranks a name of this run. Every rank calls this.
+    """Give the shared memory between an engine's ranks a name that is unique to this run. Every rank calls this.
 
-    vLLM's name is the same in all runs, and stays taken after a run was killed.
+    vLLM's own name is the same in all runs, and stays in use after a run was killed.
     """
     from vllm.distributed.device_communicators import cpu_communicator  # pyright: ignore[reportMissingImports]
 
@@ -346,25 +348,25 @@ def _plain_segments() -> Iterator[None]:
 
     vLLM's all-reduce exports the graphs' buffers by cudaIpcGetMemHandle, which rejects memory of expandable segments
     and ends the process (https://github.com/vllm-project/vllm/issues/42609). vLLM itself disables them only around its
-    sleep pools, and enables them again where the environment says so.
+    sleep pools, and then enables them again if the environment variables do.
     """
     names = [name for name in ALLOCATOR if EXPANDABLE in os.environ.get(name, "")]
     if not names or not torch.cuda.is_available():
         yield
         return
-    before = {name: os.environ[name] for name in names}
-    os.environ.update({name: text.replace(EXPANDABLE, NOT_EXPANDABLE) for name, text in before.items()})
+    original_values = {name: os.environ[name] for name in names}
+    os.environ.update({name: text.replace(EXPANDABLE, NOT_EXPANDABLE) for name, text in original_values.items()})
     torch._C._accelerator_setAllocatorSettings(NOT_EXPANDABLE)
     try:
         yield
     finally:
-        os.environ.update(before)
+        os.environ.update(original_values)
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
 
 
 @contextlib.contextmanager
 def _preserve_state() -> Iterator[None]:
-    """Preserve the trainer's random states and, on a CPU, torch's number of threads."""
+    """Restore the trainer's random states and torch.set_num_threads at the end of the context."""
     states = random.getstate(), np.random.get_state()
     set_num_threads = torch.set_num_threads
     devices = [runtime.device()] if torch.cuda.is_available() else []

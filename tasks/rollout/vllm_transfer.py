@@ -1,6 +1,6 @@
 """Weight updates in vLLM's workers through its WeightTransferEngine API, from the buckets of weight_buckets.py.
 
-vLLM imports this file in each worker, named as the worker's extension, before it makes the model. The import registers
+vLLM imports this module in each worker, as the worker's extension, before it creates the model. The import registers
 the engine.
 """
 
@@ -33,7 +33,7 @@ from .weight_sync import checksum
 
 NAME = "megaswift"
 EXTENSION = f"{__name__}.WorkerExtension"
-SERVER = "MEGASWIFT_ROLLOUT_SERVER"  # environment: pid of the server, with which workers end
+SERVER = "MEGASWIFT_ROLLOUT_SERVER"  # environment variable: pid of the server; workers exit when the server ends
 
 
 @dataclass
@@ -47,7 +47,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """weight_buckets.Bucket as a message of vLLM."""
+    """Message form of weight_buckets.Bucket for vLLM."""
 
     entries: list[Json]
     handle: list[int] | None
@@ -56,7 +56,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransferEngine(WeightTransferEngine):
-    """Transfer engine that reads buckets from shared memory or a broadcast of the trainer's GPU."""
+    """Transfer engine that reads buckets from shared memory or from a broadcast of the trainer's GPU."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
@@ -64,10 +64,10 @@ class BucketTransferEngine(WeightTransferEngine):
     def __init__(self, *arguments: object):
         super().__init__(*arguments)
         self._group: WeightGroup | None = None
-        self._adapter: dict[str, Tensor] = {}  # tensors received so far
+        self._adapter: dict[str, Tensor] = {}  # adapter tensors received in this update
         quiet_vllm()
         if server := os.environ.get(SERVER):
-            end_with(int(server))
+            exit_with(int(server))
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         parallel = self.parallel_config
@@ -87,13 +87,13 @@ class BucketTransferEngine(WeightTransferEngine):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def abort_update(self) -> None:
-        """Abort an update: each layer drops the tensors it has collected."""
+        """Abort an update. Each layer drops the tensors that it has collected."""
         self._adapter = {}
         if not has_adapters(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: JsonObject) -> None:
-        """Load a bucket; returns once it has been read."""
+        """Load a bucket. Returns once it has been read."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -122,19 +122,19 @@ class BucketTransferEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """Raise RuntimeError: trainers need no vLLM. vLLM's interface requires the method."""
+        """Raise RuntimeError. vLLM's interface requires this method, but the trainer does not need vLLM."""
         raise RuntimeError("weights for this engine are sent by ServerEngine.update (megaswift.tasks.rollout.client)")
 
 
 class WorkerExtension:
-    """Further methods of a worker, called by collective_rpc."""
+    """Extension of vLLM's worker with methods for collective_rpc."""
 
     weight_transfer_engine: BucketTransferEngine
     model_runner: VllmObject
     _weight_update_active: bool
 
     def abort_weight_update(self) -> None:
-        """End an update whose rest will not arrive."""
+        """End an incomplete update."""
         self.weight_transfer_engine.abort_update()
         self._weight_update_active = False
 
@@ -147,20 +147,22 @@ class WorkerExtension:
         return {name: checksum(tensor) for name, tensor in unsharded_tensors(self.model_runner.model, names)}
 
     def monolithic_moe_kernel(self) -> str | None:
-        """Return `vllm_engine.monolithic_moe_kernel` of the model."""
+        """Return `vllm_engine.monolithic_moe_kernel` of the worker's model."""
         return monolithic_moe_kernel(self.model_runner.model)
 
     def set_temperature(self, temperature: float) -> None:
-        """Divide the logits by a temperature (see VllmEngine)."""
+        """Divide the logits by a temperature: see VllmEngine._set_temperature."""
         model = self.model_runner.model
         if not hasattr(self, "_logits_scale"):
             self._logits_scale = scale_of(model)
         set_scale(model, self._logits_scale / temperature)
 
 
-def end_with(pid: int) -> None:
-    """End this process once process `pid` has ended, since vLLM's workers survive a killed server with their GPU
-    memory."""
+def exit_with(pid: int) -> None:
+    """Exit this process once process `pid` has ended.
+
+    Otherwise vLLM's workers would survive a killed server and keep their GPU memory.
+    """
 
     def watch() -> None:
         try:

@@ -1,10 +1,10 @@
-"""Weight buckets: tensors side by side in memory that processes of one host can share.
+"""Weight buckets: several tensors in one buffer, which processes of one host can share.
 
-A bucket is flat bytes and a table of its tensors. The bytes are anonymous memory (memfd): other processes of the same
-user open it through /proc, it needs no space in /dev/shm, and it disappears with its last user. Its name and seals
-cannot occur on a file of a disk, so that a client can name nothing else to a server.
+A bucket is a buffer and a table of its tensors. The buffer is anonymous memory (memfd). Other processes of the same
+user open it through /proc. It needs no space in /dev/shm, and is freed when the last process closes it. No file on a
+disk can have its name and seals, so a client cannot make the server read another file.
 
-Over HTTP a bucket is eight bytes with the table's length, the table in JSON, then the bytes.
+Over HTTP a bucket is the table's length in eight bytes, the table in JSON, then the buffer.
 """
 
 import fcntl
@@ -24,11 +24,10 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes; enough for any dtype
 BUCKET_BYTES = 512 * 2**20
-PROBE_BYTES = 16  # of the secret that proves that memory is the client's
+PROBE_BYTES = 16  # of the secret by which a client proves that memory is its own
 MEMORY = "megaswift-weights"
-SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-)  # reading beyond memory that has shrunk raises SIGBUS
+# Sealed against resizing: a read beyond the end of shrunk memory raises SIGBUS.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class TensorEntry(NamedTuple):
@@ -58,7 +57,7 @@ def aligned(count: int) -> int:
 
 
 class SharedMemory:
-    """Shared memory; `flat` is a uint8 tensor of it. Raises OSError where there is too little."""
+    """Shared memory, with `flat` as a uint8 tensor of it. Raises OSError where there is too little memory."""
 
     def __init__(self, count: int):
         fd = os.memfd_create(MEMORY, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -68,7 +67,7 @@ class SharedMemory:
         except (OSError, ValueError):
             os.close(fd)
             raise
-        with suppress(OSError):  # without seals `attach` rejects it, and buckets go over HTTP
+        with suppress(OSError):  # without seals `attach` rejects the memory, and buckets are sent over HTTP
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         self._fd: int | None = fd
         self.handle = MemoryHandle(os.getpid(), fd, count)
@@ -78,7 +77,7 @@ class SharedMemory:
         self._map[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        """Release the memory, once. It lives on while another process has it open or a tensor views it."""
+        """Release the memory. It is freed once no process has it open and no tensor views it."""
         if self._fd is not None:
             del self.flat, self._map
             os.close(self._fd)
@@ -86,24 +85,24 @@ class SharedMemory:
 
 
 def attach(handle: MemoryHandle) -> Tensor:
-    """Return another process's memory as a uint8 tensor; writes go to a private copy.
+    """Return another process's memory as a uint8 tensor. Writes go to a private copy.
 
-    Raises OSError where it cannot be opened (another host, container or user), or is not `SharedMemory`.
+    Raises OSError where the memory cannot be opened (another host, container or user) or is not `SharedMemory`.
     """
     fd = _open(handle)
     try:
-        read = mmap.PROT_READ | mmap.PROT_WRITE  # of the private copy: torch requires writable memory
-        return torch.frombuffer(mmap.mmap(fd, handle.bytes, flags=mmap.MAP_PRIVATE, prot=read), dtype=torch.uint8)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE  # writes go to the private copy: torch requires writable memory
+        return torch.frombuffer(mmap.mmap(fd, handle.bytes, flags=mmap.MAP_PRIVATE, prot=protection), dtype=torch.uint8)
     finally:
-        os.close(fd)  # the mapping keeps the memory
+        os.close(fd)  # the mapping keeps the memory open
 
 
 def _open(handle: MemoryHandle) -> int:
     """Return a descriptor of `SharedMemory` of at least the handle's size.
 
-    Raises OSError for any other file before opening it: opening a device or a pipe can have effects.
+    Raises OSError for any other file without opening it: to open a device or a pipe can have side effects.
     """
-    if not all(type(number) is int and number >= least for number, least in zip(handle, (1, 0, 1), strict=True)):
+    if not all(type(number) is int and number >= minimum for number, minimum in zip(handle, (1, 0, 1), strict=True)):
         raise OSError(f"{tuple(handle)} is no address of memory")
     path_fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -122,7 +121,7 @@ def _open(handle: MemoryHandle) -> int:
 
 
 def is_local(pid: int, fd: int, secret: str) -> bool:
-    """Return whether a client's memory is readable here, proven by its secret (PROBE_BYTES in hex) in it."""
+    """Return whether this process can read a client's memory and finds its secret (PROBE_BYTES in hex) there."""
     try:
         content = attach(MemoryHandle(pid, fd, PROBE_BYTES)).numpy().tobytes()
     except (OSError, ValueError):
@@ -131,7 +130,7 @@ def is_local(pid: int, fd: int, secret: str) -> bool:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return the start of a process of this host in kernel ticks; None if it has ended."""
+    """Return the start time of a process of this host in kernel ticks; None if it has ended."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -140,7 +139,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 async def receive_body(count: int, chunks: AsyncIterable[bytes]) -> SharedMemory:
-    """Read a request body of `count` bytes into memory that workers can open."""
+    """Read a request body of `count` bytes into shared memory that workers can open."""
     memory, offset = SharedMemory(count), 0
     try:
         async for chunk in chunks:
@@ -161,9 +160,9 @@ def unpack_tensors(flat: Tensor, entries: Iterable[TensorEntry]) -> Iterator[tup
 
 
 class Bucket(NamedTuple):
-    """Received bucket: its tensors lie in the bytes of `handle` from `start` on.
+    """Received bucket, in the memory of `handle` from offset `start`.
 
-    Without a `handle`, its `bytes` come from the trainer's GPU.
+    Without a `handle`, the trainer's GPU broadcasts its `bytes`.
     """
 
     entries: list[TensorEntry]
@@ -184,7 +183,7 @@ class BucketWriter:
         return self.used + tensor.nbytes <= len(self.flat)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Copy in a tensor that fits."""
+        """Copy a tensor, which must fit, into the bucket."""
         entry = TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used)
         self.flat[self.used : self.used + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
         self.entries.append(entry)
@@ -192,14 +191,14 @@ class BucketWriter:
 
 
 def encode_table(entries: Sequence[TensorEntry]) -> bytes:
-    """Return the table that precedes a bucket's bytes over HTTP, padded to a multiple of ALIGNMENT."""
+    """Return the length and table that precede a bucket's buffer over HTTP, padded to a multiple of ALIGNMENT."""
     text = json.dumps(entries).encode()
     text += b" " * (aligned(8 + len(text)) - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
 
 
 def decode_table(data: Tensor) -> tuple[list[TensorEntry], int]:
-    """Return the entries of a bucket received over HTTP, and the offset of its bytes. Raises ValueError."""
+    """Return the entries of a bucket received over HTTP, and the offset of its buffer. Raises ValueError."""
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     if not 0 < length <= len(data) - 8:
         raise ValueError(f"a bucket of {len(data)} bytes declares a table of {length}")
@@ -207,8 +206,8 @@ def decode_table(data: Tensor) -> tuple[list[TensorEntry], int]:
     return [parse_entry(item, len(data) - 8 - length) for item in items], 8 + length
 
 
-def parse_entry(item: Any, within: int | None = None) -> TensorEntry:
-    """Return an entry from JSON. Raises ValueError for invalid ones, and those beyond `within` bytes."""
+def parse_entry(item: Any, size: int | None = None) -> TensorEntry:
+    """Return an entry from JSON. Raises ValueError if it is invalid or exceeds a buffer of `size` bytes."""
     try:
         name, dtype, shape, offset = item
         entry, is_dtype = (
@@ -217,10 +216,10 @@ def parse_entry(item: Any, within: int | None = None) -> TensorEntry:
         )
         are_counts = all(type(number) is int and number >= 0 for number in (*entry.shape, offset))
         is_valid = isinstance(name, str) and is_dtype and are_counts and offset % ALIGNMENT == 0
-        is_valid = is_valid and (within is None or offset + entry.bytes <= within)
+        is_valid = is_valid and (size is None or offset + entry.bytes <= size)
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:
-        limit = "" if within is None else f" of {within} bytes"
+        limit = "" if size is None else f" of {size} bytes"
         raise ValueError(f"{repr(item)[:200]} is not a tensor in a bucket{limit}")
     return entry

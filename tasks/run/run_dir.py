@@ -21,7 +21,7 @@ from ...templates.json_types import JsonObject
 from ..system.atomic_dir import (
     MANIFEST,
     SHARED,
-    hidden,
+    hidden_path,
     is_export,
     os_error_hints,
     read_manifest,
@@ -262,7 +262,7 @@ def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
 
 def link(folder: Path, name: str, checkpoint: Path) -> None:
     """Make the link `name` in a run folder point to one of its checkpoints, where the file system has links."""
-    temporary = hidden(folder / name)
+    temporary = hidden_path(folder / name)
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(checkpoint.name)
@@ -305,6 +305,6 @@ def prune_checkpoints(folder: str | Path, save_total_limit: int | None, keep: Co
 def _delete(*folders: Path) -> None:
     """Rename folders away at once, then delete them: deleting many gigabytes takes long and may be interrupted."""
     for folder in folders:
-        folder.rename(hidden(folder))
+        folder.rename(hidden_path(folder))
     for folder in folders:
-        shutil.rmtree(hidden(folder), ignore_errors=True)
+        shutil.rmtree(hidden_path(folder), ignore_errors=True)

@@ -1,7 +1,7 @@
 """Folders written atomically: complete or absent.
 
-A folder is written under a hidden name beside its final one (`stage`), then hashed, synced and renamed (`commit`), so
-that whatever has the final name is complete, also after a crash.
+A folder is written under a hidden name beside its final one (`stage`), then hashed, synced and renamed (`commit`).
+A folder with the final name is therefore complete, even after a crash.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ REPLACED = "-replaced"
 PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-(?P<scope>.+)-(?P<pid>\d+)")
 
 
-def loading(folder: Path, *, by_bar: bool = False) -> AbstractContextManager[None]:
-    """Print the amount of weights loaded from a folder, and at the end the time it took.
+def loading(folder: Path, *, has_progress_bar: bool = False) -> AbstractContextManager[None]:
+    """Print the size of the weights in a folder while they are loaded, then the seconds it took.
 
-    by_bar: a library draws a progress bar on a terminal, which replaces this.
+    has_progress_bar: a library draws its own progress bar on a terminal, so nothing is printed there.
     """
-    if by_bar and sys.stderr.isatty():
+    if has_progress_bar and sys.stderr.isatty():
         return contextlib.nullcontext()
     sizes = [
         sum(file.stat().st_size for file in folder.glob(pattern) if file.name.endswith(WEIGHTS))
-        for pattern in ("*", "**/*")  # the latter for megatron-core's format, including a checkpoint's optimizer state
+        for pattern in ("*", "**/*")  # the second for megatron-core's format, including a checkpoint's optimizer state
     ]
     return timed(f"Loading {file_size(sizes[0] or sizes[1])} of weights from {folder}")
 
 
 def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
-    """Raise ValueError where writing the folder `destination` would harm existing files, or is impossible."""
+    """Raise ValueError where writing the folder `destination` is impossible or would harm existing files."""
     target, origin = destination.resolve(), source.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         raise ValueError(
@@ -64,9 +64,9 @@ def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
         return
     if not exist_ok:
         raise ValueError(f"--output_dir {destination}: it exists. Set another one, or --exist_ok true to replace it.")
-    names = {_name(file, target) for file in target.rglob("*") if not file.is_dir()}
-    others = sorted(names - read_manifest(target).keys() - {MANIFEST})
-    reason = f"{', '.join(others[:3])} are not in its manifest" if others else ""
+    names = {_relative_name(file, target) for file in target.rglob("*") if not file.is_dir()}
+    foreign_files = sorted(names - read_manifest(target).keys() - {MANIFEST})
+    reason = f"{', '.join(foreign_files[:3])} are not in its manifest" if foreign_files else ""
     if not (target / MANIFEST).is_file():
         reason = f"it has no {MANIFEST}"
     elif not is_export(target / "args.json"):
@@ -78,7 +78,7 @@ def check_free(destination: Path, source: Path, *, exist_ok: bool) -> None:
         )
 
 
-def _name(file: Path, folder: Path) -> str:
+def _relative_name(file: Path, folder: Path) -> str:
     return file.relative_to(folder).as_posix()
 
 
@@ -91,9 +91,9 @@ def is_export(args: Path) -> bool:
 
 
 def stage(path: str | Path, *, needed_bytes: int = 0) -> Path:
-    """Make an empty hidden folder beside `path` and return it; `commit` renames it to `path`.
+    """Create an empty hidden folder beside `path` and return it; `commit` renames it to `path`.
 
-    Leftovers of dead processes in the parent folder are removed. Raises OSError where the folder cannot be written, or
+    Removes leftovers of dead processes from the parent folder. Raises OSError where the folder cannot be written, or
     where fewer than `needed_bytes` are free.
     """
     path = Path(path).absolute()
@@ -103,21 +103,21 @@ def stage(path: str | Path, *, needed_bytes: int = 0) -> Path:
         free = shutil.disk_usage(path.parent).free
         if free < needed_bytes:
             raise OSError(errno.ENOSPC, f"{_gib(needed_bytes)} are needed, {_gib(free)} are free")
-        temporary = hidden(path)
+        temporary = hidden_path(path)
         temporary.mkdir()
     return temporary
 
 
-def hidden(path: Path, suffix: str = "") -> Path:
+def hidden_path(path: Path, suffix: str = "") -> Path:
     """Return a hidden name beside `path` that identifies this process (parsed by PARTIAL)."""
     return path.with_name(f".{path.name}{suffix}.partial-{process_scope()}-{os.getpid()}")
 
 
 def remove_leftovers(folder: Path, name: str | None = None, *, is_locked: bool = False) -> None:
-    """Remove half-written entries of `folder` whose writer is gone; restore a folder that it had set aside.
+    """Remove half-written entries of `folder` whose process has ended; restore a folder that it was replacing.
 
-    Entries of another host or container are removed if they belong to `name`. `is_locked`: no other process works
-    there, so that all are removed.
+    Entries of another host or container are removed if they belong to `name`. `is_locked`: no other process uses
+    `folder`, so all entries are removed.
     """
     for entry in folder.iterdir():
         match = PARTIAL.fullmatch(entry.name)
@@ -126,31 +126,31 @@ def remove_leftovers(folder: Path, name: str | None = None, *, is_locked: bool =
         target = match["name"].removesuffix(REPLACED)
         if match["scope"] == process_scope():
             pid = int(match["pid"])
-            dead = pid == os.getpid() or not is_alive(pid)
+            is_dead = pid == os.getpid() or not is_alive(pid)
         else:
-            dead = target == name
-        if (dead or is_locked) and entry.is_dir() and not entry.is_symlink():
+            is_dead = target == name
+        if (is_dead or is_locked) and entry.is_dir() and not entry.is_symlink():
             if (
                 target != match["name"]
                 and not (folder / target).exists()
                 and read_manifest(entry)
                 and not verify_files(entry)
             ):
-                entry.rename(folder / target)  # its writer died within `_rename`
+                entry.rename(folder / target)  # its process ended within `_rename`
             else:
                 shutil.rmtree(entry, ignore_errors=True)
-        elif dead or is_locked:
+        elif is_dead or is_locked:
             entry.unlink(missing_ok=True)
 
 
 def commit(temporary: Path, path: str | Path) -> Path:
-    """Write the manifest, sync, and rename a staged folder to `path`, replacing what exists there.
+    """Write the manifest of a staged folder, sync it, and rename it to `path`, replacing an existing folder.
 
     The manifest (`manifest.json`) maps each file to its size in bytes and its sha256.
     """
     path = Path(path).absolute()
     with os_error_hints(path):
-        _finish(temporary)
+        _write_manifest(temporary)
         _rename(temporary, path)
     return path
 
@@ -160,30 +160,30 @@ def commit_together(
 ) -> None:
     """Commit several folders inside `temporary`, each under its name in `paths`.
 
-    The first is renamed when all are complete, so that the last exists only if all do. `known`: manifest entries of
+    None is renamed before all are complete, so that the last one exists only if all do. `synced`: manifest entries of
     files that are already synced, by folder.
     """
     with os_error_hints(paths[-1]):
         for path in paths:
-            _finish(temporary / path.name, synced.get(path, {}))
+            _write_manifest(temporary / path.name, synced.get(path, {}))
         for path in paths:
             _rename(temporary / path.name, path)
         temporary.rmdir()
 
 
-def _finish(folder: Path, synced: Mapping[str, ManifestEntry] = MappingProxyType({})) -> None:
-    """Write the manifest, and sync the whole folder to the disk."""
-    names = sorted(_name(file, folder) for file in folder.rglob("*") if file.is_file())
+def _write_manifest(folder: Path, synced: Mapping[str, ManifestEntry] = MappingProxyType({})) -> None:
+    """Write the manifest, and sync the folder with all its files to the disk."""
+    names = sorted(_relative_name(file, folder) for file in folder.rglob("*") if file.is_file())
     with _pool() as pool:
-        entries = dict(pool.map(lambda name: (name, synced.get(name) or _sealed(folder / name)), names))
+        entries = dict(pool.map(lambda name: (name, synced.get(name) or _sync_and_hash(folder / name)), names))
     (folder / MANIFEST).write_text(json.dumps({"files": entries}, indent=2) + "\n")
     sync(folder / MANIFEST)
-    for inner in [entry for entry in folder.rglob("*") if entry.is_dir()] + [folder]:
-        sync(inner)
+    for subfolder in [entry for entry in folder.rglob("*") if entry.is_dir()] + [folder]:
+        sync(subfolder)
 
 
 def _rename(folder: Path, path: Path) -> None:
-    replaced = hidden(path, REPLACED)
+    replaced = hidden_path(path, REPLACED)
     if path.exists():
         if _exchange(folder, path):
             folder.rename(replaced)
@@ -199,7 +199,8 @@ def _rename(folder: Path, path: Path) -> None:
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders atomically, so that neither is ever absent.
 
-    Return False where the C library, the kernel or the file system (NFS) cannot: see renameat2(2), RENAME_EXCHANGE.
+    Returns False where the C library, the kernel or the file system (NFS) does not support it: see renameat2(2),
+    RENAME_EXCHANGE.
     """
     sys.audit("os.rename", first, second, -1, -1)
     try:
@@ -209,7 +210,7 @@ def _exchange(first: Path, second: Path) -> bool:
     return renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
 
 
-def _sealed(file: Path) -> ManifestEntry:
+def _sync_and_hash(file: Path) -> ManifestEntry:
     sync(file)
     return {"size": file.stat().st_size, "sha256": _sha256(file)}
 
@@ -220,12 +221,12 @@ def _sha256(file: Path) -> str:
 
 
 def _pool() -> ThreadPoolExecutor:
-    """Return threads for hashing and fsync, which release the GIL."""
+    """Return a thread pool for hashing and fsync, which release the GIL."""
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -249,9 +250,9 @@ def read_manifest(path: str | Path) -> dict[str, ManifestEntry]:
 
 
 def verify_files(path: str | Path, *, checksums: bool = False, names: Collection[str] | None = None) -> list[str]:
-    """Return the faults of a committed folder, a line per file: missing, of another size, or (`checksums`) changed.
+    """Return a line for each file of a committed folder that is missing, has another size or (`checksums`) changed.
 
-    Empty for a complete folder, and for one without a manifest. `names`: the files to check, else all.
+    The list is empty for a complete folder, and for one without a manifest. `names`: files to check, else all.
     """
     path = Path(path)
 
@@ -283,9 +284,9 @@ def os_error_hints(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, FolderError):  # has hints from an inner context
+        if isinstance(error, FolderError):  # an inner context has added hints
             raise
-        if error.filename and not _concerns(Path(error.filename), path):  # a source that cannot be read
+        if error.filename and not _is_related(Path(error.filename), path):  # reading a source failed
             raise
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "Free some space there, keep fewer checkpoints (--save_total_limit)," if is_full else "Make it writable,"
@@ -294,10 +295,10 @@ def os_error_hints(path: Path) -> Iterator[None]:
         raise FolderError(error.errno, f"{problem}: {path}: {reason}. {fix} or set another --output_dir.") from error
 
 
-def _concerns(file: Path, path: Path) -> bool:
-    """Return whether a file lies below `path`, above it, or in a hidden folder beside it."""
-    beside = any(part.startswith(f".{path.name}") for part in file.parts)
-    return beside or path in (file, *file.parents) or file in path.parents
+def _is_related(file: Path, path: Path) -> bool:
+    """Return whether a file is `path`, below it, one of its parents, or in a hidden folder beside it."""
+    is_beside = any(part.startswith(f".{path.name}") for part in file.parts)
+    return is_beside or path in (file, *file.parents) or file in path.parents
 
 
 def _gib(size: int) -> str:

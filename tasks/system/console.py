@@ -5,7 +5,7 @@
     open_log(run_folder)         # the buffer and further output go to console.log
     stop_copy()
 
-Python's streams make the copy: output of C++ libraries (NCCL) is not in it. No torch.
+The copy is made in Python's streams, so it lacks the output of C++ libraries (NCCL). This module imports no torch.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LOG = "console.log"
-EARLY_TEXT = "MEGASWIFT_CONSOLE"  # environment: output of the launcher
+EARLY_TEXT = "MEGASWIFT_CONSOLE"  # environment variable with the output of the launcher
 EARLY_LIMIT = 100_000  # characters: an environment variable holds 131,071 bytes
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLORS = {"error": "1;31", "warning": "33", "note": "33"}
@@ -27,36 +27,36 @@ GREEN = "32"
 
 
 def prepare_streams() -> None:
-    """Replace unencodable characters, and disable the libraries' progress bars outside of a terminal."""
+    """Make streams replace unencodable characters, and disable libraries' progress bars outside a terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
-            os.environ.setdefault(name, "1")  # transformers follows the hub's
+            os.environ.setdefault(name, "1")  # transformers reads the hub's variable
     elif not columns(sys.stderr):
-        for name, count in (("TQDM_NCOLS", "80"), ("TQDM_NROWS", "24")):  # tqdm draws blank lines otherwise
+        for name, count in (("TQDM_NCOLS", "80"), ("TQDM_NROWS", "24")):  # otherwise tqdm draws blank lines
             os.environ.setdefault(name, count)
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of a terminal; 0 if unknown."""
+    """Return the width of a terminal in characters; 0 if unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return 0
 
 
-def labelled(text: str, stream: TextIO) -> str:
-    """Return `error: ...`, `warning: ...` or `note: ...` with a coloured label where the stream shows colours."""
+def color_label(text: str, stream: TextIO) -> str:
+    """Return `error: ...`, `warning: ...` or `note: ...` with a coloured label if the stream shows colours."""
     label, colon, _ = text.partition(":")
-    return painted(label + colon, COLORS[label], stream) + text[len(label) + 1 :] if label in COLORS else text
+    return colorize(label + colon, COLORS[label], stream) + text[len(label) + 1 :] if label in COLORS else text
 
 
-def painted(text: str, color: str, stream: TextIO) -> str:
-    """Return the text in a colour (https://no-color.org) if the stream is a terminal."""
-    shows = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return f"\x1b[{color}m{text}\x1b[0m" if shows else text
+def colorize(text: str, color: str, stream: TextIO) -> str:
+    """Return the text in a colour if the stream is a terminal that shows colours (https://no-color.org)."""
+    has_colors = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\x1b[{color}m{text}\x1b[0m" if has_colors else text
 
 
 def file_size(count: int) -> str:
@@ -69,38 +69,38 @@ def file_size(count: int) -> str:
 
 @contextlib.contextmanager
 def timed(text: str) -> Iterator[None]:
-    """Print to stderr what is being done, and the seconds it took at the end of the line."""
+    """Print `text` to stderr, then, at the end of the context, the seconds it took."""
     print(f"{text} ...", end="", file=sys.stderr, flush=True)
-    began, ending = time.perf_counter(), ""
+    start, duration = time.perf_counter(), ""
     try:
         yield
-        ending = f" {time.perf_counter() - began:.1f} s"
+        duration = f" {time.perf_counter() - start:.1f} s"
     finally:
-        print(ending, file=sys.stderr, flush=True)
+        print(duration, file=sys.stderr, flush=True)
 
 
 class _Log:
-    """Text of console.log, buffered until the folder is known. Its file errors do not end the run."""
+    """Writer of console.log. It buffers text until the folder is known; file errors do not end the run."""
 
-    def __init__(self, early: str):
-        self._early, self._descriptor = early, None
+    def __init__(self, text: str):
+        self._buffer, self._descriptor = text, None
 
     @property
-    def early(self) -> str:
-        return self._early[-EARLY_LIMIT:]
+    def buffered_text(self) -> str:
+        return self._buffer[-EARLY_LIMIT:]
 
     def open(self, file: Path) -> None:
         if self._descriptor is None:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                self.write(self.early)
-                self._early = ""
+                self.write(self.buffered_text)
+                self._buffer = ""
 
     def write(self, lines: str) -> None:
         if self._descriptor is None:
-            self._early = (self._early + lines)[-2 * EARLY_LIMIT :]
+            self._buffer = (self._buffer + lines)[-2 * EARLY_LIMIT :]
             return
-        with contextlib.suppress(OSError):  # the disk is full
+        with contextlib.suppress(OSError):  # a full disk
             os.write(self._descriptor, lines.encode(errors="replace"))  # O_APPEND: ranks do not overwrite each other
 
     def close(self) -> None:
@@ -119,10 +119,10 @@ class _CopyingStream:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
             self.stream.write(text)
-        lines, newline, rest = (self._line + text).rpartition("\n")
-        self._line = rest[rest.rfind("\r") + 1 :]  # of a progress bar only the last state
+        lines, newline, unfinished = (self._line + text).rpartition("\n")
+        self._line = unfinished[unfinished.rfind("\r") + 1 :]  # keeps only the last state of a progress bar
         if newline:
-            self._log.write(as_seen(lines) + "\n")
+            self._log.write(visible_text(lines) + "\n")
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ class _CopyingStream:
     def finish(self) -> None:
         """Copy an unterminated last line."""
         if self._line:
-            self._log.write(as_seen(self._line) + "\n")
+            self._log.write(visible_text(self._line) + "\n")
             self._line = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -146,14 +146,14 @@ class _CopyingStream:
 _log: _Log | None = None
 
 
-def as_seen(lines: str) -> str:
-    """Return the final text on a terminal: without colours, and only the last state of a redrawn line."""
+def visible_text(lines: str) -> str:
+    """Return lines as a terminal finally shows them: without colour codes, and the last state of redrawn lines."""
     printed = (line.rstrip("\r") for line in ESCAPES.sub("", lines).split("\n"))
     return "\n".join(line[line.rfind("\r") + 1 :].rstrip() for line in printed)
 
 
 def start_copy(command: str) -> None:
-    """Buffer this process's output from now on, after its launcher's output or the command."""
+    """Start to buffer this process's output, after its launcher's output or the command as heading."""
     global _log
     if _log is None:
         heading = f"--- {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{command}\n"
@@ -169,14 +169,14 @@ def record(text: str) -> None:
 
 
 def handover_env() -> dict[str, str]:
-    """Return the environment variable that passes the log to the program that replaces this process."""
-    return {EARLY_TEXT: _log.early} if _log is not None and _log.early else {}
+    """Return the environment variable that passes the buffered log to the program that replaces this process."""
+    return {EARLY_TEXT: _log.buffered_text} if _log is not None and _log.buffered_text else {}
 
 
 def open_log(folder: Path) -> None:
     """Append the log to the run's console.log.
 
-    Each further node has its own file: on NFS two machines that append overwrite each other.
+    Nodes other than the first have their own files: on NFS, machines that append to one file overwrite each other.
     """
     if _log is not None:
         _log.open(log_file(folder))

@@ -10,15 +10,15 @@ from typing import NoReturn
 from . import console
 from .plugins import line_of
 
-STDERR = 2  # written to by number: os._exit flushes nothing
+STDERR = 2  # descriptor: os._exit does not flush streams
 
 
 @contextmanager
 def guarded_exit() -> Iterator[None]:
     """Turn os._exit(0) within the context into exit code 1 with a message, and sys.exit(...) into a RuntimeError.
 
-    Plugins and workers of libraries call them. A supervising parent would know less of the cause, and would have to
-    forward signals. Child processes are left alone: multiprocessing ends them by os._exit(0).
+    Plugins and workers of libraries may call them. A supervising parent process would know less about the cause
+    and would have to forward signals. Child processes are not affected: multiprocessing ends them by os._exit(0).
     """
     pid, exit_at_once = os.getpid(), os._exit
 

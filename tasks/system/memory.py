@@ -13,13 +13,13 @@ from ..options import ReferenceOptions, SftOptions
 from ..options.rollout import EngineOptions
 
 GIB = 2**30
-REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # prefixes of errors from other machines
-_peak = 0  # bytes, up to the last call of `set_unmapped`
+REMOTE_ERRORS = ("Rollout server", "--teacher_model_server")  # texts in errors of other machines
+_peak = 0  # bytes, measured at the last call of `set_unmapped`
 _unmapped = 0  # bytes that torch counts as reserved although vLLM has unmapped them
 
 
 def memory_gib() -> float:
-    """Return the peak memory of this process in GiB: reserved on its GPU, else resident on the host."""
+    """Return this process's peak memory in GiB: reserved on its GPU; without a GPU, resident on the host."""
     if torch.cuda.is_available():
         return max(_peak, torch.cuda.max_memory_reserved() - _unmapped) / GIB
     import resource
@@ -27,8 +27,8 @@ def memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
-def held_gib() -> float:
-    """Return the memory in use in GiB: of the GPU by all processes, else of the host by this one."""
+def used_gib() -> float:
+    """Return the used memory in GiB: of the GPU by all processes; without a GPU, of the host by this process."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB
@@ -55,21 +55,23 @@ def oom_hints(options: SftOptions) -> Iterator[None]:
         text = str(error)
         if "out of memory" not in text.lower() or any(name in text for name in REMOTE_ERRORS):
             raise
-        raise RuntimeError(f"{text.splitlines()[0]} {_hints(options)}") from error
+        raise RuntimeError(f"{text.splitlines()[0]} {_lower_memory_hints(options)}") from error
 
 
-def _hints(options: SftOptions) -> str:
-    """Return the options that lower the memory use."""
+def _lower_memory_hints(options: SftOptions) -> str:
+    """Return a sentence that names the flags that lower the memory use."""
     flags = []
-    if engine := group_of(options, EngineOptions):
-        flags += [f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(engine, name)]
-        if engine.sleep_level == 0:
+    if engine_options := group_of(options, EngineOptions):
+        flags += [
+            f"--{name} true" for name in ("offload_optimizer", "offload_model") if not getattr(engine_options, name)
+        ]
+        if engine_options.sleep_level == 0:
             flags.append("--sleep_level 1")
-        if (share := engine.vllm_gpu_memory_utilization) is not None:
+        if (share := engine_options.vllm_gpu_memory_utilization) is not None:
             flags.append(f"a lower --vllm_gpu_memory_utilization than {share}")
         flags.append("a larger --vllm_tensor_parallel_size, or --vllm_mode server")
-    reference = group_of(options, ReferenceOptions)
-    if reference and not reference.offload_ref_model:
+    reference_options = group_of(options, ReferenceOptions)
+    if reference_options and not reference_options.offload_ref_model:
         flags.append("--offload_ref_model true")
     if options.build.recompute_granularity != "full":
         flags.append("--recompute_granularity full --recompute_method uniform --recompute_num_layers 1")

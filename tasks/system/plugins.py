@@ -45,10 +45,10 @@ class Registrar:
 
 
 def unknown_name_error(flag: str, name: str, names: Iterable[str], kind: str) -> ValueError:
-    """Return the error for an unregistered name."""
+    """Return the error for an unregistered name, with the most similar registered one."""
     names = list(names)
-    close = difflib.get_close_matches(name, names, 1)
-    nearest = f" The nearest is {close[0]}." if close else ""
+    matches = difflib.get_close_matches(name, names, 1)
+    nearest = f" The nearest is {matches[0]}." if matches else ""
     return ValueError(
         f"{flag} {name}: no such {kind}.{nearest} Use one of {', '.join(names)}, or register it in a file of "
         "--external_plugins"
@@ -56,7 +56,7 @@ def unknown_name_error(flag: str, name: str, names: Iterable[str], kind: str) ->
 
 
 def instantiate(entry: Any, options: object) -> Any:
-    """Return a function as it is, or an instance of a class; `args`, if it takes that, has all flags by name."""
+    """Return a function unchanged, or an instance of a class. Its parameter `args`, if any, gets all flags by name."""
     if not isinstance(entry, type):
         return entry
     parameters = inspect.signature(entry).parameters.values()
@@ -85,7 +85,7 @@ def load_plugins(paths: Sequence[str]) -> None:
             sys.path.append(str(path.parent))
         try:
             spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # sys.exit(0) would end the command as a success
+        except (Exception, SystemExit) as error:  # otherwise sys.exit(0) would end the command successfully
             raise ValueError(f"--external_plugins {name}: {_reason(error, path)}") from error
         _loaded.add(path)
 
@@ -100,14 +100,14 @@ def _reason(error: BaseException, path: Path) -> str:
     elif isinstance(error, ModuleNotFoundError):
         fix = "Install it"
     text, line = str(error), line_of(error.__traceback__, path)
-    if isinstance(error, SyntaxError) and error.filename:  # the file was never run
+    if isinstance(error, SyntaxError) and error.filename:  # the file has not run
         text, line = error.msg, f"{Path(error.filename).name}, line {error.lineno}"
     return f"importing it raises {type(error).__name__}: {text} ({line}). {fix}"
 
 
-def line_of(where: TracebackType | FrameType | None, file: Path | None) -> str:
-    """Return a line as in `plugin.py, line 12`: the innermost one in `file`, else the innermost of all."""
-    stack = traceback.extract_stack(where) if isinstance(where, FrameType) else traceback.extract_tb(where)
+def line_of(origin: TracebackType | FrameType | None, file: Path | None) -> str:
+    """Return the innermost line in `file`, else the innermost of all, as in `plugin.py, line 12`."""
+    stack = traceback.extract_stack(origin) if isinstance(origin, FrameType) else traceback.extract_tb(origin)
     lines = [line for line in stack if file and Path(line.filename) == file] or stack
     return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else "no line of Python"
 
@@ -121,7 +121,7 @@ def file_of(function: Callable) -> Path | None:
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """Executor of asyncio.to_thread with daemon threads, which do not keep the process from ending."""
+    """Executor for asyncio.to_thread with daemon threads, so that a running call does not delay the process's exit."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()

@@ -120,7 +120,7 @@ class Checkpoints:
         with self._watchdog.phase(f"waiting until {saving.paths[-1].name} is written"):
             while not saving.ended():
                 if saving.waits_for_others:
-                    self._watchdog.others_work()
+                    self._watchdog.tick_while_waiting()
                 time.sleep(POLL)
         saving.result()
         self.last, self._failed = _named(saving.paths), False

@@ -170,15 +170,15 @@ def test_what_ends_a_run_is_in_its_log(unexpected: bool, dense: Path, tmp_path: 
 def test_labels_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert console.labelled("error: --lr x: bad", Screen()) == "\x1b[1;31merror:\x1b[0m --lr x: bad"
-    assert console.labelled("note: a: b", Screen()) == "\x1b[33mnote:\x1b[0m a: b"
-    assert console.labelled("note: a: b", io.StringIO()) == "note: a: b"
-    assert console.labelled("step 1: fine", Screen()) == "step 1: fine"
+    assert console.color_label("error: --lr x: bad", Screen()) == "\x1b[1;31merror:\x1b[0m --lr x: bad"
+    assert console.color_label("note: a: b", Screen()) == "\x1b[33mnote:\x1b[0m a: b"
+    assert console.color_label("note: a: b", io.StringIO()) == "note: a: b"
+    assert console.color_label("step 1: fine", Screen()) == "step 1: fine"
     monkeypatch.setenv("TERM", "dumb")
-    assert console.labelled("error: x", Screen()) == "error: x"
+    assert console.color_label("error: x", Screen()) == "error: x"
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert console.labelled("error: x", Screen()) == "error: x"
+    assert console.color_label("error: x", Screen()) == "error: x"
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -51,7 +51,7 @@ def alone(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sigterm_that_comes_again_ends_the_process(alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "AGAIN", 0.1)
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.1)
     pid = os.fork()
     if not pid:
         Stop(None)

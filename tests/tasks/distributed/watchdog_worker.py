@@ -80,7 +80,7 @@ def saving(folder: Path, culprit: int) -> None:
     watchdog.phase("saving")
     end = time.monotonic() + (60 if culprit >= 0 else 3 * SECONDS)
     while time.monotonic() < end:
-        watchdog.others_work()
+        watchdog.tick_while_waiting()
         time.sleep(0.02)
         if dist.get_rank() == culprit and time.monotonic() > end - 60 + SECONDS:
             stop()

@@ -40,7 +40,7 @@ class Aside(TransformersEngine):
         super().__init__(sys.argv[sys.argv.index("--model") + 1], dtype=torch.float32, load=False)
         self.asked = 0
         if end := os.environ.get("ASIDE_END"):
-            self.ends = {int(end)}
+            self.eos_ids = {int(end)}
 
     def generate(self, requests, sampling):
         self.asked += 1

@@ -20,7 +20,7 @@ from megaswift.cli.main import main
 from megaswift.tasks.rl import grpo
 from megaswift.tasks.rollout.engine import Completion
 
-by_episode, experts_of = grpo.by_episode, Completion.experts_of
+by_episode, experts_of = grpo.by_episode, Completion.padded_experts
 
 
 def others(experts):
@@ -28,7 +28,7 @@ def others(experts):
 
 
 grpo.by_episode = lambda *given: [others(experts) for experts in by_episode(*given)]
-Completion.experts_of = lambda self, length: others(experts_of(self, length))
+Completion.padded_experts = lambda self, length: others(experts_of(self, length))
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[1:]))
 """

@@ -43,7 +43,7 @@ def run(job: dict[str, Any], place: Path) -> dict[str, Any]:
         vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"], vllm_enable_lora=True
     )
     engine = VllmEngine(folder, settings, dtype=torch.float32, adapter_rank=job["lora"]["lora_rank"])
-    engine.ends = set()  # by chance any token would come
+    engine.eos_ids = set()  # by chance any token would come
     asked = requests(dist.get_rank() // job["ranks"])
     found: dict[str, Any] = {name: [] for name in ("greedy", "log_probs", "bytes", "compared")}
     beneath = sync(

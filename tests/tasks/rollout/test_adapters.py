@@ -43,13 +43,13 @@ def test_rooms() -> None:
 )
 def test_what_a_server_takes(room: int, sent: int, message: str | None) -> None:
     with serving() as (url, engine, server):
-        server.backend.adapters = room
+        server.backend.max_adapter_rank = room
         if message:
             with pytest.raises(ValueError, match=message):
-                ServerEngine([url], ClientSettings(timeout=10, adapters=sent))
+                ServerEngine([url], ClientSettings(timeout=10, adapter_rank=sent))
             assert server.owner.run is None  # free for others
             return
-        client = ServerEngine([url], ClientSettings(timeout=10, adapters=sent))
+        client = ServerEngine([url], ClientSettings(timeout=10, adapter_rank=sent))
         client.update(tensors().items())
         assert engine.weights.keys() == tensors().keys()
         client.close()

@@ -40,8 +40,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder) -> TransformersEngine:
-    made = TransformersEngine(folder, dtype=torch.float32, rows=4)
-    made.ends = set()  # by chance any token would come; the tests of stopping give their own
+    made = TransformersEngine(folder, dtype=torch.float32, batch_size=4)
+    made.eos_ids = set()  # by chance any token would come; the tests of stopping give their own
     return made
 
 
@@ -108,12 +108,12 @@ def test_end_tokens_and_stop_texts_stay_in_the_completion(engine):
     sampling = Sampling(max_new_tokens=30)
     whole = [one.tokens for one in engine.generate(requests(), sampling)]
     end = whole[1][5]
-    engine.ends = {end}
+    engine.eos_ids = {end}
     ended = engine.generate(requests(), sampling)
-    engine.ends = {whole[0][3]}
+    engine.eos_ids = {whole[0][3]}
     told = engine.generate(requests(), replace(sampling, ends=(end,)))  # by who asks, whatever the folder says
     endless = engine.generate(requests(), replace(sampling, ends=()))
-    engine.ends = set()
+    engine.eos_ids = set()
     assert told == ended
     assert [one.tokens for one in endless] == whole
     for tokens, found in zip(whole, ended, strict=True):
@@ -204,14 +204,14 @@ def check_replica(folder: Path) -> None:
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     loaded = Replica(folder, dtype=torch.float32, device=CPU, load=True)
     empty = Replica(folder, dtype=torch.float32, device=CPU, load=False)
-    wanted = set(empty.lacking)
+    wanted = set(empty.missing)
     names = sorted(tensors)
     random.Random(5).shuffle(names)
     last = next(name for name in names if name.endswith("model.norm.weight"))
     empty.update(in_one_buffer({name: tensors[name] for name in names if name != last}))
-    assert [name.endswith("norm.weight") for name in empty.lacking] == [True]
+    assert [name.endswith("norm.weight") for name in empty.missing] == [True]
     empty.update([(last, tensors[last])])
-    assert not empty.lacking
+    assert not empty.missing
     expected, found = loaded.model.state_dict(), empty.model.state_dict()
     assert found.keys() == expected.keys() >= wanted
     assert [name for name in wanted if not torch.equal(found[name], expected[name])] == []

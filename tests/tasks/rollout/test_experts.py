@@ -22,8 +22,8 @@ def engine(tmp_path_factory) -> TransformersEngine:
     torch.set_num_threads(1)
     folder = tiny.save(tmp_path_factory.mktemp("model"), "qwen3_moe")
     tiny.save_tokenizer(folder)
-    made = TransformersEngine(folder, dtype=torch.float32, rows=3)
-    made.ends = set(range(0, tiny.VOCAB, 9))  # some end early
+    made = TransformersEngine(folder, dtype=torch.float32, batch_size=3)
+    made.eos_ids = set(range(0, tiny.VOCAB, 9))  # some end early
     return made
 
 

@@ -223,7 +223,7 @@ def test_killed_while_it_is_asked(servers, capfd) -> None:
     """Named within seconds; with time to come back it is asked again."""
     port = free_port()
     server, url = servers(port), f"http://127.0.0.1:{port}"
-    hasty, patient = ScoringClient(url, timeout=60.0), ScoringClient(url, wait=60.0)
+    hasty, patient = ScoringClient(url, timeout=60.0), ScoringClient(url, reconnect_timeout=60.0)
     threading.Timer(1.0, server.process.kill).start()
     start = time.monotonic()
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_killed_while_it_is_asked(servers, capfd) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_server_that_hangs(servers, monkeypatch) -> None:
-    monkeypatch.setattr("megaswift.tasks.rollout.health.ANSWER", 1.0)
+    monkeypatch.setattr("megaswift.tasks.rollout.health.ANSWER_TIMEOUT", 1.0)
     port = free_port()
     server = servers(port)
     reader = ScoringClient(f"http://127.0.0.1:{port}", timeout=60.0)

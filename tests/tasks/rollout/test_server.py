@@ -125,7 +125,7 @@ def test_asleep(level: int) -> None:
 
 def test_shared_memory_is_found_by_itself() -> None:
     with serving() as (url, _, _), connected(url) as client:
-        assert client._servers[0].local
+        assert client._servers[0].is_local
 
 
 @pytest.mark.parametrize("probe", [{"pid": 1, "fd": 0}, {"pid": os.getpid(), "fd": 10**6}])
@@ -243,7 +243,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         ServerLost, match=f"No rollout server answers at {url} .*--vllm_server_base_url,.*_server_timeout"
     ):
-        ServerEngine([url], ClientSettings(timeout=1.0, flags="--vllm_server_base_url"))
+        ServerEngine([url], ClientSettings(timeout=1.0, address_flags="--vllm_server_base_url"))
     assert time.monotonic() - start < 30
     said = capsys.readouterr().err
     assert said.count(f"No server answers at {url} yet (") == said.count("Waiting for it for up to 1 s.") == 1
@@ -395,7 +395,7 @@ def test_killed_while_generating(servers) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_hangs(servers, monkeypatch) -> None:
-    monkeypatch.setattr("megaswift.tasks.rollout.health.ANSWER", 1.0)
+    monkeypatch.setattr("megaswift.tasks.rollout.health.ANSWER_TIMEOUT", 1.0)
     server = servers(free_port())
     with connected(server.url, timeout=60.0) as client:
         threading.Timer(1.0, server.kill, (signal.SIGSTOP,)).start()

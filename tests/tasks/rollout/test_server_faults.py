@@ -151,7 +151,9 @@ def test_started_again_while_the_model_trains() -> None:
     """The next update notices it, asleep or about to sleep, and wakes it."""
     port = free_port()
     with serving(port) as (url, _, _):
-        client = ServerEngine([url], ClientSettings(timeout=10.0, bucket_bytes=4096, sleep_level=1, wait=10.0))
+        client = ServerEngine(
+            [url], ClientSettings(timeout=10.0, bucket_bytes=4096, sleep_level=1, reconnect_timeout=10.0)
+        )
         client.update(ONE)
         client.sleep()
     client.sleep()  # it is not there

@@ -133,7 +133,7 @@ def test_a_client_that_goes_in_the_midst_of_a_body_is_no_fault_of_the_engine(kin
             time.sleep(0.3)  # until the server waits for the rest
         time.sleep(0.5)
         assert httpx.get(f"{url}/health").json()["status"] == "ok"  # an update has ended
-        assert not server.backend.failed()
+        assert not server.backend.has_failed()
     assert "Traceback" not in capfd.readouterr().err
     assert "failed" not in caplog.text
 
@@ -290,7 +290,7 @@ def test_a_request_whose_client_has_gone_is_given_up(capfd) -> None:
         assert answer.json()["completions"][0]["tokens"] == [2, 1]
         assert time.monotonic() - start < 5
         assert httpx.get(f"{url}/health").json()["generating"] == 0
-        assert not server.backend.failed()
+        assert not server.backend.has_failed()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -321,9 +321,9 @@ def test_a_device_that_is_broken_ends_the_server() -> None:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
         engine.generate = assertion
-        assert not server.backend.failed()
+        assert not server.backend.has_failed()
         assert httpx.post(f"{url}/generate", json=generate()).status_code == 500
-        assert server.backend.failed()
+        assert server.backend.has_failed()
 
 
 def test_a_server_is_free_when_the_process_of_its_run_has_ended() -> None:

@@ -110,7 +110,9 @@ def test_two_servers_one_of_two_engines(folder) -> None:
     """Side by side they are given adapters, by whichever way: what each of them says is what PEFT's model says."""
     rooms = {"vllm_enable_lora": True, "vllm_max_lora_rank": 8}
     with running(folder, **rooms, vllm_data_parallel_size=2) as first, running(folder, **rooms) as second:
-        client = ServerEngine([first.url, second.url], ClientSettings(timeout=900.0, bucket_bytes=40_000, adapters=5))
+        client = ServerEngine(
+            [first.url, second.url], ClientSettings(timeout=900.0, bucket_bytes=40_000, adapter_rank=5)
+        )
         try:
             for seed, way in enumerate(("body", "shared", "group")):
                 tensors, model = adapted(folder, seed)
@@ -123,4 +125,4 @@ def test_two_servers_one_of_two_engines(folder) -> None:
             client.close()
         for adapters, said in ((9, "have at most rank 8, not 9"), (0, "takes only adapters")):
             with pytest.raises(ValueError, match=said):
-                ServerEngine([second.url], ClientSettings(timeout=60.0, adapters=adapters))
+                ServerEngine([second.url], ClientSettings(timeout=60.0, adapter_rank=adapters))

@@ -38,7 +38,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     settings = EngineOptions(vllm_max_model_len=128, vllm_max_num_seqs=8, vllm_tensor_parallel_size=job["ranks"])
     engine = VllmEngine(folders[0], settings, dtype=torch.float32)
-    engine.ends = set()  # by chance any token would come
+    engine.eos_ids = set()  # by chance any token would come
     asked = requests(dist.get_rank() // job["ranks"])
     found: dict[str, Any] = {"undisturbed": torch.equal(torch.get_rng_state(), state)}
     found["threads"] = torch.get_num_threads() == threads
@@ -126,11 +126,11 @@ def stops(engine: VllmEngine, asked: list[Request]) -> bool:
     chosen = [whole[0][5], next(pair for pair in pairs if "\ufffd" not in pair)]
     dist.broadcast_object_list(chosen)
     end, text = chosen
-    engine.ends = {end}
+    engine.eos_ids = {end}
     ended = engine.generate(asked, sampling)
-    engine.ends = {whole[0][3]}
+    engine.eos_ids = {whole[0][3]}
     right = engine.generate(asked, replace(sampling, ends=(end,))) == ended  # by who asks, whatever the folder says
-    engine.ends = set()
+    engine.eos_ids = set()
     stopped = engine.generate(asked, replace(sampling, stop=(text,)))
     for tokens, by_token, by_text in zip(whole, ended, stopped, strict=True):
         at = tokens.index(end) + 1 if end in tokens else NEW

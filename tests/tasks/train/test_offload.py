@@ -60,8 +60,8 @@ GUIDE = MemoryNeeds(79.1 * GIB, 2 * 2 * BILLION + 1.5 * GIB, 2 * BILLION, 4 * BI
 
 def test_the_guides_example_fits() -> None:
     room = memory_budget(GUIDE, EngineOptions(), sleeps=True)
-    assert room == EngineMemoryBudget(room.share, weights=False, optimizer=False)
-    stays = GUIDE.held + GUIDE.optimizer
+    assert room == EngineMemoryBudget(room.share, offload_weights=False, offload_optimizer=False)
+    stays = GUIDE.used + GUIDE.optimizer
     assert GUIDE.engine < room.share * GUIDE.total < GUIDE.total - stays - 4 * GIB
 
 
@@ -79,12 +79,12 @@ def test_the_guides_example_fits() -> None:
 )
 def test_what_has_to_leave(times, options, moves) -> None:
     """As little as possible, by what is asked for."""
-    held = GUIDE.held + 2 * BILLION * (times - 1)
-    needs = replace(GUIDE, held=held, weights=2 * BILLION * times, optimizer=GUIDE.optimizer * times)
+    held = GUIDE.used + 2 * BILLION * (times - 1)
+    needs = replace(GUIDE, used=held, weights=2 * BILLION * times, optimizer=GUIDE.optimizer * times)
     room = memory_budget(needs, EngineOptions(**options), sleeps=True)
-    assert (room.weights, room.optimizer) == moves
+    assert (room.offload_weights, room.offload_optimizer) == moves
     assert room.share == options.get("vllm_gpu_memory_utilization", room.share)
-    stays = held - room.weights * needs.weights + (not room.optimizer) * needs.optimizer
+    stays = held - room.offload_weights * needs.weights + (not room.offload_optimizer) * needs.optimizer
     assert "vllm_gpu_memory_utilization" in options or stays + room.share * needs.total < 0.95 * needs.total
 
 
@@ -92,7 +92,7 @@ def test_beside_an_engine_that_never_sleeps_a_step_has_its_memory_too() -> None:
     asleep, awake = (
         memory_budget(replace(GUIDE, engine=GIB), EngineOptions(), sleeps=sleeps) for sleeps in (True, False)
     )
-    assert awake.share * GUIDE.total + GUIDE.held + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
+    assert awake.share * GUIDE.total + GUIDE.used + GUIDE.optimizer + GUIDE.gradients < 0.75 * GUIDE.total
     assert awake.share < asleep.share
 
 
@@ -115,7 +115,7 @@ def test_out_of_memory_names_what_takes_less() -> None:
     assert all(flag in str(found.value) for flag in flags)
     assert "--offload_optimizer" not in str(found.value)
     elsewhere = [
-        ServerConnection("http://a:1", "a run", ClientSettings())._error(
+        ServerConnection("http://a:1", "a run", ClientSettings())._response_error(
             "/wake", httpx.Response(500, text="CUDA out of memory")
         ),
         RuntimeError(f"{FLAG} http://a:1, /top_log_probs: OutOfMemoryError: CUDA out of memory. (status 500)"),
