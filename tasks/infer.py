@@ -1,12 +1,12 @@
 """`swift infer`: chat with a checkpoint, or complete a dataset, with transformers or vLLM.
 
-    swift infer --model DIR --stream true                          # a chat
+    swift infer --model DIR --stream true                          # interactive chat
     swift infer --model DIR --val_dataset test.jsonl --temperature 0 --max_batch_size 32
-    swift infer --adapters DIR                                     # an adapter, on its base model
+    swift infer --adapters DIR                                     # an adapter with its base model
 
-Both engines receive the same token ids from the tokenizer's chat template. A dataset's last response is removed from
-the prompt. Each line of the result file is a JSON object: `messages` (with the response at the end), `response`, and
-`labels`, the dataset's own response (null if none).
+Both engines receive the same token ids from the tokenizer's chat template. The prompt omits a row's last response. Each
+line of the result file is a JSON object: `messages` (with the generated response last), `response`, and `labels`, the
+row's own response or null.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 Emit = Callable[[str], None]  # receives a piece of a response
-VLLM_PROMPTS = 2000  # per call of vLLM
+VLLM_PROMPTS = 2000  # per call of LLM.generate
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
     "use_dora": "DoRA (use_dora)",
     "modules_to_save": "fully trained modules (modules_to_save)",
@@ -109,14 +109,14 @@ def _verify(flag: str, folder: Path) -> None:
 
 @dataclass
 class InferPrompt:
-    """Row to complete. `label`: the dataset's own last response, None if it has none."""
+    """Prompt to complete. `label`: the row's own last response, if any."""
 
     conversation: Conversation
     label: str | None
 
 
 def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
-    """Yield the rows of `--val_dataset`, with `--system` in those without a system prompt."""
+    """Yield the rows of `--val_dataset`. `--system` is added to rows without a system prompt."""
     hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
     system = text_of("--system", options.system)
     for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
@@ -138,9 +138,9 @@ def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
 
 
 def result_path(folder: Path, options: InferOptions) -> Path:
-    """Return the path of the result file, after making its folder.
+    """Return the path of the result file, and create its folder.
 
-    Raises FileExistsError where the file exists, ValueError where it cannot be written.
+    Raises FileExistsError if the file exists, ValueError if it cannot be written.
     """
     if options.result_path is None:
         path = _default_path(folder.resolve(), time.strftime("%Y%m%d-%H%M%S"))
@@ -163,20 +163,20 @@ def result_path(folder: Path, options: InferOptions) -> Path:
     return path
 
 
-def _default_path(folder: Path, now: str) -> Path:
-    """Return a path in the model's folder, or in the run's for a checkpoint, which the run may delete."""
+def _default_path(folder: Path, timestamp: str) -> Path:
+    """Return a path in the model's folder, or in the run folder for a checkpoint, which the run may delete."""
     if re.fullmatch(r"checkpoint-\d+(-merged)?", folder.name):
-        return folder.parent / "infer_result" / f"{folder.name}-{now}.jsonl"
-    return folder / "infer_result" / f"{now}.jsonl"
+        return folder.parent / "infer_result" / f"{folder.name}-{timestamp}.jsonl"
+    return folder / "infer_result" / f"{timestamp}.jsonl"
 
 
 def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options: InferOptions) -> None:
     """Complete each prompt and write its row to `path`, batch by batch."""
-    size = VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
+    batch_size = VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
     correct, start = 0, time.perf_counter()
     with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Generate", disable=None) as bar:
-        for first in range(0, len(prompts), size):
-            batch = prompts[first : first + size]
+        for batch_start in range(0, len(prompts), batch_size):
+            batch = prompts[batch_start : batch_start + batch_size]
             responses = engine.generate([engine.encode(prompt.conversation) for prompt in batch])
             for prompt, response in zip(batch, responses, strict=True):
                 messages = [*prompt.conversation.messages, {"role": "assistant", "content": response}]
@@ -255,7 +255,7 @@ class ChatEngine(ABC):
 
 
 class TransformersChat(ChatEngine):
-    """Engine over `model.generate`, on all visible GPUs or the CPU."""
+    """Engine that uses transformers' `model.generate`, on all visible GPUs or the CPU."""
 
     def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
         super().__init__(folder)
@@ -275,9 +275,9 @@ class TransformersChat(ChatEngine):
     def _settings(self, options: InferOptions) -> "GenerationConfig":
         """Return the model's generation config, overridden by the options."""
         settings = self.model.generation_config
-        ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-        settings.eos_token_id = sorted({end for end in (*ends, self.tokenizer.eos_token_id) if end is not None})
-        # Padding is masked, so that any token will do; the tokenizer's own may lie beyond the embedding.
+        eos_ids = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+        settings.eos_token_id = sorted({end for end in (*eos_ids, self.tokenizer.eos_token_id) if end is not None})
+        # Padding is masked, so any token works; the tokenizer's pad token may exceed the embedding.
         settings.pad_token_id = (settings.eos_token_id or [0])[0]
         for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"):
             if (value := getattr(options, name)) is not None:
@@ -298,10 +298,12 @@ class TransformersChat(ChatEngine):
         from .rollout.transformers_engine import left_pad
 
         tokens, mask = left_pad(prompts, self.settings.pad_token_id)
-        longest = tokens.shape[1]
+        prompt_length = tokens.shape[1]
         settings = copy.copy(self.settings)
         if settings.max_new_tokens is None:
-            settings.max_new_tokens = max(1, self.model.config.get_text_config().max_position_embeddings - longest)
+            settings.max_new_tokens = max(
+                1, self.model.config.get_text_config().max_position_embeddings - prompt_length
+            )
         with torch.inference_mode():
             output = self.model.generate(
                 tokens.to(self.model.device),
@@ -309,7 +311,7 @@ class TransformersChat(ChatEngine):
                 generation_config=settings,
                 streamer=_streamer(self.tokenizer, emit) if emit else None,
             )
-        return self.tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+        return self.tokenizer.batch_decode(output[:, prompt_length:], skip_special_tokens=True)
 
 
 def _streamer(tokenizer: "PreTrainedTokenizerBase", emit: Emit) -> "TextStreamer":
@@ -323,7 +325,7 @@ def _streamer(tokenizer: "PreTrainedTokenizerBase", emit: Emit) -> "TextStreamer
 
 
 class VllmChat(ChatEngine):
-    """Engine over vLLM in this process."""
+    """Engine that uses vLLM in this process."""
 
     def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
         if importlib.util.find_spec("vllm") is None:
@@ -331,10 +333,10 @@ class VllmChat(ChatEngine):
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
                 "'megaswift[vllm]'), or remove the flag to use transformers."
             )
-        lora = {}
+        lora_options = {}
         if adapter:
             _check_for_vllm(adapter, options)
-            lora = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
+            lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
         super().__init__(folder)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -348,7 +350,7 @@ class VllmChat(ChatEngine):
             max_model_len=options.vllm_max_model_len,
             enforce_eager=options.vllm_enforce_eager,
             use_tqdm_on_load=sys.stderr.isatty(),
-            **lora,
+            **lora_options,
         )
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
         self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
@@ -356,7 +358,7 @@ class VllmChat(ChatEngine):
             if (value := getattr(options, name)) is not None:
                 setattr(self.settings, name, value)
         self.settings.max_tokens = options.max_new_tokens
-        self._requests = 0
+        self._request_count = 0
 
     def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
         if emit:
@@ -372,8 +374,8 @@ class VllmChat(ChatEngine):
 
         settings = self.settings.clone()
         settings.output_kind = RequestOutputKind.DELTA
-        self._requests += 1
-        request = f"chat-{self._requests}"
+        self._request_count += 1
+        request = f"chat-{self._request_count}"
         engine = self.llm.llm_engine
         (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt}])
         engine.add_request(request, rendered, settings, lora_request=self.adapter)

@@ -1,4 +1,4 @@
-"""Former place of tasks/multi_turn, for plugins: `from megaswift.tasks.turns import scheduler`."""
+"""Alias of tasks/multi_turn, kept for plugins: `from megaswift.tasks.turns import scheduler`."""
 
 from .multi_turn import MultiTurnScheduler, Turn, multi_turns, scheduler, tool
 

@@ -64,7 +64,7 @@ class ExportSource:
     hf_config: JsonObject
     adapter: Path | None = None  # its folder
     mcore_adapter: bool = False
-    merged: bool = False  # merge the adapter, else export it alone
+    merged: bool = False  # whether to merge the adapter, else only the adapter is exported
 
     @classmethod
     def of(cls, options: ExportOptions) -> "ExportSource":
@@ -76,8 +76,8 @@ class ExportSource:
         options, mcore = hub.set_base_model(options, adapter), bool(options.mcore_model)
         folder = hub.source_folder(options, options.mcore_model)
         hf_config = hub.read_config(folder, mcore=mcore)
-        peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
-        labels = read_num_labels(adapter) if adapter and peft else None
+        is_peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
+        labels = read_num_labels(adapter) if adapter and is_peft else None
         if labels is not None:  # an adapter for a model with a head
             hf_config = add_score_head(hf_config, labels, pad_token_id=load_tokenizer(folder).pad_token_id)
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
@@ -101,25 +101,24 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     world = dist.get_world_size()
     _print(f"{ProcessLayout.of(layout, world)}; {source} -> {destination} in {str(dtype).removeprefix('torch.')}")
     run_on_all_ranks(lambda: _check_weights(source))
-    if options.test_convert_precision:  # fails early where it is missing
+    if options.test_convert_precision:  # fails early if the tokenizer is missing
         broadcast_from_rank0(lambda: load_tokenizer(source.folder) and None)
     if options.to_hf:  # including all prediction layers of the checkpoint
         layout.mtp_num_layers = run_on_all_ranks(lambda: count_mtp_depths(source.folder)) or None
     with _atomic_folder(destination) as temporary:
         started = time.perf_counter()
-        model = _open(source, layout, dtype)
+        model = _open_model(source, layout, dtype)
         _print(f"read in {time.perf_counter() - started:.1f} s")
-        read_at = time.perf_counter()
+        read_end = time.perf_counter()
         _write(model, source, temporary, options, dtype, started)
-        _print(f"written in {time.perf_counter() - read_at:.1f} s")
+        _print(f"written in {time.perf_counter() - read_end:.1f} s")
         facts = {}
         if options.test_convert_precision:
             del model
             facts["precision"] = as_json(_compare(source, temporary, options, layout, dtype))
         broadcast_from_rank0(lambda: save_args(temporary / "args.json", options, sources, **facts))
-        broadcast_from_rank0(
-            lambda: _check_free(destination, source, options)
-        )  # another process may have written it meanwhile
+        # Again, because another process may have written the folder in the meantime.
+        broadcast_from_rank0(lambda: _check_free(destination, source, options))
     _print(f"exported: {destination}")
     barrier()
     destroy()
@@ -131,7 +130,7 @@ def _check_free(destination: Path, source: ExportSource, options: ExportOptions)
 
 
 def _check_weights(source: ExportSource) -> None:
-    """Raise ValueError where weight files differ from their folder's manifest. Each rank reads its share."""
+    """Raise ValueError if weight files differ from their folder's manifest. Each rank reads its share."""
     for folder in source.folders:
         names = sorted(name for name in read_manifest(folder) if name.endswith(WEIGHTS))
         if faults := verify_files(folder, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
@@ -141,14 +140,16 @@ def _check_weights(source: ExportSource) -> None:
             )
 
 
-def _open(source: ExportSource, layout: BuildOptions, dtype: torch.dtype, computed: torch.dtype | None = None) -> Model:
-    """Return the loaded model of `source` with weights of `dtype`, computing in `computed` (default: the same).
+def _open_model(
+    source: ExportSource, layout: BuildOptions, dtype: torch.dtype, compute_dtype: torch.dtype | None = None
+) -> Model:
+    """Load the model of `source`, with weights of `dtype` and computation in `compute_dtype` (default: `dtype`).
 
     Every rank calls this.
     """
     hf_config, adapter = source.hf_config, source.adapter
     adapters = adapter is not None
-    model = run_on_all_ranks(lambda: build_model(hf_config, layout, computed or dtype, adapters=adapters))
+    model = run_on_all_ranks(lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters))
     read = load_distributed if source.mcore else load_weights
     run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
     if adapter:
@@ -174,16 +175,16 @@ def _settings(source: ExportSource, adapter: Path) -> LoraSettings:
 def _write(
     model: Model, source: ExportSource, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
 ) -> None:
-    """Write the export into `folder`; `started`: when reading began."""
+    """Write the export into `folder`. started: time when reading began."""
     chunks, hf_config = model.chunks, source.hf_config
     if source.adapter and not source.merged:
         config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
         base = config.get("base_model_name_or_path") or str(source.folder.absolute())
         save_adapter(chunks, hf_config, model.lora, folder, base=base)
     elif options.to_mcore:
-        converted = source.adapter is None
-        save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=converted)
-        if converted:
+        is_converted = source.adapter is None
+        save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=is_converted)
+        if is_converted:
             seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
             run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
     else:
@@ -194,9 +195,9 @@ def _write(
 def _compare(
     source: ExportSource, written: Path, options: ExportOptions, layout: BuildOptions, dtype: torch.dtype
 ) -> list[LogitComparison]:
-    """Run `--test_convert_precision`: compare one side in this process with the other in transformers.
+    """Compare the source with the result for `--test_convert_precision`, one of them loaded by transformers.
 
-    transformers opens the source if it (with PEFT) can, else the result.
+    transformers loads the source if it has a Hugging Face format (with PEFT for an adapter), else the result.
     """
     if source.mcore or source.mcore_adapter:
         tested, reference, adapter = source, written, None
@@ -207,8 +208,8 @@ def _compare(
             source.adapter,
         )
 
-    def build(computed: torch.dtype) -> Model:
-        return _open(tested, layout, dtype, computed)
+    def build(compute_dtype: torch.dtype) -> Model:
+        return _open_model(tested, layout, dtype, compute_dtype)
 
     return check_precision(reference, source.hf_config, build, dtype, adapter=adapter)
 
@@ -220,13 +221,13 @@ def _atomic_folder(destination: Path) -> Iterator[Path]:
     is_first = dist.get_rank() == 0
     signals: list[int] = []
 
-    def end(number: int, _: object) -> None:
+    def stop(number: int, _: object) -> None:
         signals.append(number)
         raise SystemExit(128 + number)
 
     if is_first:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, end)
+            signal.signal(number, stop)
     try:
         with os_error_hints(destination):
             yield temporary

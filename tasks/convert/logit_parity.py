@@ -1,8 +1,8 @@
 """Logit parity of a conversion (`--test_convert_precision`), in fp32 and in the export's dtype.
 
-Both sides' logits on real texts are compared. This project's model runs in its layout on all ranks, and is freed before
-rank 0 opens transformers' model, which must fit into that rank's memory once in fp32. Both sides' weights are rounded
-to the export's dtype first.
+Compares the logits of both sides on real texts, after rounding the weights of both to the export's dtype. This
+project's model runs in its parallel layout on all ranks, and is freed before rank 0 loads transformers' model, which
+must fit into that rank's memory in fp32.
 """
 
 import gc
@@ -38,10 +38,10 @@ Build = Callable[[torch.dtype], Model]  # returns this project's loaded model, c
 
 MAX_TOKENS = 64  # tokens of each text
 HIDDEN_STRIDE = 8  # hidden states are compared at every 8th token
-# Bounds of the largest and mean difference of a logit in fp32, over the logits' standard deviation, without and with
-# experts: where two experts' scores are almost equal, rounding decides between them, and a few tokens differ more.
+# Bounds of the largest and mean logit difference in fp32, over the logits' standard deviation, by whether the model has
+# experts: rounding decides between two experts with almost equal scores, so a few tokens differ more.
 BOUNDS_FP32 = {False: (1e-3, 1e-4), True: (0.1, 1e-3)}
-# In another dtype: factors over the errors of transformers itself against its own fp32 logits.
+# Bounds in other dtypes, as multiples of transformers' own error against its fp32 logits.
 MAX_FACTOR, MEAN_FACTOR = 4.0, 2.0
 AGREEMENT = 0.98  # share of equal top tokens, in fp32
 
@@ -95,29 +95,29 @@ class _Outputs:
     """Outputs of a model on the texts, on the CPU in fp32."""
 
     logits: Tensor  # [tokens, vocab_size]
-    hidden: dict[int, Tensor]  # the states after each layer, of some tokens [tokens / SAMPLED, hidden_size]
+    hidden: dict[int, Tensor]  # states after each layer, at every HIDDEN_STRIDE-th token [sampled, hidden_size]
 
 
 def check_precision(
     folder: Path, hf_config: JsonObject, build: Build, dtype: torch.dtype, *, adapter: Path | None = None
 ) -> list[LogitComparison]:
-    """Compare the Hugging Face checkpoint in `folder`, with a merged adapter, with the model of `build`.
+    """Compare the Hugging Face checkpoint in `folder`, after merging `adapter`, with the model of `build`.
 
-    Every rank calls this; prints a line per dtype. Returns the comparisons. Raises PrecisionError on every rank where
-    one exceeds its bound, with the differences per layer.
+    Every rank calls this; rank 0 prints a line per dtype. Returns the comparisons. Raises PrecisionError on every rank,
+    with the differences per layer, if one exceeds its bound.
     """
     documents = broadcast_from_rank0(lambda: _documents(folder))
     dtypes = list(dict.fromkeys([torch.float32, dtype]))
     tested_outputs = []
-    for computed in dtypes:
-        tested_outputs.append(_run_tested(hf_config, build, documents, computed, dtype))
-        _free()
+    for compute_dtype in dtypes:
+        tested_outputs.append(_run_tested(hf_config, build, documents, compute_dtype, dtype))
+        _free_memory()
 
     def compare() -> tuple[list[LogitComparison], list[str]]:
         tested = [run for run in tested_outputs if run is not None]
-        experts = bool(family_of(hf_config).describe(hf_config).transformer.get("num_moe_experts"))
+        has_experts = bool(family_of(hf_config).describe(hf_config).transformer.get("num_moe_experts"))
         reference = _run_reference(folder, adapter, hf_config, documents, dtypes, dtype)
-        return _compare(tested, reference, dtypes, experts)
+        return _compare(tested, reference, dtypes, has_experts)
 
     comparisons, report = broadcast_from_rank0(compare)
     if dist.get_rank() == 0:
@@ -139,11 +139,11 @@ def _documents(folder: Path) -> list[list[int]]:
 
 @torch.no_grad()
 def _run_tested(
-    hf_config: JsonObject, build: Build, documents: list[list[int]], computed: torch.dtype, dtype: torch.dtype
+    hf_config: JsonObject, build: Build, documents: list[list[int]], compute_dtype: torch.dtype, dtype: torch.dtype
 ) -> _Outputs | None:
-    """Run this project's model on the packed texts: weights of `dtype`, computing in `computed`; returns on rank 0."""
-    model = build(computed)
-    split = model.config.sequence_parallel
+    """Run this project's model on the packed texts, with weights of `dtype`. Return its outputs on rank 0."""
+    model = build(compute_dtype)
+    is_sequence_parallel = model.config.sequence_parallel
     round_weights(model, hf_config, dtype)
     batch = BatchLayout(
         padding_free=True,
@@ -156,12 +156,12 @@ def _run_tested(
     outputs: JsonObject = {"hidden": {}}
 
     def sample(states: Tensor) -> Tensor:
-        """[length (/ TP under sequence parallelism), 1, hidden_size] -> of some tokens [some, hidden_size]"""
-        if split:
+        """Sample tokens: [length (/ TP with SP), 1, hidden_size] -> [sampled, hidden_size]"""
+        if is_sequence_parallel:
             states = gather_from_sequence_parallel_region(states)
         return states[:tokens:HIDDEN_STRIDE, 0]
 
-    def keep(_, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def store(_, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         outputs["logits"] = logits[0, :tokens].float().cpu()
         return logits.sum() * 0, {}
 
@@ -174,22 +174,24 @@ def _run_tested(
             model,
             model.chunks,  # pyright: ignore[reportArgumentType]
             [batch],
-            keep,
+            store,
             forward_only=True,
             output=lambda batch: Logits(),
         )
     first_copy = model.groups.dp.rank() == 0 and model.groups.tp.rank() == 0
-    parts: list[JsonObject] = [{}] * dist.get_world_size()
-    dist.gather_object(outputs if first_copy else {}, parts if dist.get_rank() == 0 else None)
+    rank_outputs: list[JsonObject] = [{}] * dist.get_world_size()
+    dist.gather_object(outputs if first_copy else {}, rank_outputs if dist.get_rank() == 0 else None)
     if dist.get_rank():
         return None
-    logits = next(part["logits"] for part in parts if "logits" in part)
-    return _Outputs(logits, {layer: states for part in parts for layer, states in part.get("hidden", {}).items()})
+    logits = next(part["logits"] for part in rank_outputs if "logits" in part)
+    return _Outputs(
+        logits, {layer: states for part in rank_outputs for layer, states in part.get("hidden", {}).items()}
+    )
 
 
 @torch.no_grad()
 def round_weights(model: Model, hf_config: JsonObject, dtype: torch.dtype) -> None:
-    """Round every tensor to its values in a checkpoint of `dtype`."""
+    """Round every tensor to `dtype`, except those that checkpoints store in fp32."""
     entries = expand_mappings(family_of(hf_config), hf_config, model.architecture)
     for key, tensor in collect_params(model.chunks).items():
         if not entries[key].fp32:
@@ -205,7 +207,7 @@ def _run_reference(
     dtypes: list[torch.dtype],
     dtype: torch.dtype,
 ) -> list[_Outputs]:
-    """Run transformers' model on each text, with weights of `dtype`, computing in each of `dtypes`."""
+    """Run transformers' model on each text, with weights of `dtype`, and computation in each of `dtypes`."""
     options: JsonObject = {"dtype": dtype, "attn_implementation": "eager"}
     if quantization := hf_config.get("quantization_config"):
         from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
@@ -223,41 +225,46 @@ def _run_reference(
     if device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(device)[0]:
         device = torch.device("cpu")  # slow, but it fits
     runs = {}
-    for computed in sorted(
-        dtypes, key=lambda computed_dtype: computed_dtype == torch.float32
-    ):  # the stored dtype first, since parts may be fp32
-        model = (model if computed == dtype else model.to(computed)).to(device)
-        logits, parts = [], []
+    # The stored dtype comes first: its model may have fp32 parts, which converting back from fp32 would not restore.
+    for compute_dtype in sorted(dtypes, key=lambda candidate: candidate == torch.float32):
+        model = (model if compute_dtype == dtype else model.to(compute_dtype)).to(device)
+        logits, document_states = [], []
         for ids in documents:
             hidden: dict[int, Tensor] = {}
             with ExitStack() as hooks:
-                for number, layer in enumerate(_layers_of(model)):
-                    hooks.enter_context(_store_outputs(layer, hidden, number))
+                for layer_number, layer in enumerate(_layers_of(model)):
+                    hooks.enter_context(_store_outputs(layer, hidden, layer_number))
                 logits.append(model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu())
-            parts.append(hidden)
-        states = {layer: torch.cat([part[layer][0] for part in parts])[::HIDDEN_STRIDE].clone() for layer in parts[0]}
-        runs[computed] = _Outputs(torch.cat(logits), states)
-    return [runs[computed] for computed in dtypes]
+            document_states.append(hidden)
+        states = {
+            layer: torch.cat([states[layer][0] for states in document_states])[::HIDDEN_STRIDE].clone()
+            for layer in document_states[0]
+        }
+        runs[compute_dtype] = _Outputs(torch.cat(logits), states)
+    return [runs[compute_dtype] for compute_dtype in dtypes]
 
 
 def _layers_of(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the decoder layers of a transformers model."""
-    number = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == number]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
     return list(lists[0]) if lists else []
 
 
 @contextmanager
 def _store_outputs(
-    layer: nn.Module, states_by_layer: dict[int, Tensor], number: int, change: Callable[[Tensor], Tensor] | None = None
+    layer: nn.Module,
+    states_by_layer: dict[int, Tensor],
+    layer_number: int,
+    transform: Callable[[Tensor], Tensor] | None = None,
 ):
     """Store the layer's outputs within the context in `states_by_layer`, on the CPU in fp32."""
 
-    def keep(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def store(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states = output if isinstance(output, Tensor) else output[0]
-        states_by_layer[number] = (states if change is None else change(states)).float().cpu()
+        states_by_layer[layer_number] = (states if transform is None else transform(states)).float().cpu()
 
-    handle = layer.register_forward_hook(keep)
+    handle = layer.register_forward_hook(store)
     try:
         yield
     finally:
@@ -265,18 +272,18 @@ def _store_outputs(
 
 
 def _compare(
-    tested: list[_Outputs], reference: list[_Outputs], dtypes: list[torch.dtype], experts: bool
+    tested: list[_Outputs], reference: list[_Outputs], dtypes: list[torch.dtype], has_experts: bool
 ) -> tuple[list[LogitComparison], list[str]]:
-    """Return the comparisons and their report, which includes the layers of a failed one."""
-    exact = reference[0].logits  # fp32 comes first
-    spread = exact.std().item()
+    """Return the comparisons, and report lines with per-layer differences of failed ones."""
+    fp32_logits = reference[0].logits  # fp32 comes first
+    spread = fp32_logits.std().item()
     comparisons, report = [], []
     for dtype, tested_run, reference_run in zip(dtypes, tested, reference, strict=True):
         difference = (tested_run.logits - reference_run.logits).abs()
-        allowed = BOUNDS_FP32[experts]
+        allowed = BOUNDS_FP32[has_experts]
         if dtype != torch.float32:
-            difference = (tested_run.logits - exact).abs()
-            error = (reference_run.logits - exact).abs()
+            difference = (tested_run.logits - fp32_logits).abs()
+            error = (reference_run.logits - fp32_logits).abs()
             allowed = (
                 max(MAX_FACTOR * error.max().item() / spread, allowed[0]),
                 max(MEAN_FACTOR * error.mean().item() / spread, allowed[1]),
@@ -297,7 +304,7 @@ def _compare(
 
 
 def _layer_differences(tested: _Outputs, reference: _Outputs) -> list[str]:
-    """Return for each layer the difference of the hidden states after it, over their standard deviation."""
+    """Return a line for each layer: the largest difference of its output states, over their standard deviation."""
     lines = []
     for layer in sorted(tested.hidden.keys() & reference.hidden.keys()):
         tested_states, reference_states = tested.hidden[layer], reference.hidden[layer]
@@ -308,7 +315,7 @@ def _layer_differences(tested: _Outputs, reference: _Outputs) -> list[str]:
     return lines
 
 
-def _free() -> None:
+def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

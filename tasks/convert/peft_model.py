@@ -1,4 +1,4 @@
-"""transformers' model with an adapter in PEFT's format, attached or merged."""
+"""PEFT adapter attached to, or merged into, a transformers model."""
 
 import warnings
 from pathlib import Path
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "PeftModel":
-    """Return a transformers model with an attached adapter. Raises ValueError where the two do not fit."""
+    """Return a transformers model with the adapter attached. Raises ValueError if they do not fit."""
     from peft import PeftModel, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
@@ -19,14 +19,14 @@ def attach_adapter(model: "PreTrainedModel", adapter: Path, base: Path) -> "Peft
             warnings.filterwarnings("ignore", "Found missing adapter keys")
             result = PeftModel.from_pretrained(model, str(adapter))
         # A second time, since from_pretrained does not report unused tensors.
-        loaded = set_peft_model_state_dict(result, load_peft_weights(str(adapter), device="cpu"))
+        load_result = set_peft_model_state_dict(result, load_peft_weights(str(adapter), device="cpu"))
     except Exception as error:  # PEFT and torch report mismatches by exceptions of many kinds
         reason = " ".join(str(error).split())
         raise ValueError(_mismatch(adapter, base, reason[:500])) from error
-    missing = [name for name in loaded.missing_keys if "lora_" in name]
-    if missing or loaded.unexpected_keys:
+    missing = [name for name in load_result.missing_keys if "lora_" in name]
+    if missing or load_result.unexpected_keys:
         problem = (
-            f"it lacks {missing[0]}" if missing else f"the model has no module for its {loaded.unexpected_keys[0]}"
+            f"it lacks {missing[0]}" if missing else f"the model has no module for its {load_result.unexpected_keys[0]}"
         )
         raise ValueError(_mismatch(adapter, base, problem))
     return result
@@ -37,7 +37,7 @@ def _mismatch(adapter: Path, base: Path, reason: str) -> str:
 
 
 def merge_adapter(model: "PeftModel") -> "PreTrainedModel":
-    """Merge the adapter of `attach_adapter`'s model; each sum is made in fp32 and rounded once."""
+    """Merge the attached adapter. Each sum is computed in fp32 and rounded once."""
     from peft.tuners.lora import LoraLayer
 
     output = model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Plots of a run: images/overview.png for its task, and a picture for each metric."""
+"""Plots of a run: images/overview.png with its main curves, and a picture for each metric."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 Rows = Sequence[JsonObject]  # rows of logging.jsonl
 OVERVIEW = "overview.png"
-AT_MOST = 6  # plots of the overview
+MAX_PLOTS = 6  # in the overview
 POSITIONS = ("step", "max_steps", "elapsed", "eta", "tokens")
-UNDRAWN = ("save_wait", "data_wait", "seconds_per_step", "weight_sync/", "timing_s/", "memory/")  # prefixes of metrics
+SKIPPED_PREFIXES = ("save_wait", "data_wait", "seconds_per_step", "weight_sync/", "timing_s/", "memory/")
 COLORS = ("#2563eb", "#dc2626")
-SMOOTHED_FROM = 20  # points
+MIN_SMOOTHED_POINTS = 20  # points
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves that share an axis, and a metric drawn as a band around the first of them."""
+    """Curves on shared axes. `spread`: metric drawn as a band around the first curve."""
 
     title: str
     metrics: tuple[str, ...]
@@ -53,9 +53,9 @@ def draw(rows: Rows, folder: Path, title: str, *, overview_only: bool = False) -
     title: the run's name. overview_only: skip the other pictures. loss.png has the training and evaluation losses.
     """
     metrics = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
-    names = [name for name in metrics if name not in POSITIONS and not name.startswith(UNDRAWN)]
+    names = [name for name in metrics if name not in POSITIONS and not name.startswith(SKIPPED_PREFIXES)]
     folder.mkdir(exist_ok=True)
-    plots = [plot for plot in PLOTS if set(plot.metrics) & metrics.keys()][:AT_MOST]
+    plots = [plot for plot in PLOTS if set(plot.metrics) & metrics.keys()][:MAX_PLOTS]
     pictures = [_picture(plots, rows, folder / OVERVIEW, title)] if plots else []
     for name in names if not overview_only else ():
         if name.startswith("eval_") and name.removeprefix("eval_") in names:
@@ -112,8 +112,8 @@ def _is_number(value: object) -> bool:
 
 def _points(rows: Rows, *names: str) -> tuple[np.ndarray, ...]:
     """Return the steps that have these metrics, and the values of each."""
-    chosen: Iterable = [row for row in rows if all(_is_number(row.get(name)) for name in names)]
-    return tuple(np.array([row[name] for row in chosen], dtype=float) for name in ("step", *names))
+    selected: Iterable = [row for row in rows if all(_is_number(row.get(name)) for name in names)]
+    return tuple(np.array([row[name] for row in selected], dtype=float) for name in ("step", *names))
 
 
 def _band(rows: Rows, middle: str, spread: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -125,7 +125,7 @@ def _band(rows: Rows, middle: str, spread: str) -> tuple[np.ndarray, np.ndarray,
 
 def _is_noisy(values: np.ndarray) -> bool:
     """Return whether a curve's steps are much larger than its trend."""
-    return len(values) >= SMOOTHED_FROM and bool(np.abs(np.diff(values)).sum() > 3 * np.ptp(values))
+    return len(values) >= MIN_SMOOTHED_POINTS and bool(np.abs(np.diff(values)).sum() > 3 * np.ptp(values))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

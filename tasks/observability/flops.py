@@ -1,9 +1,9 @@
 """FLOPs of training and peak FLOP/s of chips, the two parts of MFU.
 
-Counted are the matrix products of the model itself: linear layers (with the experts that a token visits, the router,
-and the output layer for the trained tokens), and attention over the causal pairs within each document. Not counted are
-embedding look-ups, norms, activations, adapters, and recomputation. A backward pass costs twice a forward pass, for the
-gradients of inputs and weights; of the latter only the share of trained weights counts.
+Counts the matrix products of the model itself: linear layers (with a token's routed experts, the router, and the output
+layer for trained tokens), and attention over the causal pairs within each document. Does not count embedding look-ups,
+norms, activations, adapters and recomputation. A backward pass costs twice a forward pass: once for the gradients of
+inputs, once for the gradients of weights, scaled by the share of trained weights.
 
 This is PaLM's appendix B, exact for documents: https://arxiv.org/abs/2204.02311
 """
@@ -44,7 +44,7 @@ class Flops:
 
     matrix_parameters: int  # weights that a token is multiplied by, including the output layer's
     pair: int  # forward FLOPs of a (query, key) pair, over all heads of all layers with full attention
-    # Layers with a window or a chunk: (window, chunk, FLOPs of a pair over these layers).
+    # Layers with sliding-window or chunked attention: (window, chunk, FLOPs of a pair over these layers).
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
     output: int = 0  # part of the output layer in the matrix parameters
     trained: float = 1.0  # share of the parameters with gradients
@@ -68,8 +68,8 @@ class Flops:
         if sizes.multi_latent_attention:
             attention, pair = _latent_attention(sizes)
         mixers = [layer.mixer for layer in sizes.architecture.layers]  # type: ignore[attr-defined]
-        deltas = mixers.count("gated_delta_net")
-        attending = sizes.num_layers - deltas
+        delta_layers = mixers.count("gated_delta_net")
+        attention_layers = sizes.num_layers - delta_layers
         matrices = 3 if sizes.gated_linear_unit else 2
         dense_ffn = sizes.ffn_hidden_size or 4 * hidden
         dense = matrices * hidden * dense_ffn
@@ -80,20 +80,20 @@ class Flops:
                 frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(sizes.num_layers)]
             )
             moe_layers = sum(map(bool, pattern))
-            visited = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
-            visited += sizes.moe_shared_expert_intermediate_size or 0
-            sparse = hidden * sizes.num_moe_experts + matrices * hidden * visited
-        parameters = attending * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
-        if deltas:
-            parameters += deltas * _delta_net(sizes)
+            expert_width = sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or dense_ffn)
+            expert_width += sizes.moe_shared_expert_intermediate_size or 0
+            sparse = hidden * sizes.num_moe_experts + matrices * hidden * expert_width
+        parameters = attention_layers * attention + moe_layers * sparse + (sizes.num_layers - moe_layers) * dense
+        if delta_layers:
+            parameters += delta_layers * _delta_net(sizes)
         depths = sizes.architecture.mtp_depths  # type: ignore[attr-defined]
         parameters += depths * (2 * hidden * hidden + attention + (sparse or dense))
         layers = sizes.architecture.layers  # type: ignore[attr-defined]
-        reaches = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
-        limited = tuple((window, chunk, pair * count) for (window, chunk), count in reaches.items())
-        everything = attending + depths - reaches.total()
+        limited_layers = Counter((layer.window, layer.chunk) for layer in layers if layer.window or layer.chunk)
+        limited = tuple((window, chunk, pair * count) for (window, chunk), count in limited_layers.items())
+        full_attention = attention_layers + depths - limited_layers.total()
         output = hidden * vocab_size
-        return cls(parameters + (1 + depths) * output, pair * everything, limited, 0 if depths else output, trained)
+        return cls(parameters + (1 + depths) * output, pair * full_attention, limited, 0 if depths else output, trained)
 
     def training(self, lengths: Iterable[int], scored: int | None = None) -> int:
         """Return the FLOPs of training on documents of these lengths (tokens), each attending causally to itself.
@@ -126,12 +126,12 @@ def pairs(length: int, window: int | None = None, chunk: int | None = None) -> i
     """Return the number of visible (query, key) pairs in a document of `length` tokens."""
     if chunk is not None and chunk < length:
         return length // chunk * pairs(chunk, window) + pairs(length % chunk, window)
-    near = length if window is None else min(window, length)
-    return near * (near + 1) // 2 + (length - near) * near
+    reach = length if window is None else min(window, length)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
 def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
-    """Return the weights of multi-latent attention, and the forward FLOPs of a pair; values are narrower than keys."""
+    """Return the number of weights of multi-latent attention, and the forward FLOPs of a (query, key) pair."""
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     names = "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
     rank, latent, nope, rope, value = (getattr(sizes, name) for name in names)
@@ -142,9 +142,9 @@ def _latent_attention(sizes: "TransformerConfig") -> tuple[int, int]:
 
 
 def _delta_net(sizes: "TransformerConfig") -> int:
-    """Return the weights of a gated delta net, including its state.
+    """Return the number of weights of a gated delta net, including its state.
 
-    Each token is multiplied by the state, too: its key reads and writes, its query reads.
+    The state also multiplies each token: its key reads and writes, its query reads.
     """
     names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     keys, values, key_dim, value_dim = (getattr(sizes, name) for name in names)

@@ -23,8 +23,8 @@ class Profile:
 
         profile.before(step); train_step(...); profile.after(step)      # in each step
 
-    `note` prints to the user; `paused()` excludes the profiler's own time. Raises ValueError where the run ends before
-    the first of these steps.
+    note: prints a message to the user. paused: context that excludes the profiler's own time from throughput. Raises
+    ValueError if the run ends before the first of these steps.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ def table_of_kernels(kernels: list[Any], steps: int) -> str:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     duration = end - spans[0][0]
-    head = (
+    summary = (
         f"{plural(steps, 'step')} of {duration / steps / 1e3:,.1f} ms; in each no kernel runs for "
         f"{(duration - busy) / steps / 1e3:,.1f} ms ({1 - busy / duration:.1%}), between the first and the last one\n"
     )
-    return head + _table(rows, steps)
+    return summary + _table(rows, steps)
 
 
 def _table_of_operators(profiler: torch.profiler.profile, steps: int) -> str:

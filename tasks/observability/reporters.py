@@ -20,7 +20,7 @@ class Reporter(Protocol):
 
 
 def require_reporters(options: LoggingOptions) -> None:
-    """Raise ImportError where `--report_to` names a package that is not installed."""
+    """Raise ImportError if `--report_to` names a package that is not installed."""
     for name in ("wandb", "swanlab"):
         if name in options.report_to and importlib.util.find_spec(name) is None:
             raise ImportError(

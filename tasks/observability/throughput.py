@@ -20,7 +20,7 @@ class Meter:
     """
 
     def __init__(self, world_size: int, chip_peak_flops: float | None, tokens: int = 0, waiting: Waiting | None = None):
-        """Start the meter. `tokens`: trained by the resumed run, without the `waiting`."""
+        """Start the meter. tokens: of the resumed run up to its last log line. waiting: those after it."""
         self.world_size = world_size
         self.chip_peak_flops = chip_peak_flops
         self.steps = 0  # since the start
@@ -36,8 +36,8 @@ class Meter:
     ) -> None:
         """Record a step: tokens and FLOPs over all ranks, and the seconds that this rank waited for its data.
 
-        ended: by time.perf_counter(), minus the time excluded until then; None: now.
-        waiting: of the steps so far.
+        ended: end of the step by time.perf_counter(), minus the time excluded until then; None: now.
+        waiting: tokens and FLOPs of the steps so far.
         """
         self._ended = time.perf_counter() - self.excluded if ended is None else ended
         self.steps += 1
@@ -57,7 +57,7 @@ class Meter:
             self.excluded += time.perf_counter() - start
 
     def window(self) -> dict[str, float | None]:
-        """Return the rates since the last call; the first step counts only while it is the only one."""
+        """Return the rates since the last call. The first step is excluded as soon as there are others."""
         rates = self._rates(self._window)
         self._window = self._mark()
         return rates

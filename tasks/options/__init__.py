@@ -1,4 +1,4 @@
-"""Options of the training loop, and the option set of each command. No torch: the command line imports this."""
+"""Option class of each command, composed of groups. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -36,9 +36,9 @@ from .groups import (
 from .multi_turn import TurnOptions
 from .rewards import RewardOptions
 from .rollout import EngineOptions
-from .rollout import RolloutOptions as RolloutOptions  # a command's, as those below
+from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`
 
-# The flags that choose among the option sets of a command: each set has its own as its default.
+# Flags that select the option class of a command. Each class has its own value as the default.
 RlhfType = Annotated[
     Literal["dpo", "kto", "rm", "grpo", "gkd"],
     "Algorithm: preference pairs (dpo), desirable and undesirable answers (kto), a reward model (rm), "
@@ -68,14 +68,14 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
     logging: LoggingOptions = group(LoggingOptions)
     profile: ProfileOptions = group(ProfileOptions)
 
-    stage: ClassVar[Stage] = "sft"  # what templates make of a row
-    usual_metric: ClassVar[str] = "loss"  # by which the best checkpoint is known
-    scores_documents: ClassVar[bool] = False  # with a head of one output in place of the output layer
-    generates: ClassVar[bool] = False  # completions, by the trained model or a teacher
-    rolls_out: ClassVar[bool] = False  # generates by the trained model
+    stage: ClassVar[Stage] = "sft"  # decides what a dataset row is converted to
+    usual_metric: ClassVar[str] = "loss"  # default of --metric_for_best_model
+    scores_documents: ClassVar[bool] = False  # whether a score head with one output replaces the output layer
+    generates: ClassVar[bool] = False  # whether the trained model or a teacher generates completions
+    rolls_out: ClassVar[bool] = False  # whether the trained model generates completions
 
     def __post_init__(self) -> None:
-        """Fill in what is left out and follows from other options."""
+        """Fill in defaults that depend on other options."""
         lora = self.tuner.tuner_type == "lora"
         if self.schedule.lr is None:
             self.schedule.lr = 1e-4 if lora else 1e-5
@@ -283,17 +283,17 @@ class GkdOptions(SftOptions):
 
     @property
     def stage(self) -> Stage:
-        """Return what a row must have: answers are needed only where steps train on them."""
+        """Return the stage, in which rows need answers only if some steps train on them."""
         return "asked" if self.seq_kd or self.lmbda == 1 else "answered"
 
     @property
     def generates(self) -> bool:
-        """Return whether anything generates: the student, or the teacher."""
+        """Return whether the student or the teacher generates completions."""
         return self.rolls_out or self.seq_kd
 
     @property
     def rolls_out(self) -> bool:
-        """Return whether the student generates."""
+        """Return whether the student generates completions."""
         return self.lmbda > 0
 
 
@@ -386,7 +386,7 @@ class ExportOptions(
 class MegatronExportOptions(ExportOptions, LayoutOptions):
     """megatron export"""
 
-    # A process may write for long, and others wait for it.
+    # Very long, because other ranks wait while one writes.
     ddp_timeout: Annotated[int, "Timeout of collectives, in seconds.", "(0, inf)"] = 18_000_000
 
 

@@ -1,9 +1,9 @@
-"""Options that belong together, of which options.py makes each command's. No torch: the command line imports this."""
+"""Groups of options, composed to option classes in options/__init__.py. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-TEMPERATURES = 1e-3, 1e3  # sampling range beside 0; outside it a scaled logit is infinite or rounds to 0
+TEMPERATURES = 1e-3, 1e3  # allowed range besides 0: outside it a scaled logit is infinite or rounds to 0
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""Options of `swift rollout`, and of a run that generates to reach its engine. No torch: the command line
-imports this."""
+"""Options of `swift rollout`, and of a training run's rollout engine. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -26,8 +26,8 @@ from ..run.context import Run
 from ..supervised.heads import scores
 from ..train.objective import (
     Objective,
-    copied,
-    detached,
+    context_parallel_share,
+    detach_metrics,
     extras_of,
     forward_flops,
     grouping_of,
@@ -83,15 +83,15 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         }
         shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
         if likelihood:
-            shares["nll_loss"] = copied(-pairs.chosen.sum(), model.groups) / max(batch.loss_tokens, 1.0)
+            shares["nll_loss"] = context_parallel_share(-pairs.chosen.sum(), model.groups) / max(batch.loss_tokens, 1.0)
             shares["loss"] = shares["loss"] + likelihood * shares["nll_loss"]
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     names = [*PAIR_METRICS, "logps/chosen", "logps/rejected", *(["nll_loss"] if likelihood else [])]
     flops = reference and reference.flops
     extra = partial(forward_flops, flops, model.groups) if flops else no_flops
     follower = reference and reference.follower
-    objective = Objective(loss, names, prepare=prepare, weight=samples, extra_flops=extra, follower=follower)
+    objective = Objective(loss, names, prepare=prepare, weight=samples, extra_flops=extra, reference_sync=follower)
     return objective, [reference.note] if reference else []
 
 
@@ -140,7 +140,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         for side, mask in (("chosen", desirable), ("rejected", ~desirable)):
             by_name |= {f"rewards/{side}": rewards * mask, f"logps/{side}": sums * mask, f"count/{side}": mask.float()}
         shares = {name: mean_share(values, batch, model.groups) for name, values in by_name.items()}
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     names = ["loss", "kl", *(f"{what}/{side}" for side in ("chosen", "rejected") for what in KTO_SUMS)]
     objective = Objective(
@@ -150,7 +150,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         means=_kto_means,
         weight=samples,
         extra_flops=extra_flops,
-        follower=reference.follower,
+        reference_sync=reference.follower,
     )
     return objective, [reference.note]
 
@@ -187,7 +187,7 @@ def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tupl
         losses = reward_losses(chosen, rejected, margins, options.center_rewards_coefficient)
         of_each = {"loss": losses} | _pair_metrics(chosen, rejected)
         shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     return Objective(loss, PAIR_METRICS, output=scores, weight=samples, scores_tokens=False), []
 

@@ -23,7 +23,7 @@ from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, r
 from ..run.context import Run
 from ..run.load_weights import read_weights
 from ..run.vocabulary import check_vocabulary
-from ..train.step import Output, through_pipeline
+from ..train.step import Output, run_micro_batches
 
 
 def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
@@ -111,5 +111,5 @@ def forward_only(
 
     for chunk in chunks:
         chunk.eval()
-    metrics = through_pipeline(model, chunks, batches, no_loss, forward_only=True, output=output, replays=replays)
+    metrics = run_micro_batches(model, chunks, batches, no_loss, forward_only=True, output=output, replays=replays)
     return [of_batch["values"] for of_batch in metrics]

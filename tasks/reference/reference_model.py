@@ -24,7 +24,7 @@ from ...templates.batching.dataloader import Batches
 from ..observability.flops import Flops
 from ..options.groups import PrecomputeOptions, ReferenceOptions
 from ..run.context import Run
-from ..train.reference_sync import REFERENCE, Follower
+from ..train.reference_sync import REFERENCE, ReferenceSync
 from ..train.step import TrainState, log_probs
 from .frozen_model import build_frozen, forward_only, offloaded
 
@@ -42,7 +42,7 @@ class Reference:
     eval: Sums
     flops: Flops | None  # of the passes that it makes; None: it makes none during training
     note: str  # what it is, for the user
-    follower: Follower | None = None  # of one that follows the policy
+    follower: ReferenceSync | None = None  # of one that follows the policy
 
     def __call__(self, training: TrainState, batches: list[Batch], evaluates: bool) -> list[Tensor]:
         return (self.eval if evaluates else self.train)(batches, training)
@@ -94,13 +94,15 @@ def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Bat
     return Reference(tables[0], tables[-1], None, note)
 
 
-def reference_of(run: Run, model: Model, options: ReferenceOptions, of: Of) -> tuple[Sums, Flops, str, Follower | None]:
+def reference_of(
+    run: Run, model: Model, options: ReferenceOptions, of: Of
+) -> tuple[Sums, Flops, str, ReferenceSync | None]:
     """Return `of` bound to the reference, the FLOPs of its passes, its name, and what has it follow the policy."""
     if model.lora and model.lora.switch:
         return _without_adapters(model, of), Flops.of_model(model), "the model without its adapters", None
     other, name = _build(run, options)
     offloads = options.offload_ref_model and runtime.device().type == "cuda"
-    follower = Follower(model, other, options) if options.sync_ref_model else None
+    follower = ReferenceSync(model, other, options) if options.sync_ref_model else None
     return _of_another(other, of, offloads=offloads), Flops.of_model(other), name, follower
 
 

@@ -27,7 +27,7 @@ from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
 from ..system.append_file import AppendFile
 from ..train.objective import Objective, StepRunner, extras_of, forward_flops, no_flops
-from ..train.router_replay import by_episode, check_replay
+from ..train.router_replay import check_replay, gather_experts
 from ..train.setup import train
 from ..train.step import TrainState
 from .advantages import compute_advantages
@@ -72,7 +72,7 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
         output=lambda batch: output,
         extra_flops=partial(forward_flops, flops, model.groups) if flops else no_flops,
         loop=grpo,
-        follower=follower,
+        reference_sync=follower,
     )
     return objective, [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
 
@@ -201,7 +201,7 @@ class Grpo:
             if self.replay == "R2":
                 layers = len(state.model.architecture.layers)
                 for episode, experts in zip(
-                    episodes, by_episode(self.plan, batches, choices, layers, self.groups), strict=True
+                    episodes, gather_experts(self.plan, batches, choices, layers, self.groups), strict=True
                 ):
                     episode.experts = experts
         if self.options.kl_in_reward and self.reference:

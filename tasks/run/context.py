@@ -84,8 +84,11 @@ class Run:
     @property
     def began_from(self) -> dict[str, str]:
         """Return the options that name the model before any training, also for a resumed run."""
-        names = {"model": _absolute(self.options.model), "mcore_model": _absolute(self.options.mcore_model or "")}
-        return self.resumed.state["began_from"] if self.resumed else names
+        initial_model = {
+            "model": _absolute(self.options.model),
+            "mcore_model": _absolute(self.options.mcore_model or ""),
+        }
+        return self.resumed.state["began_from"] if self.resumed else initial_model
 
 
 def _absolute(model: str) -> str:
@@ -112,7 +115,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     dtype = dtype_of(options, config)
     tokenizer = load_tokenizer(model_folder)
 
-    # The others use the cache that the first has built, also with `--load_from_cache_file false`.
+    # Other ranks read the cache that the first rank has built, even with `--load_from_cache_file false`.
     cached_options = with_flags(options, load_from_cache_file=True)
     data = one_rank_per_cache(
         cache_root(),
@@ -145,7 +148,7 @@ def train_batches(run: Run) -> Any:
 
 
 def eval_batches(run: Run) -> Any:
-    """Return the same for the evaluation data; None without any, or without evaluation."""
+    """Return this rank's micro batches of the evaluation data; None without data or evaluation."""
     if run.data.val is None or run.options.training.eval_iters == 0:
         return None
     return _batches(run, run.data.val, shuffle=False)
@@ -186,9 +189,9 @@ def episode_plan(run: Run, groups: ProcessGroupCollection) -> BatchPlan:
 
 
 def streamed(steps: Iterator[list[Batch]], groups: ProcessGroupCollection) -> Iterator[list[Batch]]:
-    """Yield a stream's steps with the counts summed over all data-parallel ranks.
+    """Yield a stream's steps, with the token and sample counts summed over all data-parallel ranks.
 
-    A row that cannot be read stops all ranks. They communicate over gloo, without synchronising devices.
+    An unreadable row stops all ranks. Communicates over gloo, without device synchronization.
     """
     group = gloo_group()
     peers = dist.get_process_group_ranks(groups.dp)

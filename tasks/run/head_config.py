@@ -1,4 +1,4 @@
-"""Scoring head of a model in its config, and checks of the data's labels for a task."""
+"""Score head in a model's config, and checks of the data's labels for a task."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..options import (
 def configure_head(options: SftOptions, hf_config: JsonObject, data: Prepared, pad_token_id: int | None) -> JsonObject:
     """Return `hf_config` with the head that the task requires, if any.
 
-    Raises ValueError where labels of the data do not suit the task, the options or an existing head.
+    Raises ValueError if labels of the data do not suit the task, the options or an existing head.
     """
     stores = [store for store in (data.train, data.val) if isinstance(store, TokenStore)]
     if isinstance(options, SeqClsOptions):
@@ -59,17 +59,17 @@ def _infer_problem(labels: int, stores: list[TokenStore]) -> str:
         return "regression"
     if not stores:
         raise ValueError("--problem_type: missing. Set it for a stream, whose labels are not known in advance")
-    widest = max(store.labels.shape[1] for store in stores)
+    max_labels = max(store.labels.shape[1] for store in stores)
     are_integers = all(
         np.array_equal(values, np.rint(values)) for values in (_without_padding(store.labels) for store in stores)
     )
-    if widest > 1:
+    if max_labels > 1:
         return "multi_label_classification" if are_integers else "regression"
     return "single_label_classification" if are_integers else "regression"
 
 
 def _check_labels(row_labels: np.ndarray, labels: int, problem: str) -> None:
-    """Raise ValueError where labels [samples, k] are no classes below `labels`, or not as many numbers."""
+    """Raise ValueError if labels [samples, k] are not classes below `labels`, or not `labels` regression targets."""
     values = _without_padding(row_labels)
     if problem == "regression":
         if row_labels.shape[1] != labels or len(values) < row_labels.size:
@@ -82,16 +82,16 @@ def _check_labels(row_labels: np.ndarray, labels: int, problem: str) -> None:
             "--problem_type single_label_classification: a row of the data has several labels. Set "
             "--problem_type multi_label_classification, or use one label per row"
         )
-    wrong = values[(values < 0) | (values >= labels) | (values != np.rint(values))]
-    if len(wrong):
+    invalid = values[(values < 0) | (values >= labels) | (values != np.rint(values))]
+    if len(invalid):
         raise ValueError(
             f"--num_labels {labels}: classes are counted from 0 to {labels - 1}, and a row of the data has the label "
-            f"{wrong[0]:g}. Raise --num_labels, or fix the data"
+            f"{invalid[0]:g}. Raise --num_labels, or fix the data"
         )
 
 
 def _check_pairs(labels: np.ndarray, loss_type: str) -> None:
-    """Raise ValueError where labels [samples, k] of text pairs do not suit the loss."""
+    """Raise ValueError if labels [samples, k] of text pairs do not suit the loss."""
     values = _without_padding(labels)
     if loss_type == "infonce":
         if (values != 1).any():
@@ -109,7 +109,7 @@ def _check_pairs(labels: np.ndarray, loss_type: str) -> None:
 
 
 def _check_kinds(labels: np.ndarray) -> None:
-    """Raise ValueError where all labels [samples, 1] are equal, so that KTO has nothing to distinguish."""
+    """Raise ValueError if all labels [samples, 1] are equal, so that KTO has nothing to distinguish."""
     if (labels == labels[0]).all():
         raise ValueError(
             f"--dataset: the label of every row is {'true' if labels[0, 0] else 'false'}, and KTO learns from "
@@ -118,7 +118,7 @@ def _check_kinds(labels: np.ndarray) -> None:
 
 
 def _check_lists(documents: np.ndarray) -> None:
-    """Raise ValueError where a sample has a single document (counts [samples]), which is always ranked first."""
+    """Raise ValueError if a sample has a single document (counts [samples]), which is always ranked first."""
     if (documents < 2).any():
         raise ValueError(
             "--loss_type listwise_reranker: a row of the data has one labelled document, and no negatives to rank it "

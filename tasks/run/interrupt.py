@@ -1,6 +1,6 @@
-"""Ctrl-C in a run: prints its progress and how to continue, frees its servers, and exits with code 130.
+"""Handling of Ctrl-C: prints the run's progress and how to continue, frees its servers, and exits with code 130.
 
-The main thread may wait in a collective, where Python runs no signal handlers. A thread therefore reads the signals'
+Python runs no signal handlers while the main thread waits in a collective. A thread therefore reads the signals'
 numbers from a pipe (signal.set_wakeup_fd) and ends the process. No torch: the command line uses this too.
 """
 
@@ -18,9 +18,9 @@ from .run_dir import checkpoints
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 OTHER_FAILED = signal.SIGUSR2  # sent by cli/torchrun.py after another rank has failed
-AGAIN = 0.5  # seconds: terminals and `timeout` signal a process and its group, which counts as one Ctrl-C
-PATIENCE = 8.0  # seconds for the callbacks
-STDERR = 2  # written to by number: the main thread may hold the lock of sys.stderr
+REPEAT_INTERVAL = 0.5  # seconds: terminals and `timeout` signal a process and its group, which counts as one Ctrl-C
+CALLBACK_TIMEOUT = 8.0  # seconds for the callbacks
+STDERR = 2  # file descriptor, because the main thread may hold the lock of sys.stderr
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Progress:
 
 _progress: Progress | None = None
 _callbacks: list[Callable[[], None]] = []
-_watching = False  # in this process
+_is_watching = False  # whether this process has the thread
 
 
 def report(progress: Progress) -> None:
@@ -73,55 +73,55 @@ def finish() -> None:
     if _callbacks:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(PATIENCE)
+        thread.join(CALLBACK_TIMEOUT)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process on Ctrl-C within the context, as described above; at once on a second one. Main thread only."""
-    global _watching, _progress
+    """End the process on Ctrl-C within the context as described above; on a second Ctrl-C at once. Main thread only."""
+    global _is_watching, _progress
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    former = {number: signal.signal(number, _leave_to_thread) for number in (signal.SIGINT, OTHER_FAILED)}
-    former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    former_handlers = {number: signal.signal(number, _ignore_signal) for number in (signal.SIGINT, OTHER_FAILED)}
+    former_wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), name="interrupt", daemon=True).start()
-    _watching = True
+    _is_watching = True
     try:
         yield
     finally:
-        _watching, _progress = False, None
-        signal.set_wakeup_fd(former_writer)
-        for number, handler in former.items():
+        _is_watching, _progress = False, None
+        signal.set_wakeup_fd(former_wakeup_fd)
+        for number, handler in former_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         os.close(writer)
 
 
-def _leave_to_thread(number: int, frame: object) -> None:
-    """Do nothing: Python writes to the pipe only the numbers of signals that have a handler."""
+def _ignore_signal(number: int, frame: object) -> None:
+    """Do nothing. Python writes only the numbers of signals with a handler to the pipe."""
 
 
-def _forget_in_child() -> None:
-    """Restore the handlers in a forked data loader: it has no such thread, and the pipe is its parent's."""
-    global _watching
-    if _watching:
-        _watching = False
+def _restore_handlers_in_child() -> None:
+    """Restore the handlers in a forked data loader, which has no such thread and shares its parent's pipe."""
+    global _is_watching
+    if _is_watching:
+        _is_watching = False
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(OTHER_FAILED, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_restore_handlers_in_child)
 
 
 def _watch(reader: int) -> None:
-    first: float | None = None
+    first_signal: float | None = None
     while number := os.read(reader, 1):
         if number[0] not in (signal.SIGINT, OTHER_FAILED):
             continue
-        if first is None:
-            first = time.monotonic()
+        if first_signal is None:
+            first_signal = time.monotonic()
             threading.Thread(target=_end, args=(number[0],), daemon=True).start()
-        elif time.monotonic() - first > AGAIN:
+        elif time.monotonic() - first_signal > REPEAT_INTERVAL:
             os._exit(EXIT_INTERRUPTED)
     os.close(reader)
 
@@ -130,8 +130,8 @@ def _end(number: int) -> None:
     if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
         text = str(_progress) if _progress else "Interrupted before the first step."
         console.record(text)
-        above = "\n" if os.isatty(STDERR) else ""  # the line with the progress bar and ^C
+        newline = "\n" if os.isatty(STDERR) else ""  # after the line with the progress bar and ^C
         with suppress(OSError):
-            os.write(STDERR, f"{above}{text}\n".encode())
+            os.write(STDERR, f"{newline}{text}\n".encode())
     finish()
     os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else 1)

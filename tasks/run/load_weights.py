@@ -15,9 +15,9 @@ from ..system.atomic_dir import loading
 
 
 def read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: int) -> None:
-    """Load the weights of a folder: Hugging Face's, or a megatron-core checkpoint of `hf_config`.
+    """Load the weights of a Hugging Face folder, or of a megatron-core checkpoint with `hf_config`.
 
-    Rank 0 prints the time it takes. A head that the folder lacks is initialised by `seed`. Raises ValueError where the
+    Rank 0 prints the loading time. `seed` initialises a score head that the folder lacks. Raises ValueError if the
     folder has no weights.
     """
     prints = dist.is_initialized() and dist.get_rank() == 0

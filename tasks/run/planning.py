@@ -47,7 +47,7 @@ class ProcessLayout:
 
     @property
     def data(self) -> int:
-        """Data-parallel size of the dense weights; 0 where the processes are too few."""
+        """Data-parallel size of the dense weights; 0 if there are too few processes."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
     @property
@@ -79,7 +79,7 @@ def teacher_layout(options: GkdOptions) -> GkdOptions | None:
     }
     if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
-    even = dict.fromkeys(
+    even_split = dict.fromkeys(
         (
             "virtual_pipeline_model_parallel_size",
             "microbatch_group_size_per_vp_stage",
@@ -87,7 +87,7 @@ def teacher_layout(options: GkdOptions) -> GkdOptions | None:
             "decoder_last_pipeline_num_layers",
         )
     )
-    return with_flags(options, **sizes, **even, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
+    return with_flags(options, **sizes, **even_split, sequence_parallel=sizes["tensor_model_parallel_size"] > 1)
 
 
 def build_options(options: ExportOptions) -> BuildOptions:
@@ -97,15 +97,13 @@ def build_options(options: ExportOptions) -> BuildOptions:
 
 
 def export_folder(options: ExportOptions) -> Path:
-    """Return the output folder of an export: `--output_dir`, else beside the source, or in the working folder for a hub
-    id.
+    """Return the output folder of an export: `--output_dir`, else a folder beside the source.
 
-    With an adapter, the adapter is the source.
+    The source is the adapter if there is one. For a hub id the folder is in the working directory.
     """
     if options.output_dir:
-        return (
-            Path(options.output_dir).expanduser().resolve()
-        )  # resolved, so that a link stays and points to the result
+        # Resolved, so that a symbolic link is kept and points to the result.
+        return Path(options.output_dir).expanduser().resolve()
     adapter = next(iter(options.adapters), options.mcore_adapter)
     source, ending = adapter or options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
     if adapter and options.merge_lora:
@@ -134,8 +132,8 @@ def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
     tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
     prepared = tokens_of(options, tokenizer)
     batches = batches_of(options, prepared.train, layout)
-    per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
-    return DataPlan(per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)
+    steps_per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
+    return DataPlan(steps_per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)
 
 
 def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
@@ -196,7 +194,7 @@ def batches_of(
         ),
         shuffle=shuffle,
         seed=data.data_seed,
-        # The number of workers of a stream decides which rows each reads: it must be the same on all ranks.
+        # A stream's number of workers decides which rows each worker reads, so it must be equal on all ranks.
         num_workers=data.dataloader_num_workers
         if data.streaming
         else min(data.dataloader_num_workers, cores_of_a_rank()),

@@ -16,11 +16,11 @@ from ...bridge import runtime
 from ..distributed.collectives import all_gather_objects
 from ..system.memory import GIB
 
-SLOWER = 0.85  # share of the ranks' median speed: a GPU below it holds the others up
-SKEW = 1.0  # seconds between the clocks of two nodes
-HOT = 85  # degrees Celsius
-DISK = 50 * GIB  # bytes that should be free for checkpoints
-HEAD = (
+MIN_SPEED_RATIO = 0.85  # of the ranks' median speed: a slower GPU slows the others down
+MAX_SKEW = 1.0  # seconds between the clocks of two nodes
+MAX_TEMPERATURE = 85  # degrees Celsius
+MIN_DISK = 50 * GIB  # bytes that should be free for checkpoints
+HEADER = (
     "node", "ranks", "TFLOP/s", "GPU GiB free", "deg C", "GB/s within", "across", "host GiB free", "disk GiB free",
     "clock s",
 )  # fmt: skip
@@ -35,14 +35,14 @@ class Health:
     host: str
     tflops: float  # matrix product in bf16; in fp32 on a CPU
     gpu_free: float  # GiB; 0 without a GPU
-    temperature: int | None  # degrees Celsius; None where nvidia-smi does not report it, as below
-    ecc_errors: int | None  # uncorrected, since the driver was loaded
-    slowed: bool | None  # by the hardware: heat or power
+    temperature: int | None  # degrees Celsius; None, like the next two, if nvidia-smi does not report it
+    ecc_errors: int | None  # uncorrected errors since the driver was loaded
+    slowed: bool | None  # whether the hardware throttles it: heat or power
     host_free: float  # GiB
     disk_free: float  # GiB, in the run's folder
     clock: float  # seconds since 1970, right after a barrier of all ranks
-    within: float  # GB/s of an all-reduce of the node's ranks, as nccl-tests' busbw; 0 where it has one
-    across: float  # likewise of all ranks; 0 where there is one node
+    within: float  # GB/s of an all-reduce over the node's ranks (busbw of nccl-tests); 0 for one rank
+    across: float  # the same over all ranks; 0 for one node
 
 
 def preflight(folder: Path) -> list[str]:
@@ -53,8 +53,8 @@ def preflight(folder: Path) -> list[str]:
     hosts = all_gather_objects(socket.gethostname())
     node: dist.ProcessGroup | None = None
     nodes = sorted(set(hosts), key=hosts.index)
-    for host in nodes:  # every rank takes part in making every group
-        group = dist.new_group([rank for rank, other in enumerate(hosts) if other == host])
+    for host in nodes:  # every rank must call new_group for every group
+        group = dist.new_group([rank for rank, rank_host in enumerate(hosts) if rank_host == host])
         if host == hosts[dist.get_rank()]:
             assert isinstance(group, dist.ProcessGroup)
             node = group
@@ -82,7 +82,7 @@ def preflight(folder: Path) -> list[str]:
 def table(ranks: Sequence[Health]) -> list[str]:
     """Return a line per node, with the ranges over its ranks."""
     first = min(rank.clock for rank in ranks)
-    rows: list[tuple[str, ...]] = [HEAD]
+    rows: list[tuple[str, ...]] = [HEADER]
     for host in dict.fromkeys(rank.host for rank in ranks):
         numbers = [number for number, rank in enumerate(ranks) if rank.host == host]
         local_ranks = [ranks[number] for number in numbers]
@@ -107,28 +107,28 @@ def warnings(ranks: Sequence[Health]) -> list[str]:
     texts = []
     median = statistics.median(rank.tflops for rank in ranks)
     for number, rank in enumerate(ranks):
-        name = f"rank {number} on {rank.host}"
-        if rank.tflops < SLOWER * median:
-            texts.append(f"{name}: {rank.tflops:.4g} TFLOP/s, where the median is {median:.4g}")
+        rank_name = f"rank {number} on {rank.host}"
+        if rank.tflops < MIN_SPEED_RATIO * median:
+            texts.append(f"{rank_name}: {rank.tflops:.4g} TFLOP/s, where the median is {median:.4g}")
         if rank.ecc_errors:
-            texts.append(f"{name}: {rank.ecc_errors} uncorrected memory errors of its GPU. Reset or replace it")
+            texts.append(f"{rank_name}: {rank.ecc_errors} uncorrected memory errors of its GPU. Reset or replace it")
         if rank.slowed:
-            texts.append(f"{name}: the hardware slows its GPU down (heat or power)")
-        elif rank.temperature is not None and rank.temperature >= HOT:
-            texts.append(f"{name}: its GPU has {rank.temperature} degrees Celsius")
+            texts.append(f"{rank_name}: the hardware slows its GPU down (heat or power)")
+        elif rank.temperature is not None and rank.temperature >= MAX_TEMPERATURE:
+            texts.append(f"{rank_name}: its GPU has {rank.temperature} degrees Celsius")
     rank_of_host = {rank.host: rank for rank in ranks}
     skew = max(rank.clock for rank in ranks) - min(rank.clock for rank in ranks)
-    if skew > SKEW:
+    if skew > MAX_SKEW:
         texts.append(f"the clocks of the nodes are {skew:.1f} s apart. Synchronize them (chrony, ntpd)")
     for host, rank in rank_of_host.items():
-        if rank.disk_free * GIB < DISK:
+        if rank.disk_free * GIB < MIN_DISK:
             texts.append(f"{host}: {rank.disk_free:.3g} GiB are free in the output folder")
     slowest = {host: min(rank.within for rank in ranks if rank.host == host) for host in rank_of_host}
     fastest = max(slowest.values())
     texts += [
         f"{host}: {speed:.3g} GB/s between its GPUs, where another node has {fastest:.3g}"
         for host, speed in slowest.items()
-        if 0 < speed < SLOWER * fastest
+        if 0 < speed < MIN_SPEED_RATIO * fastest
     ]
     return texts
 
@@ -137,14 +137,14 @@ def _tflops() -> float:
     """Return the speed of matrix products of this rank's device, the best of several."""
     on_gpu = torch.cuda.is_available()
     size, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
-    left = torch.ones(size, size, dtype=dtype, device=runtime.device())
+    matrix = torch.ones(size, size, dtype=dtype, device=runtime.device())
     best, end = 0.0, time.perf_counter() + SECONDS
     while time.perf_counter() < end:
         runtime.synchronize()
-        began = time.perf_counter()
-        torch.mm(left, left)
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
         runtime.synchronize()
-        best = max(best, 2 * size**3 / (time.perf_counter() - began) / 1e12)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start) / 1e12)
     return best
 
 
@@ -153,12 +153,12 @@ def _bandwidth(group: dist.ProcessGroup | None) -> float:
     size = dist.get_world_size(group)
     tensor = torch.ones(2**27 if torch.cuda.is_available() else 2**20, dtype=torch.float32, device=runtime.device())
     best = 0.0
-    for _ in range(6):  # a fixed number on every rank; the first one connects
+    for _ in range(6):  # equal on every rank; the first one also connects
         runtime.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
         runtime.synchronize()
-        best = max(best, tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - began) / 1e9)
+        best = max(best, tensor.nbytes * 2 * (size - 1) / size / (time.perf_counter() - start) / 1e9)
     return best
 
 
@@ -169,8 +169,8 @@ def _nvidia_smi() -> tuple[int | None, int | None, bool | None]:
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     try:
         line = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True)
-        temperature, errors, slowed = (value.strip() for value in done.stdout.splitlines()[0].split(","))
+        result = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True)
+        temperature, errors, slowed = (value.strip() for value in result.stdout.splitlines()[0].split(","))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None, None, None
     return (
@@ -187,6 +187,6 @@ def _available_bytes() -> int:
 
 
 def _range(values: Iterable[float]) -> str:
-    """Return the smallest and largest value as text, one if equal."""
+    """Return the smallest and largest value as text, or one number if equal."""
     texts = [f"{value:.4g}" for value in sorted(values)]
     return "-" if not texts else texts[0] if texts[0] == texts[-1] else f"{texts[0]}-{texts[-1]}"

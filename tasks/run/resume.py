@@ -1,4 +1,4 @@
-"""Resume of a run: choice and verification of the checkpoint, and its state."""
+"""Resume of a run: selection, verification and state of its checkpoint."""
 
 import contextlib
 import json
@@ -37,14 +37,14 @@ from .run_dir import (
     verify_checkpoint,
 )
 
-# Options that may change silently, since they change no number of the training.
-NUMBERLESS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
-SILENT = {field.name for kind in NUMBERLESS for field in fields(kind)} | {
+# Options whose changes are not reported, because they do not affect the numbers of training.
+NON_NUMERIC_GROUPS = (CheckpointOptions, ResumeOptions, LoggingOptions, ProfileOptions)
+IGNORED_CHANGES = {field.name for kind in NON_NUMERIC_GROUPS for field in fields(kind)} | {
     "hub_token", "ddp_timeout", "dataset_num_proc", "load_from_cache_file", "mcore_adapter", "adapters",
 }  # fmt: skip
 LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # suffixes of metrics
-STARTED = "MEGASWIFT_STARTED"  # id of one launch, set for its processes
-OUTPUT = "MEGASWIFT_OUTPUT"  # the parent of its run folder
+STARTED = "MEGASWIFT_STARTED"  # environment variable: id of the launch
+OUTPUT = "MEGASWIFT_OUTPUT"  # environment variable: parent of the launch's run folder
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,20 @@ def requested_checkpoint(options: SftOptions) -> str | None:
 
 
 def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tuple[Path, Resumed | None]:
-    """Return the run's folder, locked, and the checkpoint to resume from. One process of a run calls this.
+    """Return the locked run folder, and the checkpoint to resume from. One process of a run calls this.
 
-    verify: returns the faults of a checkpoint's files (verification.py has one that shares the work). Raises ValueError
-    or OSError where --resume_from_checkpoint cannot be followed or the folder cannot be written.
+    verify: returns the faults of a checkpoint's files (verification.py has a distributed one). Raises ValueError or
+    OSError if --resume_from_checkpoint is not possible or the folder cannot be written.
     """
     output = Path(options.checkpoint.output_dir or default_output_dir(options.mcore_model or options.model))
     output = output.expanduser().resolve()
-    folder, checkpoint, notes = _choose(options, output, verify)
-    if (launch := _launch()) and _started(folder) is None:
+    folder, checkpoint, notes = _choose_checkpoint(options, output, verify)
+    if (launch := _launch_id()) and _saves_before_launch(folder) is None:
         (folder / LAUNCH).write_text(f"{launch}\n{last_save(folder)}")
     clean_idle_run_dirs(other for other in run_dirs(output) if other != folder)
     if checkpoint is None:
         return folder, None
-    if checkpoint.parent == folder:  # its run may have been killed before this
+    if checkpoint.parent == folder:  # the run may have been killed before it updated the links
         update_run_dir(options, checkpoint)
     state = state_of(checkpoint)
     if state is None:
@@ -103,32 +103,30 @@ def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tup
 
 
 def update_run_dir(options: SftOptions, newest: Path) -> None:
-    """Update the links of a run folder and prune it, by the options."""
+    """Update the links of a run folder, and prune its checkpoints by the options."""
     checkpoint = options.checkpoint
     metric = f"eval_{(checkpoint.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
-    greater = (
+    is_greater_better = (
         not metric.endswith(LESS_IS_BETTER) if checkpoint.greater_is_better is None else checkpoint.greater_is_better
     )
-    read = [
-        options.model,
-        options.mcore_model,
-        options.mcore_adapter,
-        *options.adapters,
-    ]  # read until the end of the run
+    # Folders that the run may still read, and must not prune.
+    input_folders = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]
     if reference := group_of(options, ReferenceOptions):
-        read += [reference.ref_model, reference.mcore_ref_model, *reference.ref_adapters]
+        input_folders += [reference.ref_model, reference.mcore_ref_model, *reference.ref_adapters]
     if teacher := group_of(options, TeacherOptions):
-        read += [teacher.teacher_model, teacher.mcore_teacher_model]
-    keep = {Path(folder).expanduser().resolve() for folder in read if folder}
-    update_links_and_prune(newest.parent, newest, checkpoint.save_total_limit, metric, greater=greater, keep=keep)
+        input_folders += [teacher.teacher_model, teacher.mcore_teacher_model]
+    keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder}
+    update_links_and_prune(
+        newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater_better, keep=keep
+    )
 
 
-def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Path | None, list[str]]:
-    """Return the run's folder, the checkpoint, and notes."""
+def _choose_checkpoint(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Path | None, list[str]]:
+    """Return the run folder, the checkpoint to resume from, and notes for the user."""
     requested, notes = requested_checkpoint(options), []
     if restarted := _folder_before_restart(output):  # torchrun has restarted the processes
         lock_run_dir(restarted)
-        if checkpoint := _newest_complete([restarted], notes, verify, after=_started(restarted) or 0):
+        if checkpoint := _newest_complete([restarted], notes, verify, after=_saves_before_launch(restarted) or 0):
             return restarted, checkpoint, notes
     if requested in ("auto", "latest"):
         if checkpoint := _newest_complete(run_dirs(output), notes, verify):
@@ -146,7 +144,7 @@ def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Pa
             lock_run_dir(checkpoint.parent)
             return checkpoint.parent, checkpoint, notes
         return restarted or new_run_dir(output, add_version=options.checkpoint.add_version), checkpoint, notes
-    # `auto` may have skipped damaged ones: the new run then replaces them.
+    # `auto` may have skipped damaged checkpoints, which the new run then replaces.
     return (
         restarted or new_run_dir(output, add_version=options.checkpoint.add_version, replace=requested == "auto"),
         None,
@@ -155,9 +153,9 @@ def _choose(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Pa
 
 
 def _newest_complete(folders: list[Path], notes: list[str], verify: Verify, after: int = -1) -> Path | None:
-    """Return the newest complete checkpoint of these run folders, whose folder is locked. Notes name damaged ones.
+    """Return the newest complete checkpoint of these run folders, and lock its folder. Add damaged ones to `notes`.
 
-    `after`: only saves into its folder with higher numbers count.
+    after: consider only saves with a higher number.
     """
     for path in newest_first(folders):
         if saved_at(path).number <= after:
@@ -173,18 +171,18 @@ def _newest_complete(folders: list[Path], notes: list[str], verify: Verify, afte
 
 
 def _later_dates(newest: Path) -> list[str]:
-    """Return a note if a checkpoint that was saved before the newest one of its folder has a later date."""
-    when = saved_at(newest)
-    later = [
+    """Return a note if an earlier checkpoint of the folder has a later date than the newest one."""
+    newest_save = saved_at(newest)
+    later_dated = [
         path.name
         for path in checkpoints(newest.parent)
-        if 0 < (saved := saved_at(path)).number < when.number and saved.time > when.time
+        if 0 < (saved := saved_at(path)).number < newest_save.number and saved.time > newest_save.time
     ]
-    if not later:
+    if not later_dated:
         return []
     return [
-        f"{newest.name} was saved after {', '.join(later)}, though its date is earlier: a clock was set back. The "
-        "order of the saves counts"
+        f"{newest.name} was saved after {', '.join(later_dated)}, though its date is earlier: a clock was set back. "
+        "The order of the saves counts"
     ]
 
 
@@ -199,7 +197,7 @@ def _verify_or_raise(checkpoint: Path, verify: Verify) -> None:
 
 
 def _check_complete(checkpoint: Path, state: JsonObject, options: SftOptions) -> None:
-    """Raise ValueError where a state is missing that an exact resume needs, unless a flag accepts it."""
+    """Raise ValueError if state for an exact resume is missing, unless a flag accepts that."""
     for flag, is_missing, state_name in (
         ("no_load_optim", state["optimizer"] is None, "the optimizer's state (--no_save_optim true)"),
         ("no_load_rng", not state["rng"], "the states of random numbers (--no_save_rng true)"),
@@ -214,44 +212,47 @@ def _changes(checkpoint: Path, options: SftOptions) -> Iterator[str]:
     """Yield the options that differ from those of the checkpoint's run."""
     try:
         saved = json.loads((checkpoint / "args.json").read_text(encoding="utf-8"))["options"]
-        former_values = {name: entry["value"] for name, entry in saved.items()}
+        saved_values = {name: entry["value"] for name, entry in saved.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         yield f"{checkpoint / 'args.json'} cannot be read, so that changed options are unknown"
         return
     for name, value in flag_values(options).items():
-        now = json.loads(json.dumps(value, default=os.fspath))
-        if name not in SILENT and name in former_values and former_values[name] != now:
-            yield f"changed since {checkpoint.name}: --{name} {_shown(now)} (was {_shown(former_values[name])})"
+        current_value = json.loads(json.dumps(value, default=os.fspath))
+        if name not in IGNORED_CHANGES and name in saved_values and saved_values[name] != current_value:
+            yield (
+                f"changed since {checkpoint.name}: --{name} {_format_value(current_value)} "
+                f"(was {_format_value(saved_values[name])})"
+            )
 
 
-def _shown(value: Json) -> str:
+def _format_value(value: Json) -> str:
     return json.dumps(value) if isinstance(value, bool | list | dict) or value is None else str(value)
 
 
-def _launch() -> str | None:
-    """Return an id of this torchrun over its restarts; None without torchrun."""
+def _launch_id() -> str | None:
+    """Return an id of this torchrun, constant over its restarts; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     if STARTED in os.environ:
         return os.environ[STARTED]
     try:  # the start time of torchrun, since process ids are reused
-        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        start_time = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        began = ""
-    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {began}"
+        start_time = ""
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {start_time}"
 
 
-def _started(folder: Path) -> int | None:
-    """Return the number of the last save into a folder before this torchrun used it; None where it did not."""
+def _saves_before_launch(folder: Path) -> int | None:
+    """Return the last save number in a folder before this torchrun used it; None if it has not used it."""
     try:
-        launch, before = (folder / LAUNCH).read_text().split("\n")
-        return int(before) if launch == _launch() else None
+        launch, last_number = (folder / LAUNCH).read_text().split("\n")
+        return int(last_number) if launch == _launch_id() else None
     except (OSError, ValueError):
         return None
 
 
 def launched_run_dir() -> Path | None:
-    """Return the folder of the run that this process has launched; None before it has one."""
+    """Return the run folder of the launch of this process; None if it does not exist yet."""
     launch, output = os.environ.get(STARTED), os.environ.get(OUTPUT)
     for folder in reversed(run_dirs(Path(output))) if launch and output else ():
         with contextlib.suppress(OSError):
@@ -261,7 +262,7 @@ def launched_run_dir() -> Path | None:
 
 
 def _folder_before_restart(output: Path) -> Path | None:
-    """Return the folder that this torchrun used before it restarted the processes."""
+    """Return the run folder that this torchrun used before it restarted the processes."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    return next((folder for folder in reversed(run_dirs(output)) if _started(folder) is not None), None)
+    return next((folder for folder in reversed(run_dirs(output)) if _saves_before_launch(folder) is not None), None)

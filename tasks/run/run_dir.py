@@ -1,7 +1,7 @@
 """Run folder `<output_dir>/v0-20260131-235959/` with a `checkpoint-N/` for each save.
 
-`last` and `best` in it are links to two of these. One process of a run holds the folder's lock, and makes, looks up and
-deletes its entries.
+The links `last` and `best` point to two of these. One process of a run locks the folder, and creates, finds and deletes
+its entries.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 Verify = Callable[[Path], list[str]]  # returns the faults of a checkpoint's files
 STATE = "training_state"  # folder of a checkpoint with the training state, beside the weights
-LAUNCH = ".launch"  # file in a run folder that names its torchrun
-_locks: list[TextIO] = []  # open until the process ends
+LAUNCH = ".launch"  # file in a run folder with the id of its torchrun
+_locks: list[TextIO] = []  # lock files, open until the process ends
 
 
 def default_output_dir(model: str) -> Path:
@@ -46,8 +46,8 @@ def default_output_dir(model: str) -> Path:
 def new_run_dir(output_dir: str | Path, *, add_version: bool = True, replace: bool = False) -> Path:
     """Make and return `<output_dir>/v{N}-YYYYMMDD-HHMMSS/`, or `output_dir` itself where `add_version` is false.
 
-    One process of a run calls this. Two runs that start in the same second get different folders. Raises OSError where
-    the folder cannot be written, ValueError where another run uses it or has left checkpoints and `replace` is false.
+    One process of a run calls this. Two runs that start in the same second get different folders. Raises OSError if
+    the folder cannot be written, ValueError if another run uses it or has left checkpoints and `replace` is false.
     """
     output_dir = Path(output_dir).expanduser().absolute()
     with os_error_hints(output_dir):
@@ -80,14 +80,14 @@ def _versions(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def run_dirs(output_dir: Path) -> list[Path]:
-    """Return the run folders in `output_dir`, oldest version first, after itself (--add_version false)."""
+    """Return `output_dir` itself (--add_version false), then its run folders, oldest version first."""
     return [output_dir, *(folder for _, folder in _versions(output_dir))] if output_dir.is_dir() else []
 
 
 def lock_run_dir(folder: Path, patience: float = 10.0) -> None:
     """Lock a run folder for the lifetime of this process, and remove leftovers of earlier ones.
 
-    A killed run may still be ending, and gets `patience` seconds. Raises ValueError where another run holds the lock.
+    patience: seconds to wait for a killed run to end. Raises ValueError if another run holds the lock.
     """
     with os_error_hints(folder):
         stream = (folder / ".lock").open("a")  # also checks that the folder is writable
@@ -116,7 +116,7 @@ def _wait_for(stream: TextIO, folder: Path, patience: float) -> None:
 def clean_idle_run_dirs(folders: Iterable[Path]) -> None:
     """Remove half-written files of this machine's dead runs from their folders.
 
-    Folders locked by this process are skipped, by whatever path: POSIX drops a process's locks on a file when the
+    Folders that this process has locked (by any path) are skipped: POSIX drops a process's locks on a file when the
     process closes any descriptor of it.
     """
     for folder in folders:
@@ -140,8 +140,8 @@ def _clean(folder: Path) -> None:
     """Remove the leftovers of a killed run."""
     with os_error_hints(folder):
         remove_leftovers(folder, is_locked=True)
-        for mark in folder.glob(f"{SHARED}*"):
-            mark.unlink(missing_ok=True)
+        for marker in folder.glob(f"{SHARED}*"):
+            marker.unlink(missing_ok=True)
         newest = max((_step(path) for path in checkpoints(folder)), default=0)
         for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's folder was renamed
             if _step(entry) > newest and not is_export(entry / "args.json"):
@@ -155,7 +155,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _try_lock(stream: TextIO) -> bool:
-    """Lock a file for this process, not its children, until it ends. Returns False where another has it."""
+    """Lock a file for the lifetime of this process, not its children. Return False if another process has the lock."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -181,7 +181,7 @@ def merged_path(checkpoint: Path) -> Path:
 def verify_checkpoint(
     checkpoint: Path, verify: Callable[[Path], list[str]] = lambda checkpoint: verify_files(checkpoint, checksums=True)
 ) -> list[str]:
-    """Return the faults of a checkpoint's files, a line per file; every byte is read. Empty if it is complete.
+    """Return the faults of a checkpoint's files, one line per file; empty if complete. Reads every byte.
 
     verify: compares the files with the manifest (verification.py divides this work among the ranks).
     """
@@ -209,34 +209,36 @@ class Saved(NamedTuple):
 
 
 def saved_at(checkpoint: Path) -> Saved:
-    """Return the position of a checkpoint.
+    """Return the position of a checkpoint among the saves.
 
-    Within a folder the numbers decide, since a clock may be set back; between folders there is only the time.
+    Within a folder the numbers decide, since a clock may be set back. Across folders only the time is comparable.
     """
     state = state_of(checkpoint) or {}
-    number, when = state.get("saves"), state.get("time")
-    if not isinstance(when, float):
+    number, seconds = state.get("saves"), state.get("time")
+    if not isinstance(seconds, float):
         with contextlib.suppress(FileNotFoundError):  # another run has deleted it
-            when = checkpoint.stat().st_mtime
-    return Saved(number if isinstance(number, int) else 0, when if isinstance(when, float) else 0.0, _step(checkpoint))
+            seconds = checkpoint.stat().st_mtime
+    return Saved(
+        number if isinstance(number, int) else 0, seconds if isinstance(seconds, float) else 0.0, _step(checkpoint)
+    )
 
 
 def last_save(folder: Path) -> int:
-    """Return the highest number of a save into a run folder; 0 if there is none."""
+    """Return the highest save number in a run folder; 0 if there is none."""
     return max((saved_at(path).number for path in checkpoints(folder)), default=0)
 
 
 def newest_first(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints of run folders: within a folder in the order of saving, across folders by time.
+    """Yield the checkpoints of run folders, newest first: by save number within a folder, by time across folders.
 
-    Those whose state.json is lost, and their position with it, come first, so that a check reports them.
+    Checkpoints that have lost their state.json, and so their position, come first, so that verification reports them.
     """
     queues = []
     for folder in folders:
-        lost = [path for path in checkpoints(folder) if _has_lost_state(path)]
-        yield from reversed(lost)
+        unordered = [path for path in checkpoints(folder) if _has_lost_state(path)]
+        yield from reversed(unordered)
         queues.append(
-            sorted(((saved_at(path), path) for path in checkpoints(folder) if path not in lost), reverse=True)
+            sorted(((saved_at(path), path) for path in checkpoints(folder) if path not in unordered), reverse=True)
         )
     while queues := [queue for queue in queues if queue]:
         yield max(queues, key=lambda queue: queue[0][0].time).pop(0)[1]
@@ -273,37 +275,37 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
 def update_links_and_prune(
     folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool, keep: Collection[Path] = ()
 ) -> None:
-    """Link `last` to the newest checkpoint of a run folder and `best` to that with the best metric, then prune.
+    """Link `last` to the newest checkpoint and `best` to the one with the best metric, then prune.
 
-    These two and those in `keep` are not deleted.
+    Neither these two nor the checkpoints in `keep` are deleted.
     """
     link(folder, "last", newest)
-    leader = best(folder, metric, greater=greater)
-    if leader is not None:
-        link(folder, "best", leader)
-    prune_checkpoints(folder, save_total_limit, {*keep, newest, *([leader] if leader else [])})
+    best_checkpoint = best(folder, metric, greater=greater)
+    if best_checkpoint is not None:
+        link(folder, "best", best_checkpoint)
+    prune_checkpoints(folder, save_total_limit, {*keep, newest, *([best_checkpoint] if best_checkpoint else [])})
 
 
 def prune_checkpoints(folder: str | Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
 
-    Merged weights beside a checkpoint are deleted with it, unless an export made them. The newest is never deleted,
-    even where an earlier run into this folder has left later steps; nor are those in `keep`, which count.
+    Merged weights beside a checkpoint are deleted with it, unless an export made them. The newest save is never
+    deleted, even if an earlier run left later steps here. Checkpoints in `keep` count, but are not deleted.
     """
     if save_total_limit is None:
         return []
     ordered = sorted(checkpoints(folder), key=saved_at)
     protected = {path.resolve() for path in keep}
     deletable = [path for path in ordered[:-1] if path.resolve() not in protected]
-    doomed = deletable[: max(0, len(ordered) - max(1, save_total_limit))]
-    for path in doomed:
+    deleted = deletable[: max(0, len(ordered) - max(1, save_total_limit))]
+    for path in deleted:
         merged = merged_path(path)
         _delete(*([merged] if merged.is_dir() and not is_export(merged / "args.json") else []), path)
-    return doomed
+    return deleted
 
 
 def _delete(*folders: Path) -> None:
-    """Rename folders away at once, then delete them: deleting many gigabytes takes long and may be interrupted."""
+    """Rename folders to hidden names, then delete them, because a long deletion may be interrupted."""
     for folder in folders:
         folder.rename(hidden_path(folder))
     for folder in folders:

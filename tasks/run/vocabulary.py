@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", folder: Path, flag: str) -> None:
-    """Raise ValueError, naming `flag`, where a token has another meaning for the model in `folder`."""
+    """Raise ValueError, naming `flag`, if the vocabulary in `folder` differs from the tokenizer's."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return
     compare_vocabularies(load_tokenizer(folder).get_vocab(), tokenizer.get_vocab(), flag)
 
 
 def compare_vocabularies(vocabulary: dict[str, int], trained: dict[str, int], flag: str) -> None:
-    """Raise ValueError, naming `flag`, where a vocabulary differs from that of the trained model."""
+    """Raise ValueError, naming `flag`, if a vocabulary differs from that of the trained model."""
     if vocabulary == trained:
         return
     word = next(word for word in vocabulary.keys() | trained.keys() if vocabulary.get(word) != trained.get(word))
@@ -33,7 +33,7 @@ def vocabulary_error(flag: str, word: str, token: object, trained: object) -> Va
 
 
 def check_tokens(highest: int, size: int) -> None:
-    """Raise ValueError where a token lies beyond an embedding of `size` rows."""
+    """Raise ValueError if the highest token id exceeds an embedding of `size` rows."""
     if highest >= size:
         raise ValueError(
             f"the tokenizer has token {highest}, and the model's embedding has {size} rows by its vocab_size. Use a "

@@ -41,7 +41,15 @@ from ..losses.embedding import (
 )
 from ..options import EmbeddingOptions, GenerativeRerankerOptions, RerankerOptions, SeqClsOptions
 from ..run.context import Run
-from ..train.objective import Objective, copied, detached, extras_of, grouping_of, mean_share, samples
+from ..train.objective import (
+    Objective,
+    context_parallel_share,
+    detach_metrics,
+    extras_of,
+    grouping_of,
+    mean_share,
+    samples,
+)
 from ..train.setup import train
 from ..train.step import TrainState
 
@@ -74,7 +82,7 @@ def make_seq_cls(run: Run, model: Model, train: Batches, val: Batches | None) ->
         shares = {
             name: mean_share(values, batch, model.groups) for name, values in {"loss": losses, hits: right}.items()
         }
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     return Objective(loss, ["loss", hits], output=scores, weight=samples, scores_tokens=False), [f"problem: {problem}"]
 
@@ -107,7 +115,7 @@ def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) 
         shares = {
             name: mean_share(values, batch, model.groups) for name, values in (longest | {"loss": losses}).items()
         }
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     return Objective(loss, names, output=output, weight=samples, scores_tokens=False), []
 
@@ -185,8 +193,8 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
             losses = pointwise_losses(values, labels)
             right = ((values > 0) == (labels > 0.5)).float()
             values_by_name = {"loss": losses, "accuracy": right, "documents": torch.ones_like(losses)}
-            total = copied(losses.sum(), model.groups) / extras_of(batch, RerankerExtras).documents
-            return total, detached(
+            total = context_parallel_share(losses.sum(), model.groups) / extras_of(batch, RerankerExtras).documents
+            return total, detach_metrics(
                 {name: mean_share(each, batch, model.groups) for name, each in values_by_name.items()}
             )
         losses = listwise_losses(values, grouping.samples, options.listwise_temperature)
@@ -194,7 +202,7 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
             "loss": mean_share(losses, batch, model.groups),
             "mrr": mean_share(_reciprocal_ranks(values.detach(), grouping), batch, model.groups),
         }
-        return shares["loss"], detached(shares)
+        return shares["loss"], detach_metrics(shares)
 
     objective = Objective(loss, ["loss", "mrr"], output=output, weight=samples, scores_tokens=False)
     if pointwise:

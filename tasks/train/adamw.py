@@ -1,4 +1,4 @@
-"""AdamW in one pass over fp32 parameters: it clips, skips what is not finite, and writes copies in half precision."""
+"""Fused AdamW for fp32 parameters: clips, skips non-finite gradients, and writes half-precision copies in one pass."""
 
 from typing import Any
 
@@ -8,26 +8,29 @@ from torch.optim.adamw import adamw
 
 from ...bridge import kernels as fused
 
-TensorRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # parameter, gradient, mean, variance, copy
+# parameter, gradient, exp_avg, exp_avg_sq, half-precision copy
+TensorRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (https://arxiv.org/abs/1711.05101), the same with Transformer Engine and without, on GPUs and CPUs.
+    """AdamW (https://arxiv.org/abs/1711.05101) on GPUs and CPUs, with or without Transformer Engine.
 
-    As in torch's fused optimizers, gradients are divided by `grad_scale`, and nothing changes where `found_inf` is 1:
-    two fp32 numbers on the device, for which the host does not wait. `copies`: of parameters that are the masters of
-    others in half precision, those others, which are written in the same pass.
-    The state is exp_avg and exp_avg_sq; a group's `step` is that of all its parameters.
+    As in torch's fused optimizers, gradients are divided by `grad_scale`, and a step changes nothing if `found_inf`
+    is 1. Both are fp32 scalars on the device, and the host does not wait for them.
+
+    copies: the half-precision parameter of each fp32 master, written in the same pass.
+    The state is exp_avg and exp_avg_sq per parameter, and one `step` per parameter group.
     """
 
     def __init__(self, groups: list[dict[str, Any]], copies: dict[Tensor, Tensor], **defaults: Any):
         super().__init__([{"params": []}], {"step": 0, **defaults})
-        # They may hold views of the model's parameters, which torch's own constructor would refuse.
+        # Set directly, because torch's constructor refuses views of the model's parameters.
         self.param_groups = [{**self.defaults, **group} for group in groups]
         self.copies = copies
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._tables: dict[int | str, Any] = {}  # address tables (bridge/kernels/adamw.py), by group and for the norm
+        # Address tables (bridge/kernels/adamw.py): one per parameter group, and "norm"
+        self._tables: dict[int | str, Any] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 zeros = torch.zeros_like(parameter, requires_grad=False)
@@ -38,9 +41,9 @@ class AdamW(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             group["step"] += 1
             rows: list[TensorRow] = [
-                (each, each.grad, self.state[each]["exp_avg"], self.state[each]["exp_avg_sq"], self.copies.get(each))
-                for each in group["params"]
-                if each.grad is not None and each.numel()
+                (p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], self.copies.get(p))
+                for p in group["params"]
+                if p.grad is not None and p.numel()
             ]
             if not rows:
                 continue
@@ -51,13 +54,13 @@ class AdamW(torch.optim.Optimizer):
             if fused.usable(zero):
                 from ...bridge.kernels import adamw as kernels
 
-                half = next((copy.dtype for *_, copy in rows if copy is not None), torch.bfloat16)
-                kernels.adamw(self._table(number, rows), half, **settings)
+                half_dtype = next((copy.dtype for *_, copy in rows if copy is not None), torch.bfloat16)
+                kernels.adamw(self._table(number, rows), half_dtype, **settings)
             else:
-                _plain(rows, **settings)
+                _torch_adamw(rows, **settings)
 
     def sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the gradients of some or all parameters, fp32 []."""
+        """Return the squared norm of these gradients, fp32 []."""
         if not fused.usable(gradients[0]):
             return torch.nn.utils.get_total_norm(gradients).square()
         from ...bridge.kernels import adamw as kernels
@@ -72,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
         return table
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with a step per parameter, as torch's AdamW: megatron-core reads it."""
+        """Return the state with a `step` per parameter, which megatron-core reads as from torch's AdamW."""
         state = super().state_dict()
         steps = {number: group["step"] for group in state["param_groups"] for number in group["params"]}
         states = {n: values | {"step": torch.tensor(float(steps[n]))} for n, values in state["state"].items()}
@@ -86,13 +89,13 @@ class AdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict | {"state": states})
 
 
-def _plain(rows: list[TensorRow], *, step: int, betas: tuple[float, float], **settings: Any) -> None:
+def _torch_adamw(rows: list[TensorRow], *, step: int, betas: tuple[float, float], **settings: Any) -> None:
     parameters, gradients, means, variances, copies = (list(column) for column in zip(*rows, strict=True))
-    steps = list(gradients[0].new_full((len(rows),), step - 1).unbind())  # torch counts them up
+    steps = list(gradients[0].new_full((len(rows),), step - 1).unbind())  # torch increments them
     beta1, beta2 = betas
     adamw(
         parameters, gradients, means, variances, [], steps,
         beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, fused=True, **settings,
     )  # fmt: skip
-    if copied := [place for place, copy in enumerate(copies) if copy is not None]:
-        torch._foreach_copy_([copies[n] for n in copied], [parameters[n] for n in copied])  # pyright: ignore
+    if positions := [position for position, copy in enumerate(copies) if copy is not None]:
+        torch._foreach_copy_([copies[n] for n in positions], [parameters[n] for n in positions])  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Callbacks of the trainer: the interface, and the short ones."""
+"""Callback interface of the trainer, and its short callbacks."""
 
 import gc
 from dataclasses import dataclass, field
@@ -16,32 +16,32 @@ from .step import StepResult
 
 @dataclass
 class StepRecord:
-    """A step that was given to the device, which may still compute it, and what follows it."""
+    """Launched step (the device may still compute it), and whether an evaluation or checkpoint follows."""
 
     step: int  # counted from 1
     batches: list[Batch]  # this rank's
-    metrics: dict[str, Tensor]  # this rank's sums; empty but on the last pipeline stage
+    metrics: dict[str, Tensor]  # this rank's sums; only on the last pipeline stage, elsewhere empty
     result: StepResult
     learning_rate: float
     data_wait: float  # seconds that this rank waited for data
-    is_passed_over: bool  # --iterations_to_skip
+    skips_update: bool  # --iterations_to_skip
     evaluates: bool
     saves: bool
     eval_metrics: dict[str, float] = field(default_factory=dict)  # filled by the evaluation
 
 
 class Callback:
-    """Hooks of the trainer, which do nothing. Every rank calls them, in the same order."""
+    """Base class of callbacks, whose hooks do nothing. Every rank calls them in the same order."""
 
     def pre_step(self, step: int) -> None:
-        """Before the data of a step, counted from 1."""
+        """Run before a step, counted from 1, reads its data."""
 
     def post_step(self, record: StepRecord) -> None:
-        """After a step was given to the device."""
+        """Run after a step is launched on the device."""
 
 
-class StopSignals(Callback):
-    """Begins to ask all ranks for signals; the answer has come when the step ends."""
+class StopSignalCallback(Callback):
+    """Callback that starts the exchange of stop signals among all ranks; it completes during the step."""
 
     def __init__(self, stop: Stop):
         self._stop = stop
@@ -50,8 +50,8 @@ class StopSignals(Callback):
         self._stop.exchange()
 
 
-class ReportProgress(Callback):
-    """Notes how far the run is, for the message of an interrupt."""
+class ProgressCallback(Callback):
+    """Callback that records the run's progress for the message of an interrupt."""
 
     def __init__(self, run: Run, max_steps: int):
         self._run, self._max_steps = run, max_steps
@@ -61,8 +61,8 @@ class ReportProgress(Callback):
         report(Progress(self._run.folder, step, self._max_steps, resumed))
 
 
-class ProfileSteps(Callback):
-    """`--profile true`."""
+class ProfilerCallback(Callback):
+    """Callback of `--profile true`."""
 
     def __init__(self, profile: Profile):
         self._profile = profile
@@ -74,12 +74,12 @@ class ProfileSteps(Callback):
         self._profile.after(record.step)
 
 
-class CollectGarbage(Callback):
-    """`--manual_gc_steps`."""
+class GarbageCollectionCallback(Callback):
+    """Callback of `--manual_gc_steps`."""
 
     def __init__(self, options: SftOptions):
-        self._every = options.training.manual_gc_steps if options.training.manual_gc else 0
+        self._interval = options.training.manual_gc_steps if options.training.manual_gc else 0
 
     def post_step(self, record: StepRecord) -> None:
-        if self._every and record.step % self._every == 0:
+        if self._interval and record.step % self._interval == 0:
             gc.collect()

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: `checkpoint-N` folders, Hugging Face's or megatron-core's, each whole or absent.
+"""Checkpointer of a run: writes `checkpoint-N` folders atomically, in Hugging Face's or megatron-core's format.
 
-A folder has the model's weights or, with LoRA, the adapter alone; `--merge_lora` puts `checkpoint-N-merged` beside it.
-In `training_state` it has what the run needs to go on from there (train_state.py, tasks/run/resume.py).
+A folder holds the model's weights, or only the adapter with LoRA; `--merge_lora` adds `checkpoint-N-merged` beside it.
+Its `training_state` holds the state to resume from (train_state.py, tasks/run/resume.py).
 """
 
 import errno
@@ -40,15 +40,15 @@ from .reference_sync import REFERENCE
 from .step import TrainState
 from .train_state import rank_file
 
-POLL = 0.02  # seconds between two looks at the others' reports
+POLL = 0.02  # seconds between two polls of the store
 
 
-class Checkpoints:
-    """Saves a run. Every rank calls every method, in the same order.
+class Checkpointer:
+    """Checkpoint writer. Every rank calls every method, in the same order.
 
-    A rank writes its files and reports that they are on the disk; when all have, rank 0 puts the checkpoint in its
-    place. Threads do this: training waits for them, or with --async_save for copies of what is written alone. They
-    tell each other by the process group's store, so that no collective is in the way of training's own.
+    Each rank writes its files in a thread, and reports when they are on the disk. After all reports, rank 0 renames
+    the folder into place. Training waits for the threads; with --async_save only until the tensors are copied. The
+    threads communicate through the process group's store, because collectives could interleave with those of training.
     """
 
     def __init__(
@@ -57,76 +57,76 @@ class Checkpoints:
         training: TrainState,
         watchdog: Watchdog,
         note: Callable[[str], None],
-        following: Model | None = None,
-        written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
+        reference: Model | None = None,
+        on_written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
     ):
         """
-        note: tells the user.
-        following: a reference that changes while training does, and is saved too.
-        written: tells the user that a checkpoint which was written while training went on is on the disk.
+        note: prints a message to the user.
+        reference: reference model to save too, if training updates it (TR-DPO).
+        on_written: called with the paths and seconds of a checkpoint that was written during training.
         """
-        self._run, self._training, self._watchdog, self._following = run, training, watchdog, following
-        # A connection of its own: on the process group's nothing else is sent while a rank waits for a key.
+        self._run, self._training, self._watchdog, self._reference = run, training, watchdog, reference
+        # A separate connection: a rank that waits for a key blocks the process group's own.
         self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
-        self._saved = 0
-        self._before = last_save(run.folder)  # rank 0's counts
-        self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # whole, and in its place
-        self._saving: _Saving | None = None
-        self._note, self._failed = note, False  # the last one was
-        self._written = written if run.options.checkpoint.async_save else lambda paths, seconds: None
+        self._saves = 0
+        self._saves_before = last_save(run.folder)  # only rank 0's value is used
+        self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # the last complete checkpoint
+        self._pending: _PendingSave | None = None
+        self._note, self._has_failed = note, False  # whether the previous checkpoint failed
+        self._on_written = on_written if run.options.checkpoint.async_save else lambda paths, seconds: None
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
-        """Save the weights, and beside them this rank's `tensors` and (rank 0's) `state`.
+        """Save the weights, this rank's `tensors` and rank 0's `state`.
 
-        Returns the folder as "checkpoint", and that of the merged weights, if there is one, as "merged_checkpoint".
-        Raises what `settle` raises. If the checkpoint before has failed, and only that, this one is to do instead.
+        Returns the folder as "checkpoint", and the folder of merged weights, if any, as "merged_checkpoint". Raises
+        what `wait` raises. Reports a failure of the previous checkpoint and continues; raises a second one in a row.
         """
         try:
-            self.settle()
+            self.wait()
         except OSError as error:
-            if self._failed:
+            if self._has_failed:
                 raise
-            self._failed = True
+            self._has_failed = True
             self._note(f"{error} Training goes on, and this checkpoint is tried instead.")
         path = self._run.folder / f"checkpoint-{step}"
         merged = merged_path(path) if self._training.model.lora and self._run.options.merge_lora else None
         paths = [merged, path] if merged else [path]
-        self._saved += 1
+        self._saves += 1
         with self._watchdog.phase(f"saving {path.name}"):
-            more = [f"{STATE}/{REFERENCE}"] if self._following else []
-            temporary = broadcast_from_rank0(lambda: _begin(path, paths, [STATE, *more]))
+            subfolders = [f"{STATE}/{REFERENCE}"] if self._reference else []
+            temporary = broadcast_from_rank0(lambda: _make_folders(path, paths, [STATE, *subfolders]))
             masters = masters_as_bf16(self._training.optimizer, self._training.chunks)
-            with self._training.parameters_gathered(), masters, os_error_hints(path), _removed_on_error(temporary):
+            with self._training.parameters_gathered(), masters, os_error_hints(path), _remove_on_error(temporary):
                 folders = {
                     path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
                 }
-                if self._following:
-                    folders[path].append(self._stage_reference(self._following, temporary / path.name))
+                if self._reference:
+                    folders[path].append(self._stage_reference(self._reference, temporary / path.name))
                 if merged:
                     folders[merged] = [self._stage_weights(temporary / merged.name)]
-                state = state | {"saves": self._before + self._saved, "time": time.time(), "step": step}
-                self._saving = _Saving(
-                    self._run, self._store, self._saved, temporary, paths, folders, state, self._written
+                state = state | {"saves": self._saves_before + self._saves, "time": time.time(), "step": step}
+                self._pending = _PendingSave(
+                    self._run, self._store, self._saves, temporary, paths, folders, state, self._on_written
                 )
                 if not self._run.options.checkpoint.async_save:
-                    self.settle()
-        return _named(paths)
+                    self.wait()
+        return _paths_by_name(paths)
 
-    def settle(self) -> None:
-        """Wait until the checkpoint that is being written is in its place. Raises, on every rank, what a rank met."""
-        if self._saving is None:
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is complete. Raises any rank's error on every rank."""
+        if self._pending is None:
             return
-        saving, self._saving = self._saving, None
-        with self._watchdog.phase(f"waiting until {saving.paths[-1].name} is written"):
-            while not saving.ended():
-                if saving.waits_for_others:
+        pending, self._pending = self._pending, None
+        with self._watchdog.phase(f"waiting until {pending.paths[-1].name} is written"):
+            while not pending.is_done():
+                if pending.waits_for_others:
                     self._watchdog.tick_while_waiting()
                 time.sleep(POLL)
-        saving.result()
-        self.last, self._failed = _named(saving.paths), False
+        pending.join()
+        self.last, self._has_failed = _paths_by_name(pending.paths), False
 
     def _stage(self, step: int, folder: Path) -> list[StagedFolder]:
-        """Return the weights, or the adapter alone, in the format that is asked for."""
+        """Stage the weights, or only the adapter, in the requested format."""
         run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
         if lora and run.options.checkpoint.save_safetensors:
             return [
@@ -143,7 +143,7 @@ class Checkpoints:
         return []
 
     def _stage_weights(self, folder: Path) -> StagedFolder:
-        """Return the weights as a Hugging Face folder; with LoRA merged, from copies of them."""
+        """Stage the weights as a Hugging Face folder; merge LoRA adapters into copies of them."""
         run = self._run
         staged = stage_weights(
             self._training.model.chunks,
@@ -155,7 +155,11 @@ class Checkpoints:
             merge=True,
             copy_to_host=run.options.checkpoint.async_save,
         )
-        return _embedding(staged, folder, run.options) if isinstance(run.options, EmbeddingOptions) else staged
+        return (
+            _with_sentence_transformers(staged, folder, run.options)
+            if isinstance(run.options, EmbeddingOptions)
+            else staged
+        )
 
     def _stage_reference(self, reference: Model, folder: Path) -> StagedFolder:
         run, subfolder = self._run, f"{STATE}/{REFERENCE}"
@@ -182,8 +186,8 @@ class Checkpoints:
         return StagedFolder(writer, lambda _: {}, subfolder=STATE)
 
 
-class _Saving:
-    """A checkpoint on its way to the disk."""
+class _PendingSave:
+    """Checkpoint that a thread writes to the disk."""
 
     def __init__(
         self,
@@ -194,23 +198,23 @@ class _Saving:
         paths: list[Path],
         folders: dict[Path, list[StagedFolder]],
         state: dict[str, Any],
-        written: Callable[[dict[str, Path], float], None],
+        on_written: Callable[[dict[str, Path], float], None],
     ):
-        self.paths, self._written, self._began = paths, written, time.perf_counter()
-        self.waits_for_others = False  # what they do, they watch themselves
+        self.paths, self._on_written, self._start = paths, on_written, time.perf_counter()
+        self.waits_for_others = False  # for the watchdog: this rank has written its files, others have not
         self._run, self._store, self._number = run, store, number
         self._temporary, self._folders, self._state = temporary, folders, state
         self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def ended(self) -> bool:
-        """Return whether the checkpoint is in its place, or has failed."""
+    def is_done(self) -> bool:
+        """Return whether the checkpoint is complete or has failed."""
         return self._store.check([self._key("outcome")])
 
-    def result(self) -> None:
-        """Raise what stood against it."""
+    def join(self) -> None:
+        """Wait for the thread. Raises the error of a failed checkpoint."""
         self._thread.join()
-        _answer(self._store.get(self._key("outcome")))
+        _decode_report(self._store.get(self._key("outcome")))
 
     def _key(self, name: object) -> str:
         return f"{self._number}/{name}"
@@ -225,70 +229,70 @@ class _Saving:
         self.waits_for_others = True
         if dist.get_rank() == 0:
             try:
-                with os_error_hints(self.paths[-1]), _removed_on_error(self._temporary):
-                    self._finish(self._reports())
+                with os_error_hints(self.paths[-1]), _remove_on_error(self._temporary):
+                    self._commit(self._gather_reports())
                 with suppress(OSError):
-                    self._written(_named(self.paths), time.perf_counter() - self._began)
+                    self._on_written(_paths_by_name(self.paths), time.perf_counter() - self._start)
                 outcome = json.dumps(None)
             except Exception as error:
                 outcome = _error_as_json(error)
             self._store.set(self._key("outcome"), outcome)
 
-    def _reports(self) -> list[dict[Path, list[RankReport]]]:
+    def _gather_reports(self) -> list[dict[Path, list[RankReport]]]:
         keys = [self._key(rank) for rank in range(dist.get_world_size())]
         for key in keys:
             while not self._store.check([key]):
                 time.sleep(POLL)
         self.waits_for_others = False
-        answers = [_answer(self._store.get(key)) for key in keys]
+        messages = [_decode_report(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
         return [
             {
                 path: [RankReport.from_json(report) for report in reports]
-                for path, reports in zip(self.paths, answer, strict=True)
+                for path, reports in zip(self.paths, message, strict=True)
             }
-            for answer in answers
+            for message in messages
         ]
 
-    def _finish(self, ranks: list[dict[Path, list[RankReport]]]) -> None:
+    def _commit(self, rank_reports: list[dict[Path, list[RankReport]]]) -> None:
         entries: dict[Path, dict[str, ManifestEntry]] = {}
         for path, folders in self._folders.items():
             entries[path] = {}
             for number, folder in enumerate(folders):
-                reports = [reports[path][number] for reports in ranks]
+                reports = [reports[path][number] for reports in rank_reports]
                 names = folder.complete(reports)
                 for shard in (shard for report in reports for shard in report.shards):
                     name = f"{folder.subfolder}{'/' if folder.subfolder else ''}{names.get(shard.name, shard.name)}"
                     entries[path][name] = {"size": shard.written.size, "sha256": shard.written.sha256}
         run, path = self._run, self.paths[-1]
         (self._temporary / path.name / STATE / "state.json").write_text(json.dumps(self._state, indent=2) + "\n")
-        for each in self.paths:
-            (self._temporary / each.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
+        for final_path in self.paths:
+            (self._temporary / final_path.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, entries)
         update_run_dir(run.options, path)
 
 
-def _embedding(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
-    """Add the files that sentence-transformers reads."""
+def _with_sentence_transformers(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:
+    """Return the staged folder with the files that sentence-transformers reads."""
 
-    def complete(ranks: list[RankReport]) -> dict[str, str]:
-        names = staged.complete(ranks)
+    def complete(reports: list[RankReport]) -> dict[str, str]:
+        names = staged.complete(reports)
         sentence_transformers_files(folder, options.pooling, dims=options.mrl_dims)
         return names
 
     return replace(staged, complete=complete)
 
 
-def _named(paths: list[Path]) -> dict[str, Path]:
-    """Return a checkpoint, and its merged weights where it has some."""
+def _paths_by_name(paths: list[Path]) -> dict[str, Path]:
+    """Return the folders of a checkpoint and of its merged weights, if any, by name."""
     return {"checkpoint": paths[-1]} | ({"merged_checkpoint": paths[0]} if len(paths) > 1 else {})
 
 
 def _error_as_json(error: Exception) -> str:
-    """Return an error as JSON for other ranks: an OSError by its text, any other, a fault of the program, by its stack.
+    """Return an error as JSON for other ranks: an OSError by its text, others (bugs) by their traceback.
 
-    The store carries no pickles: whoever reaches its port could put one there.
+    The store carries no pickles, because anyone who reaches its port could place one.
     """
     if isinstance(error, OSError):
         kind = "explained" if isinstance(error, FolderError) else "os"
@@ -296,29 +300,29 @@ def _error_as_json(error: Exception) -> str:
     return json.dumps({"kind": "fault", "errno": 0, "text": "".join(traceback.format_exception(error))})
 
 
-def _answer(message: bytes) -> Any:
-    """Return the report that a rank has sent. Raises its error."""
-    answer = json.loads(message)
-    if isinstance(answer, dict):
-        if answer["kind"] == "fault":
-            raise RuntimeError(answer["text"])
-        raise (FolderError if answer["kind"] == "explained" else OSError)(answer["errno"], answer["text"])
-    return answer
+def _decode_report(message: bytes) -> Any:
+    """Return the report that a rank sent. Raises the error that it sent instead."""
+    content = json.loads(message)
+    if isinstance(content, dict):
+        if content["kind"] == "fault":
+            raise RuntimeError(content["text"])
+        raise (FolderError if content["kind"] == "explained" else OSError)(content["errno"], content["text"])
+    return content
 
 
-def _begin(path: Path, paths: list[Path], subfolders: list[str]) -> Path:
+def _make_folders(path: Path, paths: list[Path], subfolders: list[str]) -> Path:
     temporary = stage(path)
     with os_error_hints(path):
-        for each in paths:
-            (temporary / each.name).mkdir()
+        for final_path in paths:
+            (temporary / final_path.name).mkdir()
         for folder in subfolders:
             (temporary / path.name / folder).mkdir()
     return temporary
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """A disk that this checkpoint has filled is given its space back."""
+def _remove_on_error(folder: Path) -> Iterator[None]:
+    """Remove `folder` on an OSError, which frees the space of a full disk."""
     try:
         yield
     except OSError:

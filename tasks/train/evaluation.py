@@ -1,4 +1,4 @@
-"""Evaluation: the loss and the metrics of the evaluation data."""
+"""Evaluation: loss and metrics of the evaluation data."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +15,8 @@ from .objective import Data, Objective
 from .step import TrainState, evaluate_step, sum_over_ranks
 
 
-class Evaluate(Callback):
-    """`--eval_steps`."""
+class EvaluationCallback(Callback):
+    """Callback of `--eval_steps`."""
 
     def __init__(
         self, options: SftOptions, state: TrainState, objective: Objective, data: Data, watchdog: Watchdog, log: RunLog
@@ -27,35 +27,35 @@ class Evaluate(Callback):
     def post_step(self, record: StepRecord) -> None:
         if not record.evaluates:
             return
-        most, tick = self._options.training.eval_iters, self._watchdog.tick
+        max_batches, tick = self._options.training.eval_iters, self._watchdog.tick
         with (
             self._log.meter.paused(),
             self._watchdog.phase(f"evaluation at step {record.step}"),
-            self._garbage_collected(),
+            self._collect_garbage(),
         ):
             if self._objective.loop:
-                record.eval_metrics = self._objective.loop.evaluate(self._state, self._data, most, tick)
+                record.eval_metrics = self._objective.loop.evaluate(self._state, self._data, max_batches, tick)
             else:
                 assert isinstance(self._data, Batches)
-                steps = islice(self._data.once(), most if most >= 0 else None)
+                steps = islice(self._data.once(), max_batches if max_batches >= 0 else None)
                 record.eval_metrics = evaluate_on(self._state, steps, self._objective, tick)
         self._log.evaluation(record.step, record.eval_metrics)
 
     @contextmanager
-    def _garbage_collected(self) -> Iterator[None]:
-        """`--manual_gc_eval`: before and after."""
-        collects = self._options.training.manual_gc and self._options.training.manual_gc_eval
-        if collects:
+    def _collect_garbage(self) -> Iterator[None]:
+        """Collect garbage before and after the context, with `--manual_gc_eval`."""
+        collects_garbage = self._options.training.manual_gc and self._options.training.manual_gc_eval
+        if collects_garbage:
             gc.collect()
         yield
-        if collects:
+        if collects_garbage:
             gc.collect()
 
 
 def evaluate_on(
     state: TrainState, steps: Iterable[list[Batch]], objective: Objective, tick: Callable[[], None]
 ) -> dict[str, float]:
-    """Return means over global batches, as `eval_<name>`. Calls `tick` for each of them."""
+    """Return the means of metrics over global batches, as `eval_<name>`. Calls `tick` before each global batch."""
     totals, weights = {}, 0.0
     for batches in steps:
         tick()

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient norm stands out: their update is skipped, on the device, without a wait of the host.
+"""Filter of loss spikes: skips the update of a step with an outlying loss or gradient norm, without a host sync.
 
-The rule is OLMo-core's (SkipStepOptimizer): a value is a spike if it lies more than `sigma` standard deviations above
-the mean of the last 128. Unlike there a spike counts as that bound in what follows, so that one does not hide the next.
+The rule is that of OLMo-core's SkipStepOptimizer: a spike is more than `sigma` standard deviations above the mean of
+the last 128 steps. Unlike OLMo-core, the history stores a spike clipped to that bound, so it does not hide later ones.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from torch import Tensor
 from ...bridge import runtime
 
 WINDOW = 128  # steps
-LEAST_DEVIATION = 1e-3  # share of the mean: a loss that hardly varies has no spikes within this
+MIN_DEVIATION = 1e-3  # minimum standard deviation, as a share of the mean: a nearly constant loss has no spikes
 
 
 class SpikeFilter:
-    """The last losses and gradient norms of a run, the same on every rank."""
+    """History of losses and gradient norms, equal on every rank."""
 
     def __init__(self, sigma: float):
         self.sigma = sigma
@@ -24,16 +24,16 @@ class SpikeFilter:
         self._steps = 0  # judged so far
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return 1.0 if a step is a spike, else 0.0: fp32 [], on the device. No step is one in the first 64.
+        """Return 1.0 if a step is a spike, else 0.0: fp32 [] on the device. The first 64 steps never are.
 
-        loss, norm: fp32 [], of the global batch; the loss up to a factor that is the same for all steps.
+        loss, norm: fp32 [], of the global batch. A constant factor of the loss does not matter.
         """
         latest = torch.stack([loss, norm]).float()
         spike = torch.zeros((), device=latest.device)
         if self._steps >= WINDOW // 2:
             values = self._values[: min(self._steps, WINDOW)]
             mean = values.mean(0)
-            bound = mean + self.sigma * values.std(0).maximum(LEAST_DEVIATION * mean.abs())
+            bound = mean + self.sigma * values.std(0).maximum(MIN_DEVIATION * mean.abs())
             spike = (latest > bound).any().float()
             latest = latest.minimum(bound)
         self._values[self._steps % WINDOW] = latest
@@ -45,6 +45,6 @@ class SpikeFilter:
         return {"values": self._values.tolist(), "steps": self._steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` gave."""
+        """Restore what `state` returned."""
         self._values = torch.tensor(state["values"], device=self._values.device)
         self._steps = state["steps"]

@@ -1,4 +1,4 @@
-"""Sums on the device since the last log line: metrics, tokens, FLOPs."""
+"""Sums of metrics, tokens and FLOPs since the last log line, on the device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,18 @@ from ..observability.flops import Flops
 from .objective import Objective, scored_tokens
 from .step import AsyncScalars, TrainState, sum_over_ranks
 
-# Waits for the device, and returns means of metrics, tokens and FLOPs over all ranks.
+# Waits for the device, and returns the means of metrics, and the tokens and FLOPs of all ranks.
 Reduced = Callable[[], tuple[dict[str, float], float, float]]
 
 
 def load_balancing(training: TrainState) -> dict[str, Tensor]:
-    """Return the routers' auxiliary losses of the step, summed over this rank's layers and micro batches."""
+    """Return and clear the routers' auxiliary losses, summed over this rank's layers and micro batches."""
     if training.model.config.num_moe_experts is None:
         return {}
     tracker, data_parallel = get_moe_metrics_tracker(), training.model.groups.dp.size()
     sums = {}
     for name, entry in tracker.metrics.items():
-        # What the accumulator sums over all ranks and divides by the data-parallel ones is to be this entry's own mean.
+        # Scaled so that MetricsAccumulator's sum over all ranks, divided by the DP size, is this entry's mean.
         share = data_parallel / entry.avg_group.size() if entry.avg_group is not None else 1.0
         sums[name] = entry.values.sum() * (share if entry.needs_dp_avg else data_parallel)
     tracker.clear()
@@ -34,11 +34,11 @@ def load_balancing(training: TrainState) -> dict[str, Tensor]:
 
 
 class MetricsAccumulator:
-    """Sums since the last log line, on the device."""
+    """Accumulator of metrics, tokens and FLOPs since the last log line, on the device."""
 
     def __init__(self, objective: Objective, groups: ProcessGroupCollection):
         self.objective, self.names, self.groups = objective, objective.names, groups
-        self.balancing_names: list[str] = []  # those of all ranks, found at the first line
+        self.balancing_names: list[str] = []  # over all ranks, gathered at the first log line
         self.names_are_gathered = False
         self._reset()
 
@@ -58,14 +58,14 @@ class MetricsAccumulator:
                 sums[name] = sums.get(name, 0.0) + value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's sums, by names for its file."""
+        """Return this rank's sums, by their names in the checkpoint."""
         sums = {f"window/metrics/{name}": value for name, value in self.metrics.items()}
         sums |= {f"window/balancing/{name}": value for name, value in self.balancing.items()}
         numbers = [self.steps, self.micro_batches, self.tokens, self.flops]
         return sums | {"window/numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Resume from what `tensors` returned."""
+        """Restore what `tensors` returned."""
         for name, value in tensors.items():
             kind, _, metric = name.removeprefix("window/").partition("/")
             if name == "window/numbers":
@@ -75,7 +75,7 @@ class MetricsAccumulator:
                 getattr(self, kind)[metric] = value.to(runtime.device())
 
     def reduce(self, training: TrainState) -> Reduced:
-        """Begin to sum over all ranks, and start anew. Every rank calls this; only what it returns waits."""
+        """Start the sum over all ranks, and reset. Every rank calls this. The returned function waits for the sum."""
         steps, sums = self.steps, sum_over_ranks(self.groups, self.metrics, self.names, self.tokens, self.flops)
         balance = self._balancing_means(training)
         self._reset()
@@ -93,18 +93,21 @@ class MetricsAccumulator:
         config = training.model.config
         if config.num_moe_experts is None:
             return None
-        if not self.names_are_gathered:  # a rank has its own layers (pipeline)
+        if not self.names_are_gathered:  # pipeline stages differ in their layers
             names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names, sorted(self.balancing))
-            self.balancing_names, self.names_are_gathered = sorted({name for some in names for name in some}), True
+            self.balancing_names, self.names_are_gathered = (
+                sorted({name for rank_names in names for name in rank_names}),
+                True,
+            )
         if not self.balancing_names:
             return None
         frequency = config.moe_layer_freq
         pattern = frequency if isinstance(frequency, list) else [n % frequency == 0 for n in range(config.num_layers)]
-        # A rank has a share of each value (tensor and context parallelism); data-parallel ranks have their own.
-        parts = sum(map(bool, pattern)) * self.micro_batches * self.groups.dp.size()
+        # Tensor- and context-parallel ranks hold shares of one value, data-parallel ranks hold different values.
+        divisor = sum(map(bool, pattern)) * self.micro_batches * self.groups.dp.size()
         vector = torch.zeros(len(self.balancing_names), dtype=torch.float64, device=runtime.device())
         for index, name in enumerate(self.balancing_names):
             vector[index] = self.balancing.get(name, 0.0)
         dist.all_reduce(vector)
-        return AsyncScalars(vector / parts)
+        return AsyncScalars(vector / divisor)

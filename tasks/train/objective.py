@@ -1,4 +1,4 @@
-"""The interface of a task to the trainer: output of the model, loss, metrics, and a loop of its own if it generates."""
+"""Interface of a task to the trainer: model output, loss, metrics, and a training loop for tasks that generate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,17 +12,19 @@ from torch import Tensor
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch, Grouping
 from ..observability.flops import Flops
-from .reference_sync import Follower
+from .reference_sync import ReferenceSync
 from .step import Loss, Output, TrainState, log_probs, sft_loss
 
 
 def means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Return means of metrics from their sums over micro batches, ranks, and steps (or evaluated batches) of a total
-    weight."""
+    """Return means of metrics from their sums over micro batches and ranks.
+
+    weight: the number of steps, or the total weight of the evaluated batches.
+    """
     return {name: value / max(weight, 1e-12) for name, value in sums.items()}
 
 
-def _tokens(batch: Batch) -> float:
+def _loss_tokens(batch: Batch) -> float:
     return batch.loss_tokens
 
 
@@ -36,9 +38,9 @@ def no_flops(batches: list[Batch]) -> float:
 
 
 class Data(Protocol):
-    """Training or evaluation data: Batches, or Prompts of tasks that generate."""
+    """Training or evaluation data: Batches, or Prompts for tasks that generate."""
 
-    loss_tokens_are_local: bool  # of a stream: each rank counts its own
+    loss_tokens_are_local: bool  # true for streams: each rank counts only its own tokens
 
     @property
     def samples(self) -> int | None: ...
@@ -53,7 +55,7 @@ class Data(Protocol):
 
 
 class StepRunner(Protocol):
-    """The trainer (trainer.py), as the loop of a task sees it."""
+    """The part of the Trainer (trainer.py) that a task's loop uses."""
 
     state: TrainState
     max_steps: int
@@ -64,26 +66,26 @@ class StepRunner(Protocol):
 
 
 class Loop(Protocol):
-    """The loop of a task that makes its data while it trains. Every rank calls these alike."""
+    """Training loop of a task that generates its data. Every rank calls every method in the same order."""
 
     def train(self, trainer: StepRunner) -> None:
         """Call trainer.step once for each of trainer.steps()."""
         ...
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics for the log beside the loss's, of the steps since this was last called."""
+        """Return further metrics for the log, of the steps since the last call."""
         ...
 
     def evaluate(self, state: TrainState, val: Any, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Evaluate on `most` global batches (-1: all), calling `tick` for each; return `eval_<name>`."""
+        """Return `eval_<name>` over at most `most` global batches (-1: all). Calls `tick` for each."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs of it, the same on every rank; names begin with `rollout/`."""
+        """Return the loop's state for a checkpoint, equal on every rank, under names that begin with `rollout/`."""
         ...
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Resume from what `tensors` returned."""
+        """Restore what `tensors` returned."""
         ...
 
     def close(self) -> None:
@@ -91,64 +93,64 @@ class Loop(Protocol):
         ...
 
     def release(self) -> None:
-        """Free servers for the next run, where this one fails: in seconds, waiting for no other rank."""
+        """Free the rollout servers after a failure, within seconds and without waiting for other ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A task: `output` selects what the model computes of a micro batch, `loss` reduces it."""
+    """Task as the trainer sees it: `output` selects what the model computes of a micro batch, `loss` reduces it."""
 
     loss: Loss
-    names: Sequence[str]  # of the metrics that `loss` returns, each divided by what the global batch counts
+    names: Sequence[str]  # metrics that `loss` returns, normalized by the global batch
     output: Output = log_probs
-    # Called with a step's micro batches before training's own pass, and with an evaluation's (True): sets Batch.extras.
-    prepare: Callable[[TrainState, list[Batch], bool], list[Batch]] = lambda state, batches, evaluates: batches
+    # Sets Batch.extras of the micro batches of a step (False) or an evaluation (True), before the model's pass.
+    prepare: Callable[[TrainState, list[Batch], bool], list[Batch]] = lambda state, batches, is_evaluation: batches
     means: Callable[[dict[str, float], float], dict[str, float]] = means
-    weight: Callable[[Batch], float] = _tokens  # of a global batch among others, in an evaluation
-    scores_tokens: bool = True  # whether the output layer is a part of its work
-    extra_flops: Callable[[list[Batch]], float] = no_flops  # of passes beside training's, on this rank
-    loop: Loop | None = None  # None: the steps are those of the data
-    follower: Follower | None = None  # of a reference that follows the policy: called after each step
+    weight: Callable[[Batch], float] = _loss_tokens  # weight of a global batch in the means of an evaluation
+    scores_tokens: bool = True  # whether the task uses the output layer
+    extra_flops: Callable[[list[Batch]], float] = no_flops  # FLOPs of this rank's passes besides training
+    loop: Loop | None = None  # None: train on the data loader's batches
+    reference_sync: ReferenceSync | None = None  # updates the reference after each step
 
 
 def sft(model: Model) -> Objective:
-    """Return the objective of language models: the next token, and those of multi-token prediction."""
+    """Return the objective of language modeling: next-token loss, and multi-token prediction if the model has it."""
     return Objective(sft_loss, ["loss", "mtp_loss"] if model.architecture.mtp_depths else ["loss"])
 
 
 def grouping_of(batch: Batch) -> Grouping:
-    """Return the batch's grouping, of a stage that has one."""
+    """Return the batch's grouping, which must be set."""
     assert batch.grouping is not None
     return batch.grouping
 
 
 def extras_of[T](batch: Batch, kind: type[T]) -> T:
-    """Return the batch's extras, which are of this class."""
+    """Return the batch's extras, which must be of class `kind`."""
     assert isinstance(batch.extras, kind)
     return batch.extras
 
 
 def mean_share(values: Tensor, batch: Batch, groups: ProcessGroupCollection) -> Tensor:
-    """Return this rank's share of a mean over the samples of the global batch, from the values of its samples."""
-    return copied(values.sum(), groups) / max(samples(batch), 1.0)
+    """Return this rank's share of the global batch's mean over samples, from the values of the local samples."""
+    return context_parallel_share(values.sum(), groups) / max(samples(batch), 1.0)
 
 
-def copied(value: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Return this rank's share of a value that every rank of a context-parallel group has."""
+def context_parallel_share(value: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Return this rank's share of a value that all ranks of a context-parallel group have computed."""
     return value / groups.cp.size()
 
 
-def detached(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+def detach_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in metrics.items()}
 
 
 def forward_flops(flops: Flops, groups: ProcessGroupCollection, batches: Sequence[Batch]) -> float:
-    """Return the FLOPs of a forward pass over these micro batches, of this rank's context-parallel group."""
+    """Return the FLOPs of a forward pass over these micro batches on this rank's context-parallel group."""
     lengths = [length for batch in batches for length in batch.lengths]
     return flops.forward(lengths, scored_tokens(batches, groups))
 
 
 def scored_tokens(batches: Sequence[Batch], groups: ProcessGroupCollection) -> int:
-    """Return how many labels have a loss: this rank's times the context-parallel ranks, which have about as many."""
+    """Return the approximate number of labels with a loss: this rank's count times the context-parallel size."""
     return groups.cp.size() * sum(int(batch.loss_weights.count_nonzero()) for batch in batches)

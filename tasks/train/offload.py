@@ -1,6 +1,6 @@
-"""The trainer's memory while engines generate: weights and optimizer state wait on the host, gradients are let go.
+"""Offload of the trainer's weights and optimizer state to the host during generation; gradients are freed.
 
-What moves are storages: tensors, and all views of them, stay the objects that they are, and have no bytes meanwhile.
+Only storages move: tensors and their views remain the same objects, with empty storages in between.
 """
 
 import itertools
@@ -13,66 +13,69 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from ...bridge import runtime
-from .optimizer import parts
+from .optimizer import chained_optimizers
 from .step import TrainState
 
-ALIGNED = 512  # bytes: where a storage's may begin on the host
+ALIGNMENT = 512  # bytes, of each storage's start in host memory
 
 
 class HostBuffer:
-    """Tensor storages that move between the device and pinned host memory, which is kept for the next time."""
+    """Pinned host memory for offloaded tensor storages, reused by later offloads."""
 
     def __init__(self) -> None:
-        self._memory: _Host | None = None
-        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []  # and their bytes
+        self._memory: _PinnedMemory | None = None
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []  # each storage and its bytes on the host
 
     @property
     def is_offloaded(self) -> bool:
-        return bool(self._kept)
+        return bool(self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the bytes of the tensors' storages to the host, and free them here. All that reads them has to have
-        been given to this device's stream. Raises RuntimeError where the host has not the memory."""
-        storages = list(_distinct(tensors).values())
+        """Copy the tensors' storages to the host, and free them on the device.
+
+        All readers of the tensors must already be queued on the current stream. Raises RuntimeError if host memory is
+        insufficient.
+        """
+        storages = list(_storages_by_id(tensors).values())
         if not storages:
             return
-        ends = list(itertools.accumulate(-(-storage.nbytes() // ALIGNED) * ALIGNED for storage in storages))
+        ends = list(itertools.accumulate(-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages))
         if self._memory is None or len(self._memory.flat) < ends[-1]:
             self.close()
-            self._memory = _Host(ends[-1])
+            self._memory = _PinnedMemory(ends[-1])
         for storage, start in zip(storages, [0, *ends], strict=False):
             host = self._memory.flat[start : start + storage.nbytes()]
-            host.copy_(_bytes(storage), non_blocking=True)
-            self._kept.append((storage, host))
+            host.copy_(_as_bytes(storage), non_blocking=True)
+            self._offloaded.append((storage, host))
         runtime.synchronize()
         for storage in storages:
             storage.resize_(0)
 
     def onload(self) -> None:
-        for storage, host in self._kept:
+        for storage, host in self._offloaded:
             storage.resize_(len(host))
-            _bytes(storage).copy_(host, non_blocking=True)
-        self._kept = []
+            _as_bytes(storage).copy_(host, non_blocking=True)
+        self._offloaded = []
 
     def close(self) -> None:
-        """Free the host memory. Nothing may be offloaded."""
+        """Free the host memory. No storage may be offloaded."""
         if self._memory is not None:
             runtime.synchronize()
             self._memory.close()
             self._memory = None
 
 
-class _Host:
-    """Memory of the host, locked where there is a GPU: torch's own would be rounded up to a power of two."""
+class _PinnedMemory:
+    """Host memory, pinned if there is a GPU. torch's pinned allocator would round up to a power of two."""
 
-    def __init__(self, count: int):
-        self.flat = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    def __init__(self, size: int):
+        self.flat = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         if not torch.cuda.is_available():
             return
         self._cuda: Any = torch.cuda.cudart()
-        if error := int(self._cuda.cudaHostRegister(self.flat.data_ptr(), count, 0)):
+        if error := int(self._cuda.cudaHostRegister(self.flat.data_ptr(), size, 0)):
             raise RuntimeError(
-                f"--offload_model, --offload_optimizer: {count / 2**30:.2f} GiB of the host's memory cannot be locked "
+                f"--offload_model, --offload_optimizer: {size / 2**30:.2f} GiB of the host's memory cannot be locked "
                 f"(CUDA error {error}). Is there enough of it? Give them as false, or use more processes"
             )
 
@@ -82,25 +85,25 @@ class _Host:
 
 
 class TrainerOffload:
-    """Offloading of a trainer's state: `offload_step` and `offload_weights`; `onload` loads all of it.
+    """Offload of a trainer's state: `offload_step` and `offload_weights`; `onload` restores everything.
 
     Arguments:
-        weights, optimizer: whether these leave; gradients, which the next step begins with zeros, always do
+        weights, optimizer: whether to offload these; gradients are always freed, and zero at the next step
     """
 
     def __init__(self, training: TrainState, *, weights: bool, optimizer: bool):
         self._training = training
         self._weights = HostBuffer() if weights else None
         self._optimizer = HostBuffer() if optimizer else None
-        self._gradients: list[tuple[torch.UntypedStorage, int]] = []  # without bytes: how many they had
+        self._gradients: list[tuple[torch.UntypedStorage, int]] = []  # freed storages and their sizes in bytes
 
     def offload_step(self) -> None:
-        """Offload what only a step needs. A second call does nothing."""
+        """Free gradients and offload the optimizer state. A second call does nothing."""
         if self._gradients:
             return
-        self._training.optimizer.zero_grad()  # copies in fp32
+        self._training.optimizer.zero_grad()  # fp32 copies of gradients
         runtime.synchronize()
-        for storage in _distinct(gradients(self._training.chunks)).values():
+        for storage in _storages_by_id(gradients(self._training.chunks)).values():
             self._gradients.append((storage, storage.nbytes()))
             storage.resize_(0)
         if self._optimizer is not None:
@@ -122,12 +125,12 @@ class TrainerOffload:
             self._optimizer.onload()
         for storage, size in self._gradients:
             storage.resize_(size)
-            _bytes(storage).zero_()
+            _as_bytes(storage).zero_()
         self._gradients = []
 
 
 def weights(training: TrainState) -> Iterator[Tensor]:
-    """Parameters and buffers, trained or not, with the buffers that megatron-core keeps parameters in."""
+    """Yield all parameters and buffers, and megatron-core's flat parameter buffers."""
     for chunk in training.chunks:
         yield from chunk.module.parameters()
         yield from chunk.module.buffers()
@@ -140,24 +143,24 @@ def gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
 
 
 def optimizer_state(training: TrainState) -> Iterator[Tensor]:
-    """Yield the optimizer's state and fp32 masters; not those that are (parts of) the parameters."""
-    weight_storages = _distinct(weights(training))
-    for part in parts(training.optimizer):
+    """Yield the optimizer's state and fp32 masters, except masters that share a parameter's storage."""
+    weight_storages = _storages_by_id(weights(training))
+    for part in chained_optimizers(training.optimizer):
         if part.optimizer is None:
             continue
         tensors = [
             value for state in part.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
         ]
         tensors += [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-        yield from (each for each in tensors if each.untyped_storage()._cdata not in weight_storages)
+        yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in weight_storages)
 
 
 def _buffers(chunk: Any) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
-def _distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the tensors' storages, each once, without those that have no memory of their own here (of a file, say)."""
+def _storages_by_id(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the tensors' distinct storages by id, without those on other devices or not resizable (mapped files)."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -166,7 +169,7 @@ def _distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     return storages
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,4 @@
-"""Resuming a run: position in the data, optimizer, schedule, random numbers."""
+"""Restore of a resumed run: data position, optimizer, schedule, random number generators."""
 
 import math
 from typing import Any
@@ -17,10 +17,10 @@ from .step import TrainState
 from .train_state import load_optimizer, load_rng, read_prefixed
 
 
-def place_data(run: Run, train: Batches) -> list[str]:
+def restore_data_position(run: Run, train: Batches) -> list[str]:
     """Move `train` to the checkpoint's position, in any layout. Return notes for the user.
 
-    Every rank calls this. Raises ValueError, on every rank, where the data is another.
+    Every rank calls this. Raises ValueError on every rank if the data differs.
     """
     if run.resumed is None:
         return []
@@ -37,10 +37,10 @@ def place_data(run: Run, train: Batches) -> list[str]:
         ) from None
 
 
-def steps_left(run: Run, train: Batches) -> int:
+def last_step(run: Run, train: Batches) -> int:
     """Return the number of the run's last step."""
     options = run.options
-    # With --dynamic_sample, steps do not follow the count of samples: some prompts are replaced.
+    # With --dynamic_sample, the sample count does not determine the steps, because some prompts are replaced.
     counts_samples = not flag_value(options, "dynamic_sample", False)
     if (
         run.resumed is None
@@ -56,30 +56,30 @@ def steps_left(run: Run, train: Batches) -> int:
 
 
 def restore(run: Run, training: TrainState) -> list[str]:
-    """Restore optimizer, schedule and random numbers, in any layout. Return notes for the user.
+    """Restore optimizer, schedule and random number generators, in any layout. Return notes for the user.
 
-    Every rank calls this, last before the first step. Raises ValueError, on every rank, where files lack something.
+    Every rank calls this right before the first step. Raises ValueError on every rank if the files are incomplete.
     """
     if run.resumed is None:
         return []
     options, resumed, notes = run.options, run.resumed, []
-    same = resumed.state["layout"] == run.layout
-    numbers: dict[str, Any] | None = resumed.state["optimizer"]
-    if options.resume.no_load_optim or numbers is None:
+    is_same_layout = resumed.state["layout"] == run.layout
+    optimizer_state: dict[str, Any] | None = resumed.state["optimizer"]
+    if options.resume.no_load_optim or optimizer_state is None:
         training.schedule.step(resumed.step)
         notes.append("the optimizer begins anew (--no_load_optim true)")
     else:
-        load_optimizer(training, run.hf_config, resumed.folder, numbers, same_layout=same)
-    if same and resumed.state["rng"] and not options.resume.no_load_rng:
+        load_optimizer(training, run.hf_config, resumed.folder, optimizer_state, same_layout=is_same_layout)
+    if is_same_layout and resumed.state["rng"] and not options.resume.no_load_rng:
         load_rng(resumed.folder, dist.get_rank())
     else:
         seed_ranks(options.build, options.training.seed + resumed.step)
-        why = "--no_load_rng true" if same else "the layout is another"
-        notes.append(f"random numbers (of dropout) begin anew: {why}")
+        reason = "--no_load_rng true" if is_same_layout else "the layout is another"
+        notes.append(f"random numbers (of dropout) begin anew: {reason}")
     return notes
 
 
 def _cursors(resumed: Resumed) -> dict[str, np.ndarray]:
-    """Return the positions of a stream's readers, from all ranks of the run that saved them."""
+    """Return the positions of a stream's readers on all ranks of the saved run."""
     files = sorted(resumed.folder.glob("*.safetensors"))
     return {name: tensor.numpy() for file in files for name, tensor in read_prefixed(file, "data/").items()}

@@ -1,7 +1,7 @@
-"""`--router_replay_mode`: the experts that tokens went to in one pass are those of the policy's later passes, too.
+"""`--router_replay_mode`: routing replay, which reuses recorded experts in the policy's later passes.
 
-R2: those of the pass that finds the log-probabilities of what was drawn. R3: those of the engine that drew it. The
-reference, and what an adapter's model is without the adapter, choose for themselves.
+R2 records them in the trainer's pass for the old log-probabilities, R3 in the rollout engine. The reference model, also
+as the base model of an adapter, routes by itself.
 """
 
 from collections.abc import Sequence
@@ -19,33 +19,35 @@ from ..distributed.collectives import gloo_group
 
 
 def check_replay(model: Model, mode: str) -> None:
-    """Raise ValueError for a model without routers (of a hub, of whom the command line knew nothing)."""
+    """Raise ValueError for a model without routers, which the command line cannot check for hub models."""
     if mode != "disabled" and model.config.num_moe_experts is None:
         raise ValueError(f"--router_replay_mode {mode}: the model has no experts. Leave it out")
 
 
-def by_episode(
+def gather_experts(
     plan: BatchPlan,
     batches: Sequence[Batch],
-    recorded: dict[int, list[Tensor]],
+    experts_by_layer: dict[int, list[Tensor]],
     layers: int,
     groups: ProcessGroupCollection,
 ) -> list[np.ndarray]:
-    """Return the experts of all episodes' tokens, on every rank: int16 [length, layers, topk], -1 in dense layers.
+    """Return the experts of each episode's tokens on every rank: int16 [length, layers, topk], -1 in dense layers.
 
-    recorded: what this rank's routers chose, as `recording` (bridge/layers/replay.py) tells it. Every rank calls this.
+    Every rank calls this. experts_by_layer: the experts of this rank's routers for each micro batch, by layer number
+    (`record_experts` in bridge/layers/replay.py).
     """
-    numbers, of_rank_documents = sorted(recorded), {}
-    if numbers and groups.tp.rank() == 0:
+    layer_numbers, rank_documents = sorted(experts_by_layer), {}
+    if layer_numbers and groups.tp.rank() == 0:
         for index, batch in enumerate(batches):
-            of_batch = torch.stack([recorded[number][index] for number in numbers], dim=1)
-            of_rank_documents |= plan.token_values_by_document(batch, of_batch.numpy())
+            batch_experts = torch.stack([experts_by_layer[number][index] for number in layer_numbers], dim=1)
+            rank_documents |= plan.token_values_by_document(batch, batch_experts.numpy())
     ranks: list[tuple[list[int], dict[int, np.ndarray]]] = [([], {})] * dist.get_world_size()
-    dist.all_gather_object(ranks, (numbers, of_rank_documents), group=gloo_group())
+    dist.all_gather_object(ranks, (layer_numbers, rank_documents), group=gloo_group())
     episodes: dict[int, np.ndarray] = {}
-    for of_stage, of_rank in ranks:
-        for item, experts in of_rank.items():
+    for stage_layers, documents in ranks:
+        for number, experts in documents.items():
             shape = len(experts), layers, experts.shape[-1]
-            episode = episodes.setdefault(item, np.full(shape, -1, np.int16))
-            episode[:, of_stage] = np.maximum(episode[:, of_stage], experts)  # -1: another context-parallel rank has it
-    return [episodes[item] for item in sorted(episodes)]
+            episode = episodes.setdefault(number, np.full(shape, -1, np.int16))
+            # -1: held by another context-parallel rank
+            episode[:, stage_layers] = np.maximum(episode[:, stage_layers], experts)
+    return [episodes[number] for number in sorted(episodes)]

@@ -1,4 +1,4 @@
-"""Saving of a run: when, and what a checkpoint holds beside the weights."""
+"""Callback that saves checkpoints, and the state that they hold besides the weights."""
 
 import time
 from typing import Any
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ..run.context import Run
 from .callbacks import Callback, StepRecord
-from .checkpointer import Checkpoints
+from .checkpointer import Checkpointer
 from .objective import Data, Objective
 from .step import TrainState, sum_over_ranks
 from .step_logger import StepLogger
 from .train_state import optimizer_numbers, rank_tensors
 
 
-class Save(Callback):
-    """`--save_steps`."""
+class SaveCallback(Callback):
+    """Callback of `--save_steps`."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Save(Callback):
         objective: Objective,
         data: Data,
         logger: StepLogger,
-        checkpoints: Checkpoints,
+        checkpointer: Checkpointer,
     ):
         self._run, self._state, self._objective, self._data = run, state, objective, data
-        self._logger, self._checkpoints = logger, checkpoints
+        self._logger, self._checkpointer = logger, checkpointer
 
     def post_step(self, record: StepRecord) -> None:
         if not record.saves:
@@ -38,15 +38,15 @@ class Save(Callback):
         with log.meter.paused():
             began = time.perf_counter()
             tensors = self._rank_state()
-            state = self._run_state(record.eval_metrics)  # after what the tensors waited for
-            paths = self._checkpoints.save(record.step, state, tensors)
+            state = self._run_state(record.eval_metrics)  # after `_rank_state`, which waits for the device
+            paths = self._checkpointer.save(record.step, state, tensors)
             log.saved(
                 record.step, paths, time.perf_counter() - began, being_written=self._run.options.checkpoint.async_save
             )
             log.draw(overview_only=True)
 
     def _run_state(self, eval_metrics: dict[str, float]) -> dict[str, Any]:
-        """Return what is the same on every rank, for JSON."""
+        """Return the state that is equal on every rank, for JSON."""
         options, log, groups = self._run.options, self._logger.log, self._state.model.groups
         return {
             "tokens": log.meter.tokens,
@@ -62,10 +62,10 @@ class Save(Callback):
         }
 
     def _rank_state(self) -> dict[str, Tensor]:
-        """Return the tensors of this rank alone."""
+        """Return this rank's tensors."""
         options = self._run.options
-        optimizer, rng = not options.checkpoint.no_save_optim, not options.checkpoint.no_save_rng
-        tensors = rank_tensors(self._state, self._run.hf_config, optimizer=optimizer, rng=rng)
+        saves_optimizer, saves_rng = not options.checkpoint.no_save_optim, not options.checkpoint.no_save_rng
+        tensors = rank_tensors(self._state, self._run.hf_config, optimizer=saves_optimizer, rng=saves_rng)
         tensors |= self._logger.metrics.tensors()
         if self._objective.loop:
             loop_tensors = self._objective.loop.tensors()

@@ -24,60 +24,58 @@ from ..system.memory import oom_hints
 from .loss_spikes import SpikeFilter
 from .objective import Objective
 from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from .restore import place_data, restore, steps_left
+from .restore import last_step, restore, restore_data_position
 from .step import TrainState
 from .trainer import Trainer
 from .tuner import choose_trained
 
-# What a run trains for, with notes for the user: made when the model has its weights, and no optimizer yet.
-# The last two: Batches to train and to evaluate on, of a task that generates Prompts.
-Make = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
+# Returns the task's objective and notes for the user. Called after the weights are loaded, before the optimizer exists.
+# The last two arguments are the training and evaluation data: Batches, or Prompts for a task that generates.
+MakeObjective = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
 
 
-def train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
-    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+def train(options: SftOptions, sources: dict[str, str], make_objective: MakeObjective) -> int:
+    """Train by the options, and return the exit code. `sources`: origin of each option's value, for args.json."""
     with oom_hints(options), interruptible():
-        return _train(options, sources, make)
+        return _train(options, sources, make_objective)
 
 
-def _train(options: SftOptions, sources: dict[str, str], make: Make) -> int:
-    opened = open_run(options, sources)
-    train, val = train_batches(opened), eval_batches(opened)
-    notes = place_data(opened, train)
-    steps = steps_left(opened, train)
-    if opened.writes:
-        print(*_about_data(opened, train, steps), sep="\n", flush=True)
+def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObjective) -> int:
+    run = open_run(options, sources)
+    train, val = train_batches(run), eval_batches(run)
+    notes = restore_data_position(run, train)
+    max_steps = last_step(run, train)
+    if run.writes:
+        print(*_describe_data(run, train, max_steps), sep="\n", flush=True)
     adapters = options.tuner.tuner_type == "lora"
-    model = run_on_all_ranks(lambda: build_model(opened.hf_config, options.build, opened.dtype, adapters=adapters))
+    model = run_on_all_ranks(lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters))
     with load_as_bf16(model.chunks):
-        run_on_all_ranks(
-            lambda: read_weights(model, opened.hf_config, opened.weights_folder, seed=options.training.seed)
-        )
-    trained = choose_trained(model, opened)
-    objective, about = make(opened, model, train, val)
-    gc.collect()  # a model that was needed for it alone
+        run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
+    tuner_lines = choose_trained(model, run)
+    objective, objective_notes = make_objective(run, model, train, val)
+    gc.collect()  # models that only make_objective needed
     torch.cuda.empty_cache()
     chunks = wrap_for_data_parallelism(model, options.build)
     optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
-    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, steps)
+    schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, max_steps)
     spikes = SpikeFilter(options.optimizer.loss_spike_sigma) if options.optimizer.loss_spike_sigma else None
     training = TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes)
-    notes += about + restore(opened, training)
-    broadcast_from_rank0(lambda: save_args(opened.folder / "args.json", options, sources, kernels=str(model.kernels)))
-    if opened.writes:
-        print(*trained, *notes, sep="\n")
-        print(f"{model.kernels}; weights: {str(opened.dtype).removeprefix('torch.')}")
-        print(f"Run folder: {opened.folder}", flush=True)
-    stopped = Trainer(opened, training, objective, train, val, steps).fit()
+    notes += objective_notes + restore(run, training)
+    broadcast_from_rank0(lambda: save_args(run.folder / "args.json", options, sources, kernels=str(model.kernels)))
+    if run.writes:
+        print(*tuner_lines, *notes, sep="\n")
+        print(f"{model.kernels}; weights: {str(run.dtype).removeprefix('torch.')}")
+        print(f"Run folder: {run.folder}", flush=True)
+    stop_reason = Trainer(run, training, objective, train, val, max_steps).fit()
     parallel.destroy()
-    return EXIT_STOPPED if stopped else 0
+    return EXIT_STOPPED if stop_reason else 0
 
 
-def _about_data(run: Run, train: Any, steps: int) -> list[str]:
-    """Return what a user should know before the model is loaded, as lines."""
+def _describe_data(run: Run, train: Any, max_steps: int) -> list[str]:
+    """Return lines for the user about the data, printed before the model is loaded."""
     batch = run.options.training.global_batch_size
     layout = ProcessLayout.of(run.options.build, dist.get_world_size())
-    lines = [run.data.report, f"{layout}; {plural(steps, 'step')} of {plural(batch, 'sample')}"]
+    lines = [run.data.report, f"{layout}; {plural(max_steps, 'step')} of {plural(batch, 'sample')}"]
     if train.samples is not None and train.samples < batch:
         lines.append(
             f"--global_batch_size {batch}: the data has {plural(train.samples, 'sample')}, so a step sees some of them "

@@ -1,8 +1,8 @@
-"""The training step, and its forward-only sibling, on megatron-core's pipeline schedules. Every task calls these two.
+"""Training step and evaluation step of all tasks, on megatron-core's pipeline schedules.
 
-A task brings batches and a loss. The loss sees one micro batch and returns a scalar that is already divided by what
-the *global* batch counts (`batch.loss_tokens`), with metrics to be summed over micro batches and ranks. Nothing here
-divides by the number of ranks, of micro batches, or of tokens a second time.
+A task's loss takes one micro batch, and returns a scalar that is already normalized by the *global* batch
+(`batch.loss_tokens`), and metrics to sum over micro batches and ranks. This module does not divide by the number of
+ranks, micro batches or tokens again.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from .optimizer import update
 
 # (micro batch, model output) -> (this micro batch's share of the loss, metrics)
 Loss = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-# micro batch -> the output processor that computes what its loss takes
+# micro batch -> output processor that computes the input of its loss
 Output = Callable[[Batch], OutputProcessor]
 
 
 @dataclasses.dataclass
 class TrainState:
-    """State that a step changes."""
+    """Model, optimizer and schedule, which a step updates."""
 
     model: Model
     chunks: list[DistributedDataParallel]
@@ -47,8 +47,8 @@ class TrainState:
     schedule: OptimizerParamScheduler
     clip_grad: float
     spikes: SpikeFilter | None = None  # --loss_spike_sigma
-    outcome: "StepResult | None" = None  # of the last step
-    batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's, of the last step
+    last_result: "StepResult | None" = None
+    last_batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's
 
     @property
     def learning_rate(self) -> float:
@@ -56,30 +56,29 @@ class TrainState:
         return self.optimizer.param_groups[0]["lr"]
 
     def synchronize(self) -> None:
-        """Wait for the outcome of the last step. Raises NonFiniteError, on every rank."""
-        if self.outcome is not None:
-            _ = self.outcome.grad_norm
+        """Wait for the result of the last step. Raises NonFiniteError on every rank."""
+        if self.last_result is not None:
+            _ = self.last_result.grad_norm
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
-        """Within, every rank's parameters are those after the last step, also where their gathering is overlapped with
-        the next forward pass."""
-        overlapped = self.chunks[0].ddp_config.overlap_param_gather
-        if overlapped:
+        """Ensure that all parameters are up to date within the context, also with --overlap_param_gather."""
+        is_overlapped = self.chunks[0].ddp_config.overlap_param_gather
+        if is_overlapped:
             for chunk in self.chunks:
                 chunk.disable_forward_pre_hook()
         yield
-        if overlapped:
+        if is_overlapped:
             for chunk in self.chunks:
                 chunk.enable_forward_pre_hook()
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is not finite. The weights are those of the step before."""
+    """Raised for a step with a non-finite loss or gradient. The step has not changed the weights."""
 
 
 class StepResult:
-    """Result of a step: numbers on their way to the host, which waits for them only where it reads them."""
+    """Result of a step: scalars in an asynchronous copy to the host, which waits for them when it reads them."""
 
     def __init__(
         self,
@@ -88,41 +87,43 @@ class StepResult:
         metrics: dict[str, Tensor],
         spike: Tensor | None = None,
         *,
-        passed_over: bool = False,
+        skips_update: bool = False,
     ):
-        """spike: 1.0 where the weights stayed because loss or norm stood out. passed_over: they stayed in any case."""
-        self.step, self.passed_over = step, passed_over
-        self.skipped = norms is None  # fp16: too high a scale makes gradients infinite, and never the loss
+        """spike: 1.0 if the update was skipped as a loss spike. skips_update: the update was skipped in any case."""
+        self.step, self.skips_update = step, skips_update
+        self.is_overflow = norms is None  # fp16 gradients overflow if the loss scale is too high; the loss does not
         zero = torch.zeros((), device=runtime.device())
         losses = torch.stack([zero, *metrics.values()]).sum()
         self._numbers = AsyncScalars(torch.stack([*(norms or (zero, zero)), losses, zero if spike is None else spike]))
-        self.arrival = self._numbers.arrival
+        self.event = self._numbers.event
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """Gradient norm before clipping; None where it is not finite and the weights stayed: fp16's loss scale was too
-        high, or the step was passed over.
+        """Gradient norm before clipping, equal on all ranks. Every rank reads it.
 
-        Raises NonFiniteError. Every rank asks for it, and it is the same on all.
+        None if it is not finite because fp16 gradients overflow or the update was skipped; otherwise raises
+        NonFiniteError.
         """
         norm, rank_norm, losses, _ = self._numbers.wait()
-        if not self.skipped and math.isfinite(norm):
+        if not self.is_overflow and math.isfinite(norm):
             return norm
-        if self.passed_over:
+        if self.skips_update:
             return None
         ranks = {
             "loss": _ranks_where(not math.isfinite(losses)),
             "gradient": _ranks_where(not math.isfinite(rank_norm)),
         }
-        if self.skipped and not ranks["loss"]:
+        if self.is_overflow and not ranks["loss"]:
             return None
-        blamed = "; ".join(f"{name} of rank {numbers}" for name, numbers in ranks.items() if numbers)
-        what = (
-            f"the {blamed}" if self.skipped else f"the gradient norm {norm} ({blamed or 'no single rank stands out'})"
+        causes = "; ".join(f"{name} of rank {numbers}" for name, numbers in ranks.items() if numbers)
+        subject = (
+            f"the {causes}"
+            if self.is_overflow
+            else f"the gradient norm {norm} ({causes or 'no single rank stands out'})"
         )
         raise NonFiniteError(
-            f"step {self.step}: {what} is not finite. The weights are those of the step before. Lower --lr, lengthen "
-            "the warmup, or look at the data of this step"
+            f"step {self.step}: {subject} is not finite. The weights are those of the step before. Lower --lr, "
+            "lengthen the warmup, or look at the data of this step"
         )
 
     @property
@@ -132,37 +133,37 @@ class StepResult:
 
     @property
     def is_spike(self) -> bool:
-        """Return whether the weights stayed because loss or gradient norm stood out. Waits as `grad_norm` does."""
+        """Return whether the update was skipped as a loss spike. Waits as `grad_norm` does."""
         return self._numbers.wait()[3] > 0
 
 
 class AsyncScalars:
-    """A tensor's numbers on their way from the device: the copy is in line behind what the device was given before."""
+    """Asynchronous copy of a tensor's numbers to the host, in the order of the device's stream."""
 
     def __init__(self, tensor: Tensor):
-        self._numbers = tensor.to("cpu", non_blocking=True)  # of a GPU: into pinned memory
-        self.arrival = recorded_event() if tensor.is_cuda else None
+        self._numbers = tensor.to("cpu", non_blocking=True)  # pinned memory for a GPU tensor
+        self.event = recorded_event() if tensor.is_cuda else None
 
     def wait(self) -> list[float]:
-        if self.arrival is not None:
-            self.arrival.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         return self._numbers.tolist()
 
 
 class StepTimer:
-    """Ends of steps on the device, in the host's time: the host itself runs ahead."""
+    """Timer of the ends of steps on the device, by the host's clock. The host itself runs ahead."""
 
     def __init__(self):
         runtime.synchronize()
         self._time = time.perf_counter()
         self._event = recorded_event() if runtime.device().type == "cuda" else None
 
-    def end_of(self, outcome: StepResult) -> float:
-        """Return when a step ended. Called for each step in turn."""
-        if self._event is None or outcome.arrival is None:
+    def end_of(self, result: StepResult) -> float:
+        """Return the time at which a step ended. Must be called for each step in order."""
+        if self._event is None or result.event is None:
             return time.perf_counter()
-        self._time += self._event.elapsed_time(outcome.arrival) / 1000
-        self._event = outcome.arrival
+        self._time += self._event.elapsed_time(result.event) / 1000
+        self._event = result.event
         return self._time
 
 
@@ -173,12 +174,12 @@ def recorded_event() -> torch.cuda.Event:
 
 
 def log_probs(batch: Batch) -> LogProbs:
-    """Return the output of language models: log-probabilities of the labels."""
+    """Return the output processor of language models: log-probabilities of the labels."""
     return LogProbs()
 
 
 def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross entropy over the tokens of the global batch that are trained on."""
+    """Return the mean cross entropy over the trained tokens of the global batch."""
     loss = cross_entropy(log_probs, batch.loss_weights) / max(batch.loss_tokens, 1.0)
     return loss, {"loss": loss.detach()}
 
@@ -190,16 +191,15 @@ def train_step(
     step: int,
     output: Output = log_probs,
     *,
-    passed_over: bool = False,
+    skips_update: bool = False,
 ) -> tuple[dict[str, Tensor], StepResult]:
-    """Return one optimizer step over this rank's micro batches, given to the device: nothing here waits for its end.
+    """Launch one optimizer step over this rank's micro batches, without waiting for its end.
 
-    passed_over: the weights stay as they are.
+    skips_update: leave the weights unchanged.
 
-    Returns the metrics, summed over this rank's micro batches (empty but on the last pipeline stage), and the outcome.
-    A step whose gradient is not finite changes no weight, on the device alone; the host learns of it when it looks at
-    the outcome, at the latest before the next step's update.
-    Raises NonFiniteError, on every rank, where the step before was such a one.
+    Returns the metrics, summed over this rank's micro batches (empty except on the last pipeline stage), and the
+    result. A non-finite gradient skips the update on the device. The host learns of it when it reads the result, at the
+    latest before the next update: raises NonFiniteError on every rank if the previous step was not finite.
     """
     for chunk in training.chunks:
         if not chunk.training:  # after an evaluation
@@ -210,43 +210,48 @@ def train_step(
     training.synchronize()
     spike: Tensor | None = None
 
-    def skips(norm: Tensor) -> Tensor:
+    def should_skip(norm: Tensor) -> Tensor:
         nonlocal spike
-        if passed_over:
+        if skips_update:
             return torch.ones_like(norm)
         assert training.spikes is not None
         spike = training.spikes.judge(_loss_of_all_ranks(training.model.groups, metrics), norm)
         return spike
 
-    norms = update(training.optimizer, training.clip_grad, skips if passed_over or training.spikes else None)
-    training.outcome, training.batches = StepResult(step, norms, metrics, spike, passed_over=passed_over), batches
+    norms = update(training.optimizer, training.clip_grad, should_skip if skips_update or training.spikes else None)
+    training.last_result, training.last_batches = (
+        StepResult(step, norms, metrics, spike, skips_update=skips_update),
+        batches,
+    )
     if norms is not None:
         training.schedule.step(1)
-    return metrics, training.outcome
+    return metrics, training.last_result
 
 
 def _loss_of_all_ranks(groups: ProcessGroupCollection, metrics: dict[str, Tensor]) -> Tensor:
     """Return the loss of the global batch, fp32 [] on the device."""
-    counts = "loss" in metrics and groups.tp.rank() == 0
-    loss = metrics["loss"].float().clone() if counts else torch.zeros((), device=runtime.device())
+    is_counted = "loss" in metrics and groups.tp.rank() == 0
+    loss = metrics["loss"].float().clone() if is_counted else torch.zeros((), device=runtime.device())
     dist.all_reduce(loss)
     return loss
 
 
-def run_again(training: TrainState, loss: Loss, output: Output = log_probs) -> str:
-    """Compute the last step once more, which was not finite, and return what this tells of the cause.
+def rerun_step(training: TrainState, loss: Loss, output: Output = log_probs) -> str:
+    """Repeat the last step, which was not finite, and return a text about the likely cause.
 
-    Its weights are still there. Every rank calls this; no weight changes.
+    Every rank calls this. Weights do not change.
     """
-    assert training.outcome is not None
+    assert training.last_result is not None
     for chunk in training.chunks:
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    metrics = run_schedule(training.model, training.chunks, training.batches, loss, forward_only=False, output=output)
+    metrics = run_schedule(
+        training.model, training.chunks, training.last_batches, loss, forward_only=False, output=output
+    )
     norms = update(training.optimizer, training.clip_grad, torch.ones_like)
-    outcome = StepResult(training.outcome.step, norms, metrics, passed_over=True)
-    losses_finite = not _ranks_where(not outcome.is_loss_finite)
-    if outcome.grad_norm is None or not losses_finite:
+    result = StepResult(training.last_result.step, norms, metrics, skips_update=True)
+    is_loss_finite = not _ranks_where(not result.is_loss_finite)
+    if result.grad_norm is None or not is_loss_finite:
         return (
             "Computed once more, it is not finite either: the data or the weights are the cause, not a fault of a GPU."
         )
@@ -260,7 +265,7 @@ def run_again(training: TrainState, loss: Loss, output: Output = log_probs) -> s
 def evaluate_step(
     training: TrainState, batches: list[Batch], loss: Loss, output: Output = log_probs
 ) -> dict[str, Tensor]:
-    """Return the metrics of a global batch, by the same schedule without its backward half."""
+    """Return the metrics of a global batch, from forward passes only."""
     for chunk in training.chunks:
         chunk.eval()
     return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, output=output)
@@ -277,14 +282,14 @@ def run_schedule(
 ) -> dict[str, Tensor]:
     """Run the pipeline schedule over the micro batches: forward and (unless `forward_only`) backward.
 
-    Returns the metrics, summed; empty but on the last pipeline stage.
+    Returns the metrics summed over micro batches; empty except on the last pipeline stage.
     """
-    metrics = through_pipeline(model, chunks, batches, loss, forward_only=forward_only, output=output)
+    metrics = run_micro_batches(model, chunks, batches, loss, forward_only=forward_only, output=output)
     names = metrics[0].keys() if metrics else ()
     return {name: torch.stack([values[name] for values in metrics]).sum() for name in names}
 
 
-def through_pipeline(
+def run_micro_batches(
     model: Model,
     chunks: Sequence[torch.nn.Module],
     batches: list[Batch],
@@ -294,10 +299,10 @@ def through_pipeline(
     output: Output = log_probs,
     replays: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """Run the schedule and return the metrics of each micro batch. replays: routers repeat Batch.experts."""
+    """Run the schedule and return the metrics of each micro batch. replays: routers reuse Batch.experts."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    moved = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
-    # megatron-core multiplies a loss by CP / micro batches, and averages gradients over DP x CP ranks: undo both.
+    device_batches = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
+    # Undo megatron-core's scaling of a loss by CP / micro batches, and its average of gradients over DP x CP ranks.
     scale = len(batches) * model.groups.dp.size()
 
     def forward_step(micro_batches, chunk):
@@ -317,7 +322,7 @@ def through_pipeline(
     rows, length = batches[0].tokens.shape
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(moved) for _ in chunks] if len(chunks) > 1 else iter(moved),
+        data_iterator=[iter(device_batches) for _ in chunks] if len(chunks) > 1 else iter(device_batches),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
@@ -340,51 +345,51 @@ def _inputs(batch: Batch, positions: Tensor | None, *, replays: bool) -> ModelIn
 
 
 def loss_positions(weights: Tensor) -> Tensor | None:
-    """Return the positions of a micro batch whose weights [rows, length] are not 0: [n], or None for all.
+    """Return the positions with a loss, where the weights [rows, length] are not 0: [n], or None for all.
 
-    Padded by further positions to a multiple of a sixteenth of all: with few sizes the allocator reuses its memory.
+    Padded with other positions to a multiple of 1/16 of all, because few distinct sizes let the allocator reuse memory.
     """
     scored = weights.flatten() != 0
     step = -(-len(scored) // 16)
-    more = -int(scored.sum()) % step or (0 if scored.any() else step)
-    scored[(~scored).nonzero()[:more]] = True
+    padding = -int(scored.sum()) % step or (0 if scored.any() else step)
+    scored[(~scored).nonzero()[:padding]] = True
     return None if scored.all() else scored.nonzero().squeeze(1)
 
 
 def sum_over_ranks(
     groups: ProcessGroupCollection, values: dict[str, Tensor], names: Sequence[str], *local: float
 ) -> AsyncScalars:
-    """Metrics that only the last pipeline stage has, and numbers of each data-parallel rank, summed over the job.
+    """Sum metrics of the last pipeline stage, and `local` numbers of each data-parallel rank, over all ranks.
 
-    Every rank calls this. The metrics in the order of `names`, then the numbers; nothing waits for the device.
+    Every rank calls this. Returns the metrics in the order of `names`, then the numbers. Does not wait for the device.
     """
-    first_of_tp = groups.tp.rank() == 0
-    counts = first_of_tp and groups.cp.rank() == 0 and groups.pp.rank() == 0
-    numbers = torch.tensor([0.0] * len(names) + [each * counts for each in local], dtype=torch.float64)
+    is_first_of_tp = groups.tp.rank() == 0
+    is_counted = is_first_of_tp and groups.cp.rank() == 0 and groups.pp.rank() == 0
+    numbers = torch.tensor([0.0] * len(names) + [value * is_counted for value in local], dtype=torch.float64)
     vector = to_device(numbers, runtime.device())
-    if values and first_of_tp:
+    if values and is_first_of_tp:
         vector[: len(names)] = torch.stack([values[name] for name in names]).double()
     dist.all_reduce(vector)
     return AsyncScalars(vector)
 
 
 def _check_vocabulary(batches: list[Batch], size: int) -> None:
-    """A split embedding would take a token that it does not have for zeros, and say nothing."""
+    """Raise ValueError for tokens beyond the vocabulary, which a vocabulary-parallel embedding silently maps to 0."""
     check_tokens(max(int(batch.tokens.max()) for batch in batches), size)
 
 
 def _to_device(batch: Batch) -> Batch:
-    """Move the tensors of the computation to the device; document boundaries stay on the CPU, where they are read."""
+    """Copy a batch's tensors to the device, except document boundaries, which are read on the CPU."""
     device = runtime.device()
     if device.type == "cpu":
         return batch
     names = "tokens", "labels", "loss_weights", "position_ids"
-    moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
-    return dataclasses.replace(batch, **moved)
+    device_batches = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
+    return dataclasses.replace(batch, **device_batches)
 
 
 def _ranks_where(condition: bool) -> str:
     """Return the numbers of the ranks on which `condition` holds, as text. Every rank calls this."""
-    everyone = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, condition)
-    return ", ".join(str(rank) for rank, holds in enumerate(everyone) if holds)
+    conditions = [False] * dist.get_world_size()
+    dist.all_gather_object(conditions, condition)
+    return ", ".join(str(rank) for rank, is_true in enumerate(conditions) if is_true)

@@ -16,7 +16,7 @@ from .metrics import MetricsAccumulator, Reduced, load_balancing
 from .objective import Objective
 from .step import AsyncScalars, StepTimer, TrainState, sum_over_ranks
 from .step_times import StepTimes
-from .train_state import read_own
+from .train_state import read_rank_tensors
 
 
 @dataclass
@@ -63,7 +63,7 @@ class StepLogger(Callback):
         state = run.resumed.state
         tokens = state["tokens"]
         if state["layout"] == run.layout:
-            self.metrics.load(read_own(run.resumed.folder, dist.get_rank(), "window/"))
+            self.metrics.load(read_rank_tensors(run.resumed.folder, dist.get_rank(), "window/"))
         else:  # the sums of each rank are of other ranks than there are now
             tokens += state["window_tokens"]
         waiting = Waiting(
@@ -77,9 +77,9 @@ class StepLogger(Callback):
 
     def post_step(self, record: StepRecord) -> None:
         self.flush()  # the step before, whose numbers have come; the device has this one to do
-        if record.is_passed_over:
+        if record.skips_update:
             self.log.note(f"step {record.step}: no update (--iterations_to_skip)")
-        if record.result.skipped:
+        if record.result.is_overflow:
             self.log.note(f"step {record.step}: no update, fp16's gradients overflow; their scale is lowered")
         self.metrics.add(record.batches, record.metrics, self._flops, load_balancing(self._state))
         is_due, loop, sums = self.log.due(record.step), self._objective.loop, self.metrics

@@ -1,10 +1,10 @@
-"""Training state: everything but the weights that makes a resumed run the same: optimizer, schedule, random numbers.
+"""Training state besides the weights, for an exact resume: optimizer, schedule, random number generators.
 
-Each rank writes what it holds into a file of its own. The optimizer's state is read from those of all ranks, in any
-layout, since they have boxes of whole tensors (shard_regions.py); the rest from that of the same rank.
+Each rank writes one file. The optimizer's state can be loaded in any parallel layout from the files of all ranks, since
+they hold regions of whole tensors (shard_regions.py). The rest is loaded from the file of the same rank.
 
-    optimizer/exp_avg/decoder.layers.0.mlp.linear_fc1.weight@0,0    so of each state; param: fp32 masters of the weights
-    rng/...     generators of random numbers
+    optimizer/exp_avg/decoder.layers.0.mlp.linear_fc1.weight@0,0    likewise each state; param: fp32 masters
+    rng/...     states of random number generators
     fp8/...     Transformer Engine's scales of a module
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...bridge.checkpoint.shard_regions import ShardRegion, TrainedParams, load_regions
 from ...bridge.mapping.fp8 import read_scales, set_scales
 from ..distributed.collectives import run_on_all_ranks
-from .optimizer import parts, put_masters, shards
+from .optimizer import chained_optimizers, copy_masters_to_model, shards
 from .step import TrainState
 
 OPTIMIZER, RNG, FP8 = "optimizer/", "rng/", "fp8/"
@@ -36,24 +36,24 @@ def rank_file(rank: int) -> str:
 
 
 def rank_tensors(training: TrainState, hf_config: dict[str, Any], *, optimizer: bool, rng: bool) -> dict[str, Tensor]:
-    """Return the tensors of this rank's file, by name. Those of the optimizer are views, which the next step changes.
+    """Return the tensors of this rank's file by name. The optimizer's are views, which the next step changes.
 
-    `optimizer`: its state, and the scales of FP8. `rng`: the generators of random numbers. No rank waits for another.
+    optimizer: include the optimizer's state and FP8 scales. rng: include random number generators. No collectives.
     """
     tensors = {}
     if optimizer:
-        tensors |= {box.label: box.values for box in _boxes(training, hf_config) if box.first}
-        for name, module in _in_fp8(training):
+        tensors |= {region.label: region.values for region in _regions(training, hf_config) if region.first}
+        for name, module in _fp8_modules(training):
             tensors |= {f"{name}/{kind}": scale for kind, scale in read_scales(module).items()}
-    return tensors | (_rng() if rng else {})
+    return tensors | (_rng_tensors() if rng else {})
 
 
 def optimizer_numbers(training: TrainState) -> dict[str, Any]:
-    """Return what all ranks share, for JSON: steps of the optimizer and the schedule, fp16's loss scale."""
+    """Return the state that all ranks share, for JSON: optimizer and schedule steps, fp16 loss scale."""
     numbers: dict[str, Any] = {"schedule_steps": training.schedule.num_steps}
     if training.spikes:
         numbers["spikes"] = training.spikes.state()
-    for part in parts(training.optimizer):
+    for part in chained_optimizers(training.optimizer):
         for group in part.param_groups:
             if "step" in group:
                 numbers["optimizer_steps"] = group["step"]
@@ -65,15 +65,15 @@ def optimizer_numbers(training: TrainState) -> dict[str, Any]:
 def load_optimizer(
     training: TrainState, hf_config: dict[str, Any], folder: Path, numbers: dict[str, Any], *, same_layout: bool
 ) -> None:
-    """Give optimizer and schedule what the files of `folder` have, and the weights what the optimizer's masters are.
+    """Load optimizer and schedule from the files in `folder`, and copy the optimizer's masters to the weights.
 
-    Every rank calls this, once the weights are read. `same_layout`: each rank holds what the rank that wrote its file
-    held, and takes its scales of FP8 too. Raises ValueError, on every rank, where the files lack something.
+    Every rank calls this after the weights are loaded. same_layout: the parallel layout is that of the files, so each
+    rank also loads its FP8 scales. Raises ValueError on every rank if the files are incomplete.
     """
 
     def read() -> None:
         try:
-            load_regions(_boxes(training, hf_config), sorted(folder.glob("rank-*.safetensors")))
+            load_regions(_regions(training, hf_config), sorted(folder.glob("rank-*.safetensors")))
         except ValueError as error:
             raise ValueError(
                 f"{folder}: {error}. Its run trained other parameters, with another optimizer, or in another dtype: "
@@ -81,45 +81,47 @@ def load_optimizer(
             ) from None
 
     run_on_all_ranks(read)
-    if same_layout:  # first: weights in FP8 are made of the masters by these scales
-        scales = read_own(folder, dist.get_rank(), FP8)
-        for name, module in _in_fp8(training):
-            of_module = {key.rpartition("/")[2]: scale for key, scale in scales.items() if key.startswith(f"{name}/")}
-            if of_module:
-                set_scales(module, of_module, training.model.config)
-    put_masters(training.optimizer, training.chunks)
+    if same_layout:  # before the masters are copied, which quantizes them to FP8 with these scales
+        scales = read_rank_tensors(folder, dist.get_rank(), FP8)
+        for name, module in _fp8_modules(training):
+            module_scales = {
+                key.rpartition("/")[2]: scale for key, scale in scales.items() if key.startswith(f"{name}/")
+            }
+            if module_scales:
+                set_scales(module, module_scales, training.model.config)
+    copy_masters_to_model(training.optimizer, training.chunks)
     _load_numbers(training, numbers)
 
 
 def load_rng(folder: Path, rank: int) -> None:
-    """Give this process's generators the state of `rank`'s: in the same layout, as the last thing before a step."""
-    tensors = read_own(folder, rank, RNG)
+    """Load the random number generators of `rank`, right before the first step, in the same layout only."""
+    tensors = read_rank_tensors(folder, rank, RNG)
     torch.set_rng_state(tensors.pop(RNG + "torch"))
-    version, state, gauss = _from_json(tensors.pop(RNG + "python"))
+    version, state, gauss = _decode_json(tensors.pop(RNG + "python"))
     random.setstate((version, tuple(state), gauss))
-    np.random.set_state(_from_json(tensors.pop(RNG + "numpy")))
+    np.random.set_state(_decode_json(tensors.pop(RNG + "numpy")))
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors.pop(RNG + "cuda"))
     tracker: Any = get_cuda_rng_tracker()
-    graphable = tracker.use_cudagraphable_rng
+    is_graphable = tracker.use_cudagraphable_rng
     tracker.set_states({
-        name.rpartition("/")[2]: convert_cuda_rng_state(state, to_graphable=graphable)
+        name.rpartition("/")[2]: convert_cuda_rng_state(state, to_graphable=is_graphable)
         for name, state in tensors.items()
     })  # fmt: skip
 
 
-def _boxes(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
-    """Yield all that this rank's optimizer holds."""
+def _regions(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
+    """Yield the regions of all tensors in this rank's optimizer state."""
     model = training.model
-    trained = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
+    trained_params = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
     for parameter, start, state, sharded in shards(training.optimizer):
         if state:
-            runs = {f"{OPTIMIZER}{name}/": run for name, run in state.items()}
-            yield from trained.regions(parameter, start, runs, sharded=sharded)
+            views = {f"{OPTIMIZER}{name}/": view for name, view in state.items()}
+            yield from trained_params.regions(parameter, start, views, sharded=sharded)
 
 
 def _load_numbers(training: TrainState, numbers: dict[str, Any]) -> None:
-    for number, part in enumerate(parts(training.optimizer)):
+    for number, part in enumerate(chained_optimizers(training.optimizer)):
         for group in part.param_groups:
             if "step" in group:
                 group["step"] = numbers.get("optimizer_steps", numbers["schedule_steps"])
@@ -132,18 +134,18 @@ def _load_numbers(training: TrainState, numbers: dict[str, Any]) -> None:
     training.schedule.step(0)  # the learning rate of the next step
 
 
-def _in_fp8(training: TrainState) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that may have scales, by the names of these."""
+def _fp8_modules(training: TrainState) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that may have FP8 scales, with the prefix of the scales' names."""
     for number, chunk in enumerate(training.model.chunks if training.model.config.fp8 else ()):
         for name, module in chunk.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield f"{FP8}{number}/{name}", module
 
 
-def _rng() -> dict[str, Tensor]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _as_json(random.getstate())}
-    name, keys, *rest = np.random.get_state()
-    states["numpy"] = _as_json([name, np.asarray(keys).tolist(), *rest])
+def _rng_tensors() -> dict[str, Tensor]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _encode_json(random.getstate())}
+    name, keys, *gaussian_state = np.random.get_state()
+    states["numpy"] = _encode_json([name, np.asarray(keys).tolist(), *gaussian_state])
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     tracker: Any = get_cuda_rng_tracker()
@@ -151,15 +153,15 @@ def _rng() -> dict[str, Tensor]:
     return {RNG + name: state for name, state in states.items()}
 
 
-def _as_json(value: Any) -> Tensor:
+def _encode_json(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _from_json(tensor: Tensor) -> Any:
+def _decode_json(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
-def read_own(folder: Path, rank: int, prefix: str) -> dict[str, Tensor]:
+def read_rank_tensors(folder: Path, rank: int, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a rank's file under a prefix."""
     return read_prefixed(folder / rank_file(rank), prefix)
 

@@ -1,4 +1,4 @@
-"""The trainer: takes steps on batches, and calls back what logs, evaluates, saves and stops the run."""
+"""Trainer: runs the steps, and the callbacks that log, evaluate, save and stop the run."""
 
 import gc
 import time
@@ -15,25 +15,32 @@ from ..distributed.signals import Stop
 from ..distributed.watchdog import Watchdog
 from ..observability.profiler import Profile
 from ..run.context import Run, streamed
-from .callbacks import Callback, CollectGarbage, ProfileSteps, ReportProgress, StepRecord, StopSignals
-from .checkpointer import Checkpoints
-from .evaluation import Evaluate
+from .callbacks import (
+    Callback,
+    GarbageCollectionCallback,
+    ProfilerCallback,
+    ProgressCallback,
+    StepRecord,
+    StopSignalCallback,
+)
+from .checkpointer import Checkpointer
+from .evaluation import EvaluationCallback
 from .objective import Data, Objective
-from .saving import Save
-from .step import NonFiniteError, TrainState, run_again, train_step
+from .saving import SaveCallback
+from .step import NonFiniteError, TrainState, rerun_step, train_step
 from .step_logger import StepLogger
-from .train_state import read_own
+from .train_state import read_rank_tensors
 
 
 class Trainer:
-    """Trains one run, on every rank alike.
+    """Trainer of one run. Every rank calls every method in the same order.
 
-    A task's loop, or `_train_on_data`, makes the batches of each step:
+    A task's loop, or `_train_on_data`, provides the batches of each step:
 
-        for step in trainer.steps():         # until the last one, or a stop
-            with trainer.phase("data"):      # a part of the step, for the watchdog and the profiler
+        for step in trainer.steps():         # until the last step or a stop
+            with trainer.phase("data"):      # names a part of the step for the watchdog and the profiler
                 batches = ...
-            trainer.step(batches)            # logs, evaluates and saves too
+            trainer.step(batches)            # also logs, evaluates and saves
     """
 
     def __init__(
@@ -44,40 +51,42 @@ class Trainer:
         self.steps_done = run.resumed.step if run.resumed else 0
         self.stop_reason: str | None = None
         if objective.loop and run.resumed and not run.options.resume.ignore_data_skip:
-            objective.loop.load(read_own(run.resumed.folder, 0, "rollout/"))
+            objective.loop.load(read_rank_tensors(run.resumed.folder, 0, "rollout/"))
         self._logger = StepLogger(run, state, objective, max_steps)
         self.log = log = self._logger.log
-        first = self.steps_done + 1
+        first_step = self.steps_done + 1
         note = log.note if run.writes else print
-        profile = Profile(run.options.profile, run.folder, max_steps, note, log.meter.paused, first=first)
+        profile = Profile(run.options.profile, run.folder, max_steps, note, log.meter.paused, first=first_step)
         self._stop = Stop(run.options.resume.exit_duration_in_mins)
         self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.total_runs_taken)
-        following = objective.follower and objective.follower.reference
-        self._checkpoints = Checkpoints(run, state, self.watchdog, log.note, following, log.written)
-        evaluate = [Evaluate(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
+        reference = objective.reference_sync and objective.reference_sync.reference
+        self._checkpointer = Checkpointer(run, state, self.watchdog, log.note, reference, log.written)
+        evaluation_callbacks = (
+            [EvaluationCallback(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
+        )
         self._callbacks: list[Callback] = [
-            StopSignals(self._stop),
-            ReportProgress(run, max_steps),
+            StopSignalCallback(self._stop),
+            ProgressCallback(run, max_steps),
             self._logger,
-            ProfileSteps(profile),
-            *evaluate,
-            Save(run, state, objective, train, self._logger, self._checkpoints),
-            CollectGarbage(run.options),
+            ProfilerCallback(profile),
+            *evaluation_callbacks,
+            SaveCallback(run, state, objective, train, self._logger, self._checkpointer),
+            GarbageCollectionCallback(run.options),
         ]
         self._data_wait, self._epoch = 0.0, train.epoch
 
     def fit(self) -> str | None:
-        """Train to the last step, or until a stop, whose reason is returned: the run is saved then."""
+        """Train to the last step or to a stop, where the run is saved. Return the reason of a stop, else None."""
         if self.steps_done >= self.max_steps:
             self.log.note(f"The checkpoint is of step {self.steps_done}, the run's last: nothing is left to train.")
         gc.collect()
-        gc.freeze()  # collections during training need not go through all that was imported and built
+        gc.freeze()  # keeps garbage collections during training from scanning imported modules and the model
         try:
             if self.objective.loop:
                 self.objective.loop.train(self)
             else:
                 self._train_on_data()
-            self._checkpoints.settle()
+            self._checkpointer.wait()
         except Exception as error:
             self._fail(error)
             raise
@@ -95,7 +104,7 @@ class Trainer:
             self.step(step_batches)
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step, from 1, until the last one or a stop. `step` is called once for each."""
+        """Yield the number of each step, from 1, until the last step or a stop. The caller calls `step` for each."""
         while self.steps_done < self.max_steps and self.stop_reason is None:
             step = self.steps_done + 1
             self._data_wait, self._epoch = 0.0, self._train.epoch
@@ -106,7 +115,7 @@ class Trainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a part of the next step. Seconds of "data" are the log's `data_wait`."""
+        """Name a part of the next step. The seconds of "data" are logged as `data_wait`."""
         began = time.perf_counter()
         with self.watchdog.phase(f"{name} of step {self.steps_done + 1}"), torch.profiler.record_function(name):
             yield
@@ -114,18 +123,18 @@ class Trainer:
             self._data_wait += time.perf_counter() - began
 
     def step(self, batches: list[Batch]) -> None:
-        """Take one optimizer step on this rank's micro batches, and do what is due after it."""
+        """Take one optimizer step on this rank's micro batches, and run the callbacks."""
         step, objective = self.steps_done + 1, self.objective
         self.watchdog.phase(f"step {step}", learn=True)
         learning_rate = self.state.learning_rate
         batches = objective.prepare(self.state, batches, False)
         self._logger.begin_step(self._data_wait)
-        is_passed_over = step in self.run.options.optimizer.iterations_to_skip
+        skips_update = step in self.run.options.optimizer.iterations_to_skip
         metrics, result = train_step(
-            self.state, batches, objective.loss, step, objective.output, passed_over=is_passed_over
+            self.state, batches, objective.loss, step, objective.output, skips_update=skips_update
         )
-        if objective.follower:
-            objective.follower(self.state, step)
+        if objective.reference_sync:
+            objective.reference_sync(self.state, step)
         self.steps_done = step
         self.stop_reason = self._stop.reason() if step < self.max_steps else None
         saves = self._is_save_step(step)
@@ -138,7 +147,7 @@ class Trainer:
             result,
             learning_rate,
             self._data_wait,
-            is_passed_over,
+            skips_update,
             evaluates,
             saves or self.stop_reason is not None,
         )
@@ -154,16 +163,16 @@ class Trainer:
         return step == self.max_steps or self._train.epoch != self._epoch
 
     def _fail(self, error: Exception) -> None:
-        """Do what can be done before the run fails: none of it may hide the error."""
+        """Diagnose the failure, free servers and finish a pending checkpoint, without hiding the error."""
         if isinstance(error, NonFiniteError):
             with suppress(Exception), self.watchdog.phase("the step that was not finite, once more"):
-                again = run_again(self.state, self.objective.loss, self.objective.output)
-                error.args = (f"{error}. {again}",)
+                diagnosis = rerun_step(self.state, self.objective.loss, self.objective.output)
+                error.args = (f"{error}. {diagnosis}",)
         with suppress(Exception):
             if self.objective.loop:
                 self.objective.loop.release()
         with suppress(OSError, RuntimeError):
-            self._checkpoints.settle()  # what is being written needs no rank's main thread
+            self._checkpointer.wait()  # threads write it, independent of the ranks' main threads
         if isinstance(error, NonFiniteError):
             self.log.close({"stopped": str(error)} | self._last_checkpoints())
 
@@ -184,5 +193,5 @@ class Trainer:
         self.log.close(stopped | self._last_checkpoints())
 
     def _last_checkpoints(self) -> dict[str, str | None]:
-        last = {f"last_{name}": str(path) for name, path in self._checkpoints.last.items()}
+        last = {f"last_{name}": str(path) for name, path in self._checkpointer.last.items()}
         return {"last_checkpoint": None} | last

@@ -22,9 +22,9 @@ from ..system.atomic_dir import WEIGHTS, read_manifest, verify_files
 
 
 def choose_trained(model: Model, run: Run) -> list[str]:
-    """Freeze what is not to be trained of a model whose weights are read, and attach adapters where they are.
+    """Freeze the untrained parameters of a loaded model, or attach adapters. Return lines for the user.
 
-    Every rank calls this; errors reach every rank. Returns what a user should know of it, as lines.
+    Every rank calls this; errors reach every rank.
     """
     options, names = run.options, tensor_names(run.model_folder)
     if options.tuner.tuner_type == "lora":
@@ -33,12 +33,12 @@ def choose_trained(model: Model, run: Run) -> list[str]:
             lambda: attach_adapters(model, run.hf_config, settings, seed=options.training.seed, names=names)
         )
         reference = group_of(options, ReferenceOptions)
-        if model.lora and reference and not reference_apart(reference):
+        if model.lora and reference and not has_separate_reference(reference):
             model.lora.switch = AdapterSwitch(model.chunks)
         _read_adapter(model, run)
     else:
         run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, names=names))
-        if isinstance(options, EmbeddingOptions):  # which does not use the output layer: it is not to decay
+        if isinstance(options, EmbeddingOptions):  # without this, weight decay shrinks the unused output layer
             freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
     model.trained_share = trained / total
@@ -48,17 +48,17 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     return lines
 
 
-def reference_apart(options: ReferenceOptions) -> bool:
-    """Return whether the reference is another model than the trained one without its adapters."""
+def has_separate_reference(options: ReferenceOptions) -> bool:
+    """Return whether the reference is a separate model, not the trained model without its adapters."""
     return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
 
 
 def _settings(run: Run) -> LoraSettings:
-    """Return the options' settings, or those of the adapter that the run continues."""
+    """Return the LoRA settings of the options, or of the initial adapter if there is one."""
     options = run.options
     if run.adapter_folder is None:
         return LoraSettings.from_options(options.lora)
-    if _is_of_peft(run.adapter_folder):
+    if _is_peft_adapter(run.adapter_folder):
         settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))
     else:
         settings = read_distributed_settings(run.adapter_folder)
@@ -68,17 +68,17 @@ def _settings(run: Run) -> LoraSettings:
 
 def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
-        broadcast_from_rank0(lambda: _check_whole(folder))
-        read = load_adapter if _is_of_peft(folder) else load_distributed_adapter
-        run_on_all_ranks(lambda: read(model.chunks, run.hf_config, model.lora, folder))
+        broadcast_from_rank0(lambda: _verify_weights(folder))
+        load = load_adapter if _is_peft_adapter(folder) else load_distributed_adapter
+        run_on_all_ranks(lambda: load(model.chunks, run.hf_config, model.lora, folder))
 
 
-def _is_of_peft(folder: Path) -> bool:
-    """Return whether an adapter is in PEFT's format, not in megatron-core's."""
+def _is_peft_adapter(folder: Path) -> bool:
+    """Return whether an adapter is in PEFT's format, else megatron-core's."""
     return (folder / ADAPTER_WEIGHTS).is_file() or not (folder / LATEST).is_file()
 
 
-def _check_whole(folder: Path) -> None:
+def _verify_weights(folder: Path) -> None:
     names = [name for name in read_manifest(folder) if name.endswith(WEIGHTS)]
     if faults := verify_files(folder, checksums=True, names=names):
         raise ValueError(f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another")

@@ -29,7 +29,12 @@ reference_model.Table.__init__ = fill
     ("kind", "flags", "processes", "base", "fault"),
     [
         pytest.param(
-            "dpo", "--context_parallel_size 2", 2, "", "objective.copied = lambda value: value", id="whole shares"
+            "dpo",
+            "--context_parallel_size 2",
+            2,
+            "",
+            "objective.context_parallel_share = lambda value: value",
+            id="whole shares",
         ),
         pytest.param("kto", "--micro_batch_size 1", 2, "", OF_ONE_RANK, id="one rank's KL"),
         pytest.param("dpo", LORA, None, LORA, WITH_ADAPTERS, id="a reference with adapters"),

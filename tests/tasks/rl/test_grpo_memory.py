@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megaswift.cli.main import main
 from megaswift.tasks.train import offload
-from megaswift.tasks.train.optimizer import parts
+from megaswift.tasks.train.optimizer import chained_optimizers
 from megaswift.tasks.rollout import factory
 
 
@@ -31,7 +31,8 @@ def there(tensors):
 
 def note(self, state):
     training = self._training
-    optimizer = [t for part in parts(training.optimizer) for s in part.optimizer.state.values() for t in s.values()]
+    states = [state for part in chained_optimizers(training.optimizer) for state in part.optimizer.state.values()]
+    optimizer = [tensor for state in states for tensor in state.values()]
     found = {"weights": offload.weights(training), "gradients": offload.gradients(training.chunks)}
     row = {"state": state, "optimizer": there(optimizer)} | {name: there(list(each)) for name, each in found.items()}
     folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])

@@ -20,14 +20,14 @@ from megaswift.cli.main import main
 from megaswift.tasks.rl import grpo
 from megaswift.tasks.rollout.engine import Completion
 
-by_episode, experts_of = grpo.by_episode, Completion.padded_experts
+gather_experts, experts_of = grpo.gather_experts, Completion.padded_experts
 
 
 def others(experts):
     return None if experts is None else np.where(experts < 0, experts, (experts + 1) % 8).astype(np.int16)
 
 
-grpo.by_episode = lambda *given: [others(experts) for experts in by_episode(*given)]
+grpo.gather_experts = lambda *given: [others(experts) for experts in gather_experts(*given)]
 Completion.padded_experts = lambda self, length: others(experts_of(self, length))
 if __name__ == "__main__":
     sys.exit(main("megatron", sys.argv[1:]))

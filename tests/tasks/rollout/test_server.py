@@ -379,7 +379,7 @@ def test_killed_while_generating(servers) -> None:
     """Named within seconds; with time to come back the run goes on once it has sent its weights again."""
     port = free_port()
     server = servers(port)
-    with connected(server.url, timeout=60.0, wait=60.0) as patient:
+    with connected(server.url, timeout=60.0, reconnect_timeout=60.0) as patient:
         patient.update([("scale", torch.tensor(3.0))])
         threading.Timer(1.0, server.kill).start()
         threading.Timer(3.0, servers, (port,)).start()

@@ -95,7 +95,7 @@ def test_lost_while_weights_travel(transport, wait, kind, monkeypatch, capfd) ->
     async def send(*_):
         raise ServerLost("The rollout server is gone.")
 
-    with serving(backend=Joined) as (url, _, _), connected(url, transport=transport, wait=wait) as client:
+    with serving(backend=Joined) as (url, _, _), connected(url, transport=transport, reconnect_timeout=wait) as client:
         with monkeypatch.context() as patch:
             patch.setattr(ServerConnection, "send", send)
             with pytest.raises(kind, match="is gone"):

@@ -44,7 +44,7 @@ def test_the_host_keeps_its_memory_between_two_times() -> None:
     places = set()
     for _ in range(2):
         buffer.offload([tensor])
-        places |= {host.data_ptr() for _, host in buffer._kept}
+        places |= {host.data_ptr() for _, host in buffer._offloaded}
         buffer.onload()
     assert len(places) == 1
     buffer.close()
