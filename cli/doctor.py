@@ -1,9 +1,9 @@
-"""Report what this machine has for megaswift, and how to install each part that is missing.
+"""Report of installed packages and GPUs, with commands to install missing ones.
 
     megatron doctor
     python scripts/check_megatron_env.py      # with any Python, also if nothing is installed
 
-Imports nothing of the project, for that reason. Exit code: 1 if a required part is missing, else 0.
+It therefore imports nothing of the project. The exit code is 1 if a required package is missing, else 0.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ if importlib.util.find_spec("pip") is None:
     INSTALL = f"uv pip install --python {sys.executable} -c {ROOT / 'constraints.txt'}"
 
 
-def cuda_of_torch() -> str:
+def torch_cuda_major() -> str:
     """Return the major CUDA version of the installed PyTorch, without importing it; 13 without one."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else Path("none")
@@ -32,7 +32,7 @@ def cuda_of_torch() -> str:
 
 
 def build_environment() -> str:
-    """Return environment variables with which Transformer Engine finds pip's headers of cuDNN and NCCL."""
+    """Return environment variables for Transformer Engine's build to find pip's headers of cuDNN and NCCL."""
     nvidia = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     nvcc = shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or (Path(nvcc).resolve().parent.parent if nvcc else "/usr/local/cuda")
@@ -49,7 +49,7 @@ OPTIONAL = {  # package: (purpose, how to install)
     "transformer-engine": (
         "the fastest layers on NVIDIA GPUs (without it: PyTorch and Triton)",
         f"{INSTALL} pybind11 ninja && {build_environment()} {INSTALL} --no-build-isolation "
-        f"'transformer-engine[core_cu{cuda_of_torch()},pytorch]'",
+        f"'transformer-engine[core_cu{torch_cuda_major()},pytorch]'",
     ),
     "flash-attn": (
         "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
@@ -70,14 +70,14 @@ OPTIONAL = {  # package: (purpose, how to install)
 def main() -> int:
     missing = 0
     print("Required")
-    missing += _python()
+    missing += _report_python()
     bounds = requirements()
     for name in REQUIRED:
-        missing += _package(name, bounds.get(name, ""), f"{INSTALL} -e {ROOT}")
-    missing += _package("megaswift", "", f"{INSTALL} -e {ROOT}")
+        missing += _report_package(name, bounds.get(name, ""), f"{INSTALL} -e {ROOT}")
+    missing += _report_package("megaswift", "", f"{INSTALL} -e {ROOT}")
     print("\nOptional")
     for name, (use, install) in OPTIONAL.items():
-        _package(name, bounds.get(name, ""), install, use)
+        _report_package(name, bounds.get(name, ""), install, use)
     print("\nGPUs")
     _gpus()
     print(f"\n{f'{missing} required parts are missing.' if missing else 'All required parts are installed.'}")
@@ -86,12 +86,12 @@ def main() -> int:
 
 def requirements() -> dict[str, str]:
     """Return version bounds by package from pyproject.toml: {"torch": ">=2.11"}."""
-    text = _project()
+    text = _pyproject()
     return dict(re.findall(r'"([\w-]+)(?:\[\w+\])?([<>=~!][^"]*)"', text))
 
 
-def _project() -> str:
-    """Return pyproject.toml, which only a checkout has."""
+def _pyproject() -> str:
+    """Return the text of pyproject.toml, "" outside of a checkout."""
     file = ROOT / "pyproject.toml"
     return file.read_text() if file.is_file() else ""
 
@@ -99,14 +99,16 @@ def _project() -> str:
 def fits(version: str, bounds: str) -> bool:
     """Return whether a version satisfies bounds such as '>=0.19,<0.20'.
 
-    Letters and local parts (2.11.0+cpu) do not count.
+    Ignores letters and local parts (2.11.0+cpu).
     """
-    have = _numbers(version)
+    installed = _numbers(version)
     for operator, bound in re.findall(r"(>=|<=|==|>|<)\s*([\w.]+)", bounds):
-        want = _numbers(bound)
-        length = max(len(have), len(want))
-        a, b = (numbers + (0,) * (length - len(numbers)) for numbers in (have, want))
-        if not {">=": a >= b, "<=": a <= b, "==": a == b, ">": a > b, "<": a < b}[operator]:
+        required = _numbers(bound)
+        length = max(len(installed), len(required))
+        left, right = (numbers + (0,) * (length - len(numbers)) for numbers in (installed, required))
+        if not {">=": left >= right, "<=": left <= right, "==": left == right, ">": left > right, "<": left < right}[
+            operator
+        ]:
             return False
     return True
 
@@ -115,24 +117,24 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
 
 
-def _python() -> int:
+def _report_python() -> int:
     version = platform.python_version()
-    bounds = re.search(r'requires-python = "(.*)"', _project())
+    bounds = re.search(r'requires-python = "(.*)"', _pyproject())
     required = bounds[1] if bounds else ""
-    return _line("python", version, fits(version, required), required, "uv venv --python 3.12 .venv")
+    return _print_line("python", version, fits(version, required), required, "uv venv --python 3.12 .venv")
 
 
-def _package(name: str, bounds: str, install: str, use: str = "") -> int:
+def _report_package(name: str, bounds: str, install: str, use: str = "") -> int:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return _line(name, "not installed", False, bounds, install, use)
+        return _print_line(name, "not installed", False, bounds, install, use)
     if name == "transformer-engine" and importlib.util.find_spec("transformer_engine_torch") is None:
-        return _line(name, f"{version}, without its PyTorch extension", False, "", install, use)
-    return _line(name, version, fits(version, bounds), bounds, install, use)
+        return _print_line(name, f"{version}, without its PyTorch extension", False, "", install, use)
+    return _print_line(name, version, fits(version, bounds), bounds, install, use)
 
 
-def _line(name: str, version: str, is_ok: bool, bounds: str, install: str, use: str = "") -> int:
+def _print_line(name: str, version: str, is_ok: bool, bounds: str, install: str, use: str = "") -> int:
     print(f"  {'ok' if is_ok else '--':<3}{name:<20}{version}" + ("" if is_ok or not bounds else f" (needs {bounds})"))
     if not is_ok:
         if use:

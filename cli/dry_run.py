@@ -22,20 +22,20 @@ def report(
     processes: Processes,
     settings: Mapping[str, str],
 ) -> str:
-    """Return the report. Tokenizes the dataset, into the run's cache, and reads the headers of the weights.
+    """Return the report. Tokenizes the dataset into the token cache, and reads the headers of the weights.
 
     argv: program, command, flags
-    Raises the run's errors about these, and about its folder.
+    Raises the errors that the run would raise about data, weights and output folder.
     """
     check_writable(options)
     _check_weights(options)
     data = plan_data(options, layout)
-    notes = [*_check_rewards(options, data), *_hub_adapters(options)]
+    notes = [*_check_rewards(options, data), *_hub_adapter_notes(options)]
     _check_vocabularies(options, data)
-    share = options.training.micro_batch_size * layout.data
+    samples_per_pass = options.training.micro_batch_size * layout.data
     training = options.training
     lines = [
-        *_options(options, sources),
+        *_option_lines(options, sources),
         "",
         "Data",
         *(f"  {line}" for line in data.prepared.report.splitlines()),
@@ -45,7 +45,7 @@ def report(
         f"  layout            {layout}",
         f"  data parallel     {layout.data}",
         f"  global batch      {training.global_batch_size} = {training.micro_batch_size} x DP {layout.data} x "
-        f"{plural(training.global_batch_size // share, 'micro batch')}",
+        f"{plural(training.global_batch_size // samples_per_pass, 'micro batch')}",
         f"  steps per epoch   {data.steps_per_epoch if data.steps_per_epoch is not None else 'unknown: streaming'}",
         f"  steps             {data.steps}",
         f"  command           {shown_command(torchrun_command(processes, _without_dry_run(argv)), settings)}",
@@ -56,16 +56,16 @@ def report(
 
 
 def _check_weights(options: SftOptions) -> None:
-    """Check the weights in local folders against their config.json; a hub's are fetched by the run."""
+    """Check the weights in local folders against their config.json. The run downloads those of hub ids."""
     from ..bridge.checkpoint.pretrained import check_weights
 
     for name in ("ref_model", "teacher_model", "reward_model", *([] if requested_checkpoint(options) else ["model"])):
-        for folder in _folders(options, name):
+        for folder in _local_folders(options, name):
             check_weights(folder, flag=f"--{name}")
 
 
-def _hub_adapters(options: SftOptions) -> list[str]:
-    """Return a note for each adapter that is no local folder: a dry run downloads none."""
+def _hub_adapter_notes(options: SftOptions) -> list[str]:
+    """Return a note for each adapter that is not a local folder: a dry run downloads none."""
     names = [name for name in options.adapters if not Path(name).expanduser().is_dir()]
     return [
         f"--adapters {name}: no such folder. The run downloads it from the hub; a dry run does not check it."
@@ -74,7 +74,7 @@ def _hub_adapters(options: SftOptions) -> list[str]:
 
 
 def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:
-    """Return notes on columns that reward functions need and rows lack. Raises ValueError if no row has them."""
+    """Return notes on columns that reward functions need and some rows lack. Raises ValueError if no row has them."""
     if not isinstance(options, GrpoOptions):
         return []
     from ..tasks.rewards.load import signatures
@@ -87,18 +87,18 @@ def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
     from ..tasks.run.vocabulary import check_vocabulary
 
     for name in ("ref_model", "mcore_ref_model", "teacher_model", "mcore_teacher_model"):
-        for folder in _folders(options, name):
+        for folder in _local_folders(options, name):
             check_vocabulary(data.tokenizer, folder, f"--{name} {flag_value(options, name)}")
 
 
-def _folders(options: SftOptions, *names: str) -> list[Path]:
+def _local_folders(options: SftOptions, *names: str) -> list[Path]:
     """Return the existing folders of these options."""
     folders = [Path(value).expanduser() for name in names if (value := flag_value(options, name, None))]
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
-    """Return a line for each option that is set, and one that counts the others."""
+def _option_lines(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
+    """Return a line for each option that is set, and the number of options at their default."""
     flags = [flag for flag in flags_of(type(options)).values() if flag.name != "dry_run"]
     changed = [flag for flag in flags if sources.get(flag.name, "default") != "default"]
     lines, values = ["Options"], flag_values(options)
@@ -106,16 +106,16 @@ def _options(options: SftOptions, sources: Mapping[str, str]) -> list[str]:
         content = values[flag.name]
         value = "..." if flag.name in SECRET and content else show(content) or "-"
         lines.append(f"  {flag.name:<44}{value}   ({sources[flag.name]})")
-    rest = plural(len(flags) - len(changed), "option")
-    return [*lines, f"  {rest} at the default: see docs/flags.md, or args.json in the run's folder."]
+    unchanged = plural(len(flags) - len(changed), "option")
+    return [*lines, f"  {unchanged} at the default: see docs/flags.md, or args.json in the run's folder."]
 
 
 def _without_dry_run(argv: list[str]) -> list[str]:
-    kept: list[str] = []
+    words: list[str] = []
     for word in argv:
-        is_value = kept and kept[-1].replace("-", "_") == "__dry_run"
+        is_value = words and words[-1].replace("-", "_") == "__dry_run"
         if is_value:
-            kept.pop()
+            words.pop()
         if not (is_value and word.lower() in ("true", "1", "yes")):
-            kept.append(word)
-    return [word for word in kept if word.replace("-", "_").partition("=")[0] != "__dry_run"]
+            words.append(word)
+    return [word for word in words if word.replace("-", "_").partition("=")[0] != "__dry_run"]

@@ -1,4 +1,4 @@
-"""Flags from the fields of option classes, for the command line, config files, help and docs/flags.md."""
+"""Flags derived from the fields of option classes, for command line, config files, help and docs/flags.md."""
 
 import dataclasses
 import difflib
@@ -23,7 +23,7 @@ type OptionValue = Scalar | list[Scalar] | JsonObject | None  # value of a flag,
 
 
 class UsageError(Exception):
-    """Invalid options: a message with the flag, its value and the fix. The command exits with code 2."""
+    """Invalid options. The message has the flag, its value and the fix. The command exits with code 2."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def flags_of(options: type) -> dict[str, Flag]:
 
 @functools.cache
 def _flags(options: type) -> tuple[Flag, ...]:
-    """Return the flags of the classes themselves, then those of their groups; each class by class, nearest first."""
+    """Return the flags of a class and its bases in method resolution order, then those of their groups."""
     kinds = get_type_hints(options)
     defaults: dict[str, Any] = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
@@ -90,7 +90,9 @@ def _flags(options: type) -> tuple[Flag, ...]:
                 grouped += (replace(flag, default=getattr(defaults[name], flag.name)) for flag in _flags(kinds[name]))
             else:
                 text = annotated.__metadata__[0]
-                direct.append(Flag(name, _plain(kinds[name]), defaults[name], text, _title(base), _bounds(annotated)))
+                direct.append(
+                    Flag(name, _without_none(kinds[name]), defaults[name], text, _title(base), _bounds(annotated))
+                )
     return (*direct, *grouped)
 
 
@@ -108,11 +110,11 @@ def _fields_of(group: type) -> dict[str, Any]:
     return {name: annotated for name, annotated in inspect.get_annotations(group).items() if name in names}
 
 
-def _plain(hint: Any) -> Any:
-    """Return an annotation without None: int | None -> int."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
-    return hint
+def _without_none(annotation: Any) -> Any:
+    """Return an annotation without None: `int | None` -> `int`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (member for member in get_args(annotation) if member is not type(None))
+    return annotation
 
 
 def _metavar(kind: Any) -> str:
@@ -139,50 +141,50 @@ def show(value: object) -> str:
 def convert(flag: Flag, value: OptionValue, source: str) -> OptionValue:
     """Convert a raw value from the command line (text) or a config file (text, number, list, table).
 
-    Raises UsageError with the expected type, and the source if it is a file.
+    Raises UsageError with the expected type, and the source if that is a file.
     """
-    where = "" if source == "command line" else f" (from {source})"
+    origin = "" if source == "command line" else f" (from {source})"
     if value is None:
         if flag.default is None:
             return None
-        raise UsageError(f"--{flag.name}: no value{where}. Set {flag.metavar}.")
+        raise UsageError(f"--{flag.name}: no value{origin}. Set {flag.metavar}.")
     if flag.is_list:
         items = value if isinstance(value, list) else [value]
-        return [_convert(flag, get_args(flag.type)[0], item, where) for item in items]
-    return _convert(flag, flag.type, value, where)
+        return [_convert(flag, get_args(flag.type)[0], item, origin) for item in items]
+    return _convert(flag, flag.type, value, origin)
 
 
-def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
-    def wrong(problem: str) -> UsageError:
-        return UsageError(f"--{flag.name} {show(value)}: {problem}{where}.")
+def _convert(flag: Flag, kind: Any, value: Any, origin: str) -> Any:
+    def value_error(problem: str) -> UsageError:
+        return UsageError(f"--{flag.name} {show(value)}: {problem}{origin}.")
 
     if get_origin(kind) is Literal:
         text = show(value)
         if text not in get_args(kind):
-            raise wrong(f"choose one of {', '.join(get_args(kind))}")
+            raise value_error(f"choose one of {', '.join(get_args(kind))}")
         return text
     if get_origin(kind) is dict:
         try:
             table = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise wrong(f"not valid JSON: {error}") from None
+            raise value_error(f"not valid JSON: {error}") from None
         except RecursionError:
-            raise wrong("JSON that is nested too deeply") from None
+            raise value_error("JSON that is nested too deeply") from None
         if not isinstance(table, dict):
-            raise wrong('a JSON object is needed, as in \'{"old": "new"}\'')
+            raise value_error('a JSON object is needed, as in \'{"old": "new"}\'')
         if get_args(kind)[1] is str and not all(isinstance(entry, str) for entry in table.values()):
-            raise wrong('each value must be text, as in \'{"old": "new"}\'')
+            raise value_error('each value must be text, as in \'{"old": "new"}\'')
         return table
     if isinstance(value, list | dict):
-        raise wrong("one value is needed")
+        raise value_error("one value is needed")
     if kind is bool:
         text = show(value).lower()
         if text not in ("true", "false", "1", "0", "yes", "no"):
-            raise wrong("true or false is needed")
+            raise value_error("true or false is needed")
         return text in ("true", "1", "yes")
     if kind is str:
         if isinstance(value, bool):  # YAML's words yes, no, on and off too
-            raise wrong("text is needed: put it in quotes")
+            raise value_error("text is needed: put it in quotes")
         return show(value)
     try:
         if isinstance(value, bool):
@@ -193,29 +195,31 @@ def _convert(flag: Flag, kind: Any, value: Any, where: str) -> Any:
         if kind is int:
             number = int(value) if isinstance(value, int) or str(value).strip().lstrip("+-").isdigit() else number
             if number != int(number):
-                raise wrong("a whole number is needed")
+                raise value_error("a whole number is needed")
             number = int(number)
     except (ValueError, OverflowError):
-        raise wrong("a whole number is needed" if kind is int else "a number is needed") from None
-    if problem := outside(number, flag.bounds, LARGEST[kind]):
-        raise UsageError(f"--{flag.name} {number}: {problem}{where}.")
+        raise value_error("a whole number is needed" if kind is int else "a number is needed") from None
+    if problem := violated_bound(number, flag.bounds, LARGEST[kind]):
+        raise UsageError(f"--{flag.name} {number}: {problem}{origin}.")
     return number
 
 
-def outside(number: float, bounds: str, largest: float) -> str | None:
-    """Return what a number must be if it is outside its interval, or if its size is above `largest`; else None.
+def violated_bound(number: float, bounds: str, largest: float) -> str | None:
+    """Return the condition that a number violates, or None: `bounds`, or an absolute value of at most `largest`.
 
-    bounds: "[0, 1)" and the like; an empty text is every number.
+    bounds: interval such as "[0, 1)"; "": unbounded
     """
     low, high = (float(part) for part in bounds[1:-1].split(",")) if bounds else (-math.inf, math.inf)
-    above, below = bounds.startswith("("), bounds.endswith(")")
+    excludes_low, excludes_high = bounds.startswith("("), bounds.endswith(")")
     if abs(number) > largest and math.isinf(high if number > 0 else low):
         return f"must be at most {_plain_number(largest)} in size"
-    if (number > low or (number == low and not above)) and (number < high or (number == high and not below)):
+    if (number > low or (number == low and not excludes_low)) and (
+        number < high or (number == high and not excludes_high)
+    ):
         return None
-    wide = high - low > 1e5  # then only the violated end is named
-    lower = "" if wide and number > low else f"{'above' if above else 'at least'} {_plain_number(low)}"
-    upper = "" if wide and number <= low else f"{'below' if below else 'at most'} {_plain_number(high)}"
+    is_wide = high - low > 1e5  # the message names only the violated bound
+    lower = "" if is_wide and number > low else f"{'above' if excludes_low else 'at least'} {_plain_number(low)}"
+    upper = "" if is_wide and number <= low else f"{'below' if excludes_high else 'at most'} {_plain_number(high)}"
     return f"must be {' and '.join(filter(None, (lower, upper)))}"
 
 
@@ -224,6 +228,6 @@ def _plain_number(value: float) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the closest of some names."""
+    """Return the name most similar to `name`, or None."""
     matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return matches[0] if matches else None

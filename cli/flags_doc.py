@@ -1,4 +1,4 @@
-"""Generate docs/flags.md from the option classes and the tables of names: `python -m megaswift.cli.flags_doc`."""
+"""Generator of docs/flags.md from the option classes and tables of names: `python -m megaswift.cli.flags_doc`."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -28,12 +28,12 @@ from ..tasks.options import (
 )
 from .flags import Flag, flags_of, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
+from .legacy_flags import ALWAYS_TRUE, INVERTED, NO_EFFECT, OLD_VALUES, RENAMED, REWRITTEN, UNSUPPORTED
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 
-# flag -> (default in ms-swift's Megatron guide and 4.6 release, reason for another one)
-DEPARTURES = {
+# flag -> (default in ms-swift's Megatron guide and 4.6 release, reason for a different one here)
+DIFFERENT_DEFAULTS = {
     "accumulate_allreduce_grads_in_fp32": (
         "false",
         "sums of many bf16 gradients lose precision; false halves their memory",
@@ -92,11 +92,11 @@ def page() -> str:
                 *_infer(),
                 *_rollout(),
                 *_export(),
-                *_departures(),
-                *_older(),
-                *_elsewhere(),
-                *_refused(),
-                *_needless(),
+                *_different_defaults(),
+                *_legacy(),
+                *_foreign(),
+                *_unsupported(),
+                *_no_effect(),
             ]
         )
         + "\n"
@@ -105,45 +105,45 @@ def page() -> str:
 
 def _training() -> Iterator[str]:
     pt, sft = flags_of(PtOptions), flags_of(CausalLmOptions)
-    others = [f"`--{name} {show(flag.default)}`" for name, flag in pt.items() if flag.default != sft[name].default]
-    yield f"## megatron sft, megatron pt\n\npt has other defaults: {', '.join(others)}; and no `--task_type`.\n"
+    changed = [f"`--{name} {show(flag.default)}`" for name, flag in pt.items() if flag.default != sft[name].default]
+    yield f"## megatron sft, megatron pt\n\npt has other defaults: {', '.join(changed)}; and no `--task_type`.\n"
     yield from _groups(sft.values())
 
 
 def _tasks() -> Iterator[str]:
     yield "## megatron sft --task_type\n\nEach has the flags above, and its own.\n"
-    yield from _beyond("seq_cls", SeqClsOptions, CausalLmOptions)
-    yield from _beyond("embedding", EmbeddingOptions, CausalLmOptions)
-    yield from _beyond("reranker, generative_reranker", RerankerOptions, CausalLmOptions)
-    yield from _beyond("generative_reranker alone", GenerativeRerankerOptions, RerankerOptions)
+    yield from _added_flags("seq_cls", SeqClsOptions, CausalLmOptions)
+    yield from _added_flags("embedding", EmbeddingOptions, CausalLmOptions)
+    yield from _added_flags("reranker, generative_reranker", RerankerOptions, CausalLmOptions)
+    yield from _added_flags("generative_reranker alone", GenerativeRerankerOptions, RerankerOptions)
 
 
 def _preferences() -> Iterator[str]:
     kinds = flags_of(DpoOptions)["rlhf_type"].metavar
     yield f"## megatron rlhf --rlhf_type {kinds}\n\nDefault: dpo. Each has the flags of sft, and its own.\n"
-    yield from _beyond("dpo, kto, grpo: the reference model", ReferenceOptions)
-    yield from _beyond("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
-    yield from _beyond("dpo", DpoOptions, SftOptions, PrecomputeOptions)
-    yield from _beyond("kto", KtoOptions, SftOptions, PrecomputeOptions)
-    yield from _beyond("rm", RmOptions, SftOptions)
-    yield from _beyond("grpo, gkd: completions", CompletionOptions, SftOptions)
-    yield from _beyond("grpo, gkd: engines", EngineOptions, SftOptions)
-    yield from _beyond("grpo", GrpoOptions, SftOptions, ReferenceOptions, CompletionOptions, EngineOptions)
-    yield from _beyond("gkd", GkdOptions, SftOptions, CompletionOptions, EngineOptions)
+    yield from _added_flags("dpo, kto, grpo: the reference model", ReferenceOptions)
+    yield from _added_flags("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
+    yield from _added_flags("dpo", DpoOptions, SftOptions, PrecomputeOptions)
+    yield from _added_flags("kto", KtoOptions, SftOptions, PrecomputeOptions)
+    yield from _added_flags("rm", RmOptions, SftOptions)
+    yield from _added_flags("grpo, gkd: completions", CompletionOptions, SftOptions)
+    yield from _added_flags("grpo, gkd: engines", EngineOptions, SftOptions)
+    yield from _added_flags("grpo", GrpoOptions, SftOptions, ReferenceOptions, CompletionOptions, EngineOptions)
+    yield from _added_flags("gkd", GkdOptions, SftOptions, CompletionOptions, EngineOptions)
 
 
-def _beyond(title: str, options: type, *bases: type) -> Iterator[str]:
-    """Yield a table of the flags that `bases` lack, and a line of those with another default."""
+def _added_flags(title: str, options: type, *bases: type) -> Iterator[str]:
+    """Yield a table of the flags that `bases` lack, and a line of those with a different default."""
     inherited = {name: flag for base in bases for name, flag in flags_of(base).items()}
     flags = {name: flag for name, flag in flags_of(options).items() if name not in ("task_type", "rlhf_type")}
-    others = [
+    changed = [
         f"`--{name} {show(flag.default)}`"
         for name, flag in flags.items()
         if name in inherited and flag.default != inherited[name].default
     ]
     yield f"### {title}\n"
-    if others:
-        yield f"Other defaults: {', '.join(others)}.\n"
+    if changed:
+        yield f"Other defaults: {', '.join(changed)}.\n"
     yield from _table(HEADINGS, (_row(flag) for name, flag in flags.items() if name not in inherited))
 
 
@@ -174,17 +174,17 @@ def _row(flag: Flag) -> tuple[str, ...]:
     return f"`--{flag.name}`", f"`{flag.metavar}`", f"`{flag.shown_default}`" if flag.shown_default else "", flag.help
 
 
-def _departures() -> Iterator[str]:
+def _different_defaults() -> Iterator[str]:
     yield "## Defaults that differ from ms-swift's\n"
     defaults = {name: flag.shown_default for name, flag in (flags_of(EngineOptions) | flags_of(SftOptions)).items()}
     rows = (
         (f"`--{n}`", f"`{old}`", f"`{defaults[n]}`" if defaults[n] else "", reason)
-        for n, (old, reason) in DEPARTURES.items()
+        for n, (old, reason) in DIFFERENT_DEFAULTS.items()
     )
     yield from _table(("flag", "ms-swift", "here", "reason"), rows)
 
 
-def _older() -> Iterator[str]:
+def _legacy() -> Iterator[str]:
     yield "## Older names\n\nAccepted, with a note.\n"
     rows = [(f"`--{old}`", f"`--{new}`") for old, new in RENAMED.items()]
     rows += [(f"`--{old} true`", f"`--{new} false`") for old, new in INVERTED.items()]
@@ -197,27 +197,27 @@ def _older() -> Iterator[str]:
     yield from _table(("older", "canonical"), rows)
 
 
-def _elsewhere() -> Iterator[str]:
+def _foreign() -> Iterator[str]:
     yield "## Flags of LLaMA-Factory, TRL and transformers\n\nNot accepted; the error names the flag here.\n"
     rows = [(f"`--{name}`", f"`--{flag}`" if flag else "", note) for name, (flag, note) in FOREIGN_FLAGS.items()]
     yield from _table(("their flag", "flag here", ""), [row for row in rows if row[0] != "`--dataset`"])
 
 
-def _refused() -> Iterator[str]:
+def _unsupported() -> Iterator[str]:
     yield "## Not supported\n\nAn error, unless the value has no effect.\n"
-    for (feature, fix), names in itertools.groupby(LATER, key=lambda name: LATER[name][:2]):
-        written = [f"`--{name}`" + _accepted(LATER[name].neutral) for name in names]
+    for (feature, fix), names in itertools.groupby(UNSUPPORTED, key=lambda name: UNSUPPORTED[name][:2]):
+        written = [f"`--{name}`" + _accepted_values(UNSUPPORTED[name].neutral) for name in names]
         yield f"- {feature[0].upper() + feature[1:]}: {', '.join(written)}. {fix}"
     yield ""
 
 
-def _accepted(values: tuple[str, ...]) -> str:
+def _accepted_values(values: tuple[str, ...]) -> str:
     return f" (accepted: {', '.join(f'`{value}`' for value in values)})" if values else ""
 
 
-def _needless() -> Iterator[str]:
+def _no_effect() -> Iterator[str]:
     yield "## Accepted without effect\n"
-    yield from (f"- `--{name}`: {reason}." for name, reason in {**ALWAYS, **NEEDLESS}.items())
+    yield from (f"- `--{name}`: {reason}." for name, reason in {**ALWAYS_TRUE, **NO_EFFECT}.items())
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Flags of LLaMA-Factory, TRL and transformers' trainer, with the nearest flag here.
+"""Flags of LLaMA-Factory, TRL and transformers' trainer, with the nearest flag of this project.
 
-Only for hints and docs/flags.md: they are not accepted, because some differ in meaning.
+They serve hints and docs/flags.md, and are not accepted, because some differ in meaning.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class ForeignFlag(NamedTuple):
     """Nearest flag, and a remark."""
 
-    flag: str  # the nearest flag here, empty if there is none
+    flag: str  # nearest flag; "" if there is none
     note: str = ""  # one or two sentences
 
 

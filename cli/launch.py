@@ -1,7 +1,7 @@
-"""Number and start of the processes of a run. Imports no torch.
+"""Launcher of a run's processes. Imports no torch.
 
-For several processes, or one with restarts, torchrun replaces this process (exec), so that signals and the exit code
-are torchrun's own. A single process runs the task itself. Under the user's own torchrun, nothing is started.
+For several processes, or one with restarts, torchrun replaces this process (exec), so that signals and exit code are
+torchrun's. A single process runs the task itself. Under the user's torchrun, it starts no process.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from ..tasks.system import console
 from ..templates.plural import plural
 from .flags import UsageError, show
 
-HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # words of the command line that are tokens or keys, as JSON
+HIDDEN = "MEGASWIFT_HIDDEN_WORDS"  # command-line words with tokens or keys, as JSON
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
-MOST_PER_NODE = 1024
+MAX_PER_NODE = 1024
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Processes:
     nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
-    master_port: int | None = None  # None: a free one
+    master_port: int | None = None  # None: a free port
     max_restarts: int = 0  # restarts by torchrun after a failure
 
     @property
@@ -49,11 +49,11 @@ class Processes:
 
     @classmethod
     def of_environment(cls, gpus: int) -> "Processes":
-        """Read the environment. NPROC_PER_NODE defaults to the visible GPUs, and to 1 on a CPU. Raises UsageError."""
+        """Read the environment. NPROC_PER_NODE defaults to the number of visible GPUs, or 1. Raises UsageError."""
         if under_torchrun():
             local = _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
             return cls(local, max(1, _number("WORLD_SIZE", 1) // local))
-        nodes = _number("NNODES", 1, least=1)
+        nodes = _number("NNODES", 1, minimum=1)
         node_rank = _number("NODE_RANK", 0)
         if node_rank >= nodes:
             raise UsageError(f"NODE_RANK={node_rank}: not below NNODES={nodes}. Set 0 to {nodes - 1}.")
@@ -63,17 +63,17 @@ class Processes:
         if port > 65535:
             raise UsageError(f"MASTER_PORT={port}: not a port. Set 1 to 65535.")
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        per_node = _number("NPROC_PER_NODE", max(1, gpus), least=1, most=MOST_PER_NODE)
+        per_node = _number("NPROC_PER_NODE", max(1, gpus), minimum=1, maximum=MAX_PER_NODE)
         restarts = _number("MAX_RESTARTS", 0)
         return cls(per_node, nodes, node_rank, address, port or None, restarts)
 
 
-def _number(name: str, default: int, least: int = 0, most: int = 999_999_999) -> int:
+def _number(name: str, default: int, minimum: int = 0, maximum: int = 999_999_999) -> int:
     text = os.environ.get(name) or str(default)
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise UsageError(f"{name}={text}: invalid. Set a whole number of at least {least}.")
-    if int(text) > most:
-        raise UsageError(f"{name}={text}: too large. Set at most {most}.")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+        raise UsageError(f"{name}={text}: invalid. Set a whole number of at least {minimum}.")
+    if int(text) > maximum:
+        raise UsageError(f"{name}={text}: too large. Set at most {maximum}.")
     return int(text)
 
 
@@ -83,21 +83,21 @@ def under_torchrun() -> bool:
 
 def visible_gpus() -> int:
     """Return the number of NVIDIA GPUs visible to a new process, without torch."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and (not shown.strip() or shown.strip().startswith("-")):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
         return 0
     installed = len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)])
     if not installed and shutil.which("nvidia-smi"):  # WSL has no such devices
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        installed = listed.stdout.count("GPU ") if listed.returncode == 0 else 0
-    if not installed or shown is None:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        installed = listing.stdout.count("GPU ") if listing.returncode == 0 else 0
+    if not installed or visible is None:
         return installed
-    names = [name.strip() for name in shown.split(",")]
-    return len([name for name in names if not name.isdigit() or int(name) < installed])  # others: MIG slices, UUIDs
+    names = [name.strip() for name in visible.split(",")]
+    return len([name for name in names if not name.isdigit() or int(name) < installed])  # not digits: MIG slices, UUIDs
 
 
 def unseen_gpus(gpus: int) -> list[str]:
-    """Return a note if CUDA_VISIBLE_DEVICES names GPUs and the machine has none."""
+    """Return a note if CUDA_VISIBLE_DEVICES names GPUs on a machine without GPUs."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if gpus or not names or names.startswith("-"):
         return []
@@ -120,7 +120,7 @@ def torchrun_command(processes: Processes, argv: list[str]) -> list[str]:
     ]
 
 
-def _try_port(port: int) -> None:
+def _check_port(port: int) -> None:
     """Raise UsageError if this machine cannot listen on a port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite TIME_WAIT of an earlier run
@@ -140,51 +140,51 @@ def _free_port() -> int:
 
 
 def environment(options: ParallelOptions, processes: Processes, gpus: int) -> dict[str, str]:
-    """Return environment variables to set for a run, without those that the user has set."""
+    """Return environment variables to set for a run, except those that the user has set."""
     variables: dict[str, str] = {}
     if not gpus and processes.per_node > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(1, cores // processes.per_node))
     if gpus and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Lengths differ from step to step: expandable segments reuse the memory of one for the next.
+        # Sequence lengths vary by step: expandable segments let the next step reuse the memory.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if gpus and max(options.tensor_model_parallel_size, options.context_parallel_size) > 1:
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels start in launch order, to overlap
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels start in launch order, which overlap needs
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def start(processes: Processes, argv: list[str], settings: Mapping[str, str], *, output: Path | None = None) -> None:
-    """Start the processes of a run. Returns in this process if it is the only one, else replaces it by torchrun.
+    """Start the processes of a run. Return if this process is the only one, else replace it by torchrun.
 
-    output: parent folder of the run's folder, where torchrun finds console.log
+    output: parent of the run's folder, in which torchrun finds console.log
     Raises UsageError if MASTER_PORT cannot be used.
     """
     os.environ.update(settings)
     if under_torchrun():
         return
     if processes.master_port and processes.node_rank == 0:  # the node that listens
-        _try_port(processes.master_port)
+        _check_port(processes.master_port)
     if processes.world == 1 and not processes.max_restarts:
-        port = processes.master_port or 0  # 0: chosen when it is opened, because others may start at the same time
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"})
+        port = processes.master_port or 0  # 0: the OS chooses when it opens, so that simultaneous runs do not collide
+        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
         return
-    command = torchrun_command(processes, [word for word, is_secret in _marked(argv) if not is_secret])
+    command = torchrun_command(processes, [word for word, is_secret in _mark_secrets(argv) if not is_secret])
     console.record(shown_command(command, settings))
     print(f"Starting {plural(processes.per_node, 'process')}", file=sys.stderr, flush=True)
-    os.environ["PYTHONSAFEPATH"] = "1"  # a file of the working folder, such as types.py, must not shadow a module
-    os.environ[HIDDEN] = json.dumps([word for word, is_secret in _marked(argv) if is_secret])
+    os.environ["PYTHONSAFEPATH"] = "1"  # a types.py in the working folder must not shadow the module
+    os.environ[HIDDEN] = json.dumps([word for word, is_secret in _mark_secrets(argv) if is_secret])
     os.environ |= {STARTED: secrets.token_hex(8), **console.handover_env()} | ({OUTPUT: str(output)} if output else {})
     os.execv(sys.executable, command)
 
 
-def wake_gpu(gpus: int) -> None:
-    """Open this process's GPU in a thread, which takes seconds, during the imports."""
+def open_gpu(gpus: int) -> None:
+    """Create the CUDA context, which takes seconds, in a thread during the imports."""
     if gpus:
-        threading.Thread(target=_open_gpu, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
+        threading.Thread(target=_create_context, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
 
 
-def _open_gpu(number: int) -> None:
+def _create_context(number: int) -> None:
     with contextlib.suppress(OSError):  # no driver: the first use of the GPU reports it
         cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), number) == 0:
@@ -192,7 +192,7 @@ def _open_gpu(number: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """End this process on torchrun's Ctrl-C, also while it waits for others, and (on Linux) when torchrun is killed."""
+    """End this process on Ctrl-C, even in a collective, and (on Linux) when torchrun is killed."""
     if not os.environ.get(STARTED):
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -202,9 +202,9 @@ def end_with_torchrun() -> None:
 
 
 def shown_command(command: list[str], settings: Mapping[str, str]) -> str:
-    """Return a command as one would type it, on one line; tokens and keys are shown as "..."."""
+    """Return a command as typed in a shell, with tokens and keys replaced by "..."."""
     words = []
-    for word, is_secret in _marked(command):
+    for word, is_secret in _mark_secrets(command):
         name, equals, _ = word.partition("=")
         if is_secret and not word.startswith("--"):
             word = "..."
@@ -214,17 +214,17 @@ def shown_command(command: list[str], settings: Mapping[str, str]) -> str:
     return shlex.join([f"{name}={show(value)}" for name, value in settings.items()] + words)
 
 
-def _marked(command: list[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the words of a command, each with whether it belongs to a flag that has a token or a key."""
-    follows = False
+def _mark_secrets(command: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the words of a command, each with whether it belongs to a flag for a token or a key."""
+    is_value = False
     for word in command:
         name, equals, _ = word.partition("=")
         flag = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        starts = re.fullmatch(r"hub_token|\w*api_key", flag) is not None
-        yield word, starts or (follows and not flag)
-        follows = starts and not equals
+        is_flag = re.fullmatch(r"hub_token|\w*api_key", flag) is not None
+        yield word, is_flag or (is_value and not flag)
+        is_value = is_flag and not equals
 
 
 def hidden_words() -> list[str]:
-    """Return the words that `start` left out of the commands of this run's processes, which every user can list."""
+    """Return the words with tokens and keys, which `start` keeps out of commands that every user can list."""
     return json.loads(os.environ.pop(HIDDEN, "[]"))

@@ -1,4 +1,4 @@
-"""Earlier and unsupported flags, with their meaning in this version."""
+"""Legacy and unsupported flags, with their meaning in this version."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ RENAMED = {
     "wait_for_server": "server_reconnect_timeout",
 }
 
-# older name of the opposite meaning -> canonical name
+# older name with the opposite meaning -> canonical name
 INVERTED = {
     "no_rope_fusion": "apply_rope_fusion",
     "no_bias_swiglu_fusion": "bias_activation_fusion",
@@ -34,7 +34,7 @@ INVERTED = {
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
 }
 
-# older name with another form of value -> (canonical name, conversion of the value; None: as if unset)
+# older name with a different form of value -> (canonical name, conversion of the value; None: unset)
 REWRITTEN = {
     "distributed_timeout_minutes": ("ddp_timeout", lambda value: show(int(float(value) * 60))),
     "bf16": ("torch_dtype", lambda value: "bfloat16" if value == "true" else None),
@@ -48,8 +48,8 @@ OLD_VALUES = {
     "report_to": {"all": "tensorboard"},
 }
 
-# Flags whose `true` always holds: accepted; another value is ignored with a note.
-ALWAYS = {
+# Flags whose `true` always holds. Another value is ignored with a note.
+ALWAYS_TRUE = {
     "cross_entropy_loss_fusion": "the loss is computed in pieces, vocab-parallel, without full logits",
     "masked_softmax_fusion": "attention's softmax is inside its kernel",
     "attention_softmax_in_fp32": "attention's kernels compute their softmax in fp32",
@@ -68,7 +68,7 @@ ALWAYS = {
 }
 
 # Flags without effect: accepted with a note.
-NEEDLESS = {
+NO_EFFECT = {
     "no_masked_softmax_fusion": "attention's softmax is inside its kernel",
     "cross_entropy_fusion_impl": "the loss has one implementation",
     "log_timers_to_tensorboard": "timers are not logged",
@@ -93,7 +93,7 @@ NEEDLESS = {
 }
 
 
-class Later(NamedTuple):
+class UnsupportedFlag(NamedTuple):
     """Flag of an unsupported feature."""
 
     feature: str
@@ -101,68 +101,68 @@ class Later(NamedTuple):
     neutral: tuple[str, ...] = ()  # accepted values, which have no effect
 
 
-def _later(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> dict[str, Later]:
-    return {name: Later(feature, fix, (v,) if isinstance(v, str) else v) for name, v in neutral.items()}
+def _unsupported(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> dict[str, UnsupportedFlag]:
+    return {name: UnsupportedFlag(feature, fix, (v,) if isinstance(v, str) else v) for name, v in neutral.items()}
 
 
-NEVER: tuple[str, ...] = ()
-LATER: dict[str, Later] = {
-    **_later("other LoRA implementations", "Remove it.", tuner_backend="peft", use_swift_lora="false"),
-    **_later("FP4", "Remove it.", fp4_format=NEVER, fp4_recipe=NEVER, fp4_param_gather="false"),
-    **_later("offload of the optimizer", "Remove it, and use more processes if memory is short.",
-             optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
-             optimizer_cuda_graph="false"),
-    **_later("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.", load_args="false"),
-    **_later("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NEVER, quant_method=NEVER,
-             quant_n_samples=NEVER, quant_batch_size=NEVER, group_size=NEVER, to_peft_format="false",
-             to_ollama="false", to_cached_dataset="false", test_convert_dtype=NEVER),
-    **_later("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
-             hub_model_id=NEVER, hub_private_repo="false"),
-    **_later("multimodal models", "Remove it, and use a text model.", freeze_llm="false",
-             freeze_vit=("true", "false"),
-             freeze_aligner=("true", "false"), vit_lr=NEVER, aligner_lr=NEVER, vit_gradient_checkpointing=NEVER,
-             vit_gradient_checkpointing_kwargs=NEVER, vit_attn_impl=NEVER, max_pixels=NEVER,
-             language_model_only="false"),
-    **_later("optimizer states in other dtypes than fp32", "Remove it.", use_precision_aware_optimizer="false",
-             main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
-    **_later("FSDP", "Remove it: --use_distributed_optimizer shards the optimizer's state.",
-             use_megatron_fsdp="false"),
-    **_later("overlapped tensor-parallel communication", "Remove it.", tp_comm_overlap="false"),
-    **_later("DeepEP", "Set --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
-    **_later("textual pipeline layouts", "Set --decoder_first_pipeline_num_layers and its sibling.",
-             pipeline_model_parallel_layout=NEVER, account_for_embedding_in_pipeline_split="false",
-             account_for_loss_in_pipeline_split="false"),
-    **_later("layers per virtual stage", "Set the number of chunks: --virtual_pipeline_model_parallel_size.",
-             num_layers_per_virtual_pipeline_stage=NEVER),
-    **_later("reference adapters in megatron-core's format",
-             "Convert it with `swift export --to_hf true --merge_lora false`, and set it as --ref_adapters.",
-             mcore_ref_adapter=NEVER),
-    **_later("plugins", "Remove it.", callbacks=NEVER, custom_register_path=NEVER,
-             custom_dataset_info=NEVER),
-    **_later("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
-             template=NEVER, agent_template=NEVER, response_prefix=NEVER),
-    **_later("pre-tokenized datasets", "Set them as --dataset: tokens are cached.",
-             cached_dataset=NEVER, cached_val_dataset=NEVER),
-    **_later("dataset mixing by probability", "Set NAME#rows for each of --dataset.", interleave_prob=NEVER,
-             stopping_strategy=NEVER),
-    **_later("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
-             offload_bridge="false"),
-    **_later("gym environments", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler.",
-             use_gym_env="false", gym_env=NEVER),
-    **_later("a length per answer of an episode", "--max_completion_length bounds the episode.",
-             completion_length_limit_scope="total"),
-    **_later("checkpoints kept at an interval",
-             "Set --save_total_limit N to keep the last N.", save_retain_interval=NEVER),
+NONE: tuple[str, ...] = ()
+UNSUPPORTED: dict[str, UnsupportedFlag] = {
+    **_unsupported("other LoRA implementations", "Remove it.", tuner_backend="peft", use_swift_lora="false"),
+    **_unsupported("FP4", "Remove it.", fp4_format=NONE, fp4_recipe=NONE, fp4_param_gather="false"),
+    **_unsupported("offload of the optimizer", "Remove it, and use more processes if memory is short.",
+                   optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
+                   optimizer_cuda_graph="false"),
+    **_unsupported("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.", load_args="false"),
+    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NONE, quant_method=NONE,
+                   quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
+                   to_ollama="false", to_cached_dataset="false", test_convert_dtype=NONE),
+    **_unsupported("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
+                   hub_model_id=NONE, hub_private_repo="false"),
+    **_unsupported("multimodal models", "Remove it, and use a text model.", freeze_llm="false",
+                   freeze_vit=("true", "false"),
+                   freeze_aligner=("true", "false"), vit_lr=NONE, aligner_lr=NONE, vit_gradient_checkpointing=NONE,
+                   vit_gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE, max_pixels=NONE,
+                   language_model_only="false"),
+    **_unsupported("optimizer states in other dtypes than fp32", "Remove it.", use_precision_aware_optimizer="false",
+                   main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
+    **_unsupported("FSDP", "Remove it: --use_distributed_optimizer shards the optimizer's state.",
+                   use_megatron_fsdp="false"),
+    **_unsupported("overlapped tensor-parallel communication", "Remove it.", tp_comm_overlap="false"),
+    **_unsupported("DeepEP", "Set --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
+    **_unsupported("textual pipeline layouts", "Set --decoder_first_pipeline_num_layers and its sibling.",
+                   pipeline_model_parallel_layout=NONE, account_for_embedding_in_pipeline_split="false",
+                   account_for_loss_in_pipeline_split="false"),
+    **_unsupported("layers per virtual stage", "Set the number of chunks: --virtual_pipeline_model_parallel_size.",
+                   num_layers_per_virtual_pipeline_stage=NONE),
+    **_unsupported("reference adapters in megatron-core's format",
+                   "Convert it with `swift export --to_hf true --merge_lora false`, and set it as --ref_adapters.",
+                   mcore_ref_adapter=NONE),
+    **_unsupported("plugins", "Remove it.", callbacks=NONE, custom_register_path=NONE,
+                   custom_dataset_info=NONE),
+    **_unsupported("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
+                   template=NONE, agent_template=NONE, response_prefix=NONE),
+    **_unsupported("pre-tokenized datasets", "Set them as --dataset: tokens are cached.",
+                   cached_dataset=NONE, cached_val_dataset=NONE),
+    **_unsupported("dataset mixing by probability", "Set NAME#rows for each of --dataset.", interleave_prob=NONE,
+                   stopping_strategy=NONE),
+    **_unsupported("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
+                   offload_bridge="false"),
+    **_unsupported("gym environments", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler.",
+                   use_gym_env="false", gym_env=NONE),
+    **_unsupported("a length per answer of an episode", "--max_completion_length bounds the episode.",
+                   completion_length_limit_scope="total"),
+    **_unsupported("checkpoints kept at an interval",
+                   "Set --save_total_limit N to keep the last N.", save_retain_interval=NONE),
 }  # fmt: skip
 
 # Unsupported values of flags.
-LATER_VALUES: dict[tuple[str, str], Later] = {
-    ("tuner_type", "lora_llm"): Later("multimodal models", "Set --tuner_type lora, and a text model."),
+UNSUPPORTED_VALUES: dict[tuple[str, str], UnsupportedFlag] = {
+    ("tuner_type", "lora_llm"): UnsupportedFlag("multimodal models", "Set --tuner_type lora, and a text model."),
 }
 
-# Environment variables of ms-swift that are flags here, and their prefixes by the stage of the data.
-VARIABLES_BEGIN = {"embedding": ("INFONCE_",), "reranker": ("LISTWISE_RERANKER_", "GENERATIVE_RERANKER_")}
-VARIABLES = {
+# Environment variables of ms-swift and their flags, and prefixes of such variables by data stage.
+VARIABLE_PREFIXES = {"embedding": ("INFONCE_",), "reranker": ("LISTWISE_RERANKER_", "GENERATIVE_RERANKER_")}
+FLAG_OF_VARIABLE = {
     "INFONCE_TEMPERATURE": "infonce_temperature",
     "INFONCE_USE_BATCH": "infonce_use_batch",
     "LISTWISE_RERANKER_TEMPERATURE": "listwise_temperature",
@@ -172,11 +172,11 @@ VARIABLES = {
 
 
 def canonical(name: str, values: list) -> tuple[str, list, str | None]:
-    """Return the canonical name and values of a flag, and a warning if it had an older name or value.
+    """Return the canonical name and values of a flag, and a warning for an older name or value.
 
-    values: text as on the command line; returned empty for a flag without effect
+    values: as on the command line; returned empty for a flag without effect
     """
-    old = written(name, values)
+    old = flag_text(name, values)
     if name in INVERTED or name in REWRITTEN:
         values = values or ["true"]
     if name in RENAMED:
@@ -188,10 +188,10 @@ def canonical(name: str, values: list) -> tuple[str, list, str | None]:
         values = [new for value in values if (new := rewrite(show(value).lower())) is not None]
     if name in OLD_VALUES:
         values = [OLD_VALUES[name].get(value, value) if isinstance(value, str) else value for value in values]
-    new = written(name, values)
+    new = flag_text(name, values)
     return name, values, None if new == old else f"{old} is an older spelling of {new}"
 
 
-def written(name: str, values: Sequence[object]) -> str:
-    """Return a flag as typed."""
+def flag_text(name: str, values: Sequence[object]) -> str:
+    """Return a flag as written on the command line."""
     return f"--{name} {show(values)}".rstrip()

@@ -1,4 +1,4 @@
-"""The commands `megatron` and `swift`. Run by their names, or as `torchrun ... -m megaswift.cli.main megatron sft ...`.
+"""Commands `megatron` and `swift`, also run as `torchrun ... -m megaswift.cli.main megatron sft ...`.
 
 Imports neither torch nor transformers, so that `megatron --help` is fast: a command's task is imported when it runs.
 """
@@ -25,18 +25,18 @@ from ..tasks.system import console
 from ..tasks.system.exit_guard import guarded_exit
 from .flags import Flag, OptionValue, UsageError, flags_of, nearest, show
 
-type Sources = dict[str, str]  # where the value of each option came from
-type Options = Any  # an instance of the command's option class, which is chosen at run time
+type Sources = dict[str, str]  # source of each option's value
+type Options = Any  # instance of the command's option class
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or one of its types."""
+    """Command, or one of its types."""
 
     summary: str
     options: str = ""  # class in tasks/options
     task: str = ""  # module in tasks/ whose `run(options, sources)` is the command
-    by: str = ""  # flag that selects one of `types`; read before the others
+    by: str = ""  # flag that selects one of `types`; read before other flags
     types: Mapping[str, "Command"] = field(default_factory=dict)  # the first is the default
 
     @property
@@ -102,16 +102,16 @@ FIRST = (
 
 
 def megatron() -> NoReturn:
-    _end(main("megatron", sys.argv[1:]), at_once=True)
+    _exit(main("megatron", sys.argv[1:]), at_once=True)
 
 
 def swift() -> NoReturn:
-    _end(main("swift", sys.argv[1:]), at_once=sys.argv[1:2] == ["export"])
+    _exit(main("swift", sys.argv[1:]), at_once=sys.argv[1:2] == ["export"])
 
 
 def main(program: str, argv: list[str]) -> int:
     """Run a command line. Return its exit code: 2 for invalid options, 1 if the task fails."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # first, because another process may fail during the imports
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # before the imports, during which another process may fail
         from .launch import end_with_torchrun, hidden_words
 
         end_with_torchrun()
@@ -178,7 +178,7 @@ def _main(program: str, argv: list[str]) -> int:
 
 
 def _select(command: Command, words: list[str]) -> Command:
-    """Return the type of a command that its flags select. Raises UsageError for an unknown one."""
+    """Return the type of a command that its flags select. Raises UsageError for an unknown type."""
     from .parse import value_of
 
     if not command.types:
@@ -200,9 +200,9 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
     name = argv[0]
     selected = _select(COMMANDS[program][name], argv[1:])
     options = _options(selected)
-    flags, others = flags_of(options), _flags_of_others(program, name, selected)
-    typed, config = from_argv(argv[1:], flags, others)
-    from_file = from_config(config, flags, others) if config else None
+    flags, hints = flags_of(options), _hints_for_other_flags(program, name, selected)
+    typed, config = from_argv(argv[1:], flags, hints)
+    from_file = from_config(config, flags, hints) if config else None
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
     return *resolve(options, values, from_file), notes
@@ -211,16 +211,16 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
 @guarded_exit()
 def _run_training(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
     from ..tasks.run.planning import ProcessLayout
-    from .checks.common import check_lock, check_training, check_writable, folder_of
+    from .checks.common import check_lock, check_training, check_writable, output_folder
     from .launch import (
         Processes,
         environment,
+        open_gpu,
         shown_command,
         start,
         under_torchrun,
         unseen_gpus,
         visible_gpus,
-        wake_gpu,
     )
 
     if not options.training.dry_run:
@@ -242,8 +242,8 @@ def _run_training(command: Command, options: Options, sources: Sources, notes: l
     if not under_torchrun() and processes.node_rank == 0:
         check_writable(options)
         check_lock(options)
-    start(processes, argv, settings, output=folder_of(options))
-    wake_gpu(gpus)
+    start(processes, argv, settings, output=output_folder(options))
+    open_gpu(gpus)
     return _run(command, options, sources)
 
 
@@ -290,8 +290,8 @@ def _options(command: Command) -> type:
     return getattr(importlib.import_module("..tasks.options", __package__), command.options)
 
 
-def _flags_of_others(program: str, name: str, selected: Command) -> dict[str, str]:
-    """Return the flags of other types and commands, each with the end of an error message.
+def _hints_for_other_flags(program: str, name: str, selected: Command) -> dict[str, str]:
+    """Return the flags of other types and commands, each with the rest of its error message.
 
     Types of the same command take precedence, then commands of the same name.
     """
@@ -300,7 +300,7 @@ def _flags_of_others(program: str, name: str, selected: Command) -> dict[str, st
         current = next((kind for kind, other in command.types.items() if other is selected), "")
         hints[flag] = f"only for --{command.by} {'|'.join(kinds)}, not {current}. Remove it."
     commands = [(other_program, other) for other_program in COMMANDS for other in COMMANDS[other_program]]
-    # pt last: of the trainings it is the rarer one.
+    # pt last, because other training commands are more common.
     for other_program, other in sorted(commands, key=lambda pair: (pair[1] != name, pair[1] == "pt")):
         command, fix = COMMANDS[other_program][other], "Remove it." if other != name else "Use that, or remove it."
         for flag, kinds in _kinds_of_flags(command).items():
@@ -310,7 +310,7 @@ def _flags_of_others(program: str, name: str, selected: Command) -> dict[str, st
 
 
 def _kinds_of_flags(command: Command) -> dict[str, list[str]]:
-    """Return the flags of a command, each with the types that have it."""
+    """Return the flags of a command, each with the command's types that have it."""
     kinds_of: dict[str, list[str]] = {}
     for kind, member in command.kinds.items():
         for flag in flags_of(_options(member)):
@@ -319,7 +319,7 @@ def _kinds_of_flags(command: Command) -> dict[str, list[str]]:
 
 
 def _words(values: dict[str, OptionValue]) -> list[str]:
-    """Return --flag=value for each value, the spelling that typer reads."""
+    """Return --flag=value for each value, the form that typer reads."""
     return [
         f"--{name}={show(item)}"
         for name, value in values.items()
@@ -328,21 +328,21 @@ def _words(values: dict[str, OptionValue]) -> list[str]:
 
 
 def _typer(program: str, name: str, selected: Command | None) -> typer.Typer:
-    """Return the typer program, which returns raw values. Only the selected command has its flags."""
+    """Return the typer app, whose commands return raw values. Only the selected command has flags."""
     app = typer.Typer(help=ABOUT[program], add_completion=False, rich_markup_mode=None)
     app.callback()(lambda: None)
-    for other, command in COMMANDS[program].items():
+    for command_name, command in COMMANDS[program].items():
 
         def collect(**values: OptionValue) -> dict[str, OptionValue]:
             return {name: value for name, value in values.items() if value is not None}
 
-        this = selected if selected and other == name else command
-        flags = flags_of(_options(this)).values() if this is selected and this.options else ()
+        displayed = selected if selected and command_name == name else command
+        flags = flags_of(_options(displayed)).values() if displayed is selected and displayed.options else ()
         parameters = [_parameter(flag) for flag in flags]
         collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         collect.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         grouped = type("GroupedHelp", (_GroupedHelp,), {"flags": tuple(flags)})
-        app.command(other, help=this.summary, cls=grouped, options_metavar=USAGE)(collect)
+        app.command(command_name, help=displayed.summary, cls=grouped, options_metavar=USAGE)(collect)
     return app
 
 
@@ -386,8 +386,8 @@ def _print_notes(notes: list[str]) -> None:
             print(console.color_label(f"note: {note}", sys.stderr), file=sys.stderr)
 
 
-def _end(code: int, *, at_once: bool = False) -> NoReturn:
-    """Exit. With process groups, `at_once`: everything is on disk, and cleanup could wait for other processes."""
+def _exit(code: int, *, at_once: bool = False) -> NoReturn:
+    """Exit; `at_once`: skip cleanup, which could wait for other processes of the group. All files are written."""
     if at_once:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of the pipe has exited
@@ -397,25 +397,25 @@ def _end(code: int, *, at_once: bool = False) -> NoReturn:
 
 
 def _print_error(message: str) -> None:
-    """Print an error. If all ranks of a node fail, local rank 0 exits first, and torchrun ends the others silently."""
+    """Print an error. If all ranks of a node fail, torchrun ends ranks other than local rank 0 before they print."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2)
     print(console.color_label(message, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Return whether the message is enough: raised by our code for the user, or by the OS about a file.
+    """Return whether an error needs no traceback: raised by megaswift for the user, or by the OS about a file.
 
     MEGASWIFT_TRACEBACK=1 prints the traceback anyway.
     """
     if isinstance(error, OSError) and error.filename:
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    raised_by_us = str(frame.f_globals.get("__name__")).startswith("megaswift.")
-    return raised_by_us and isinstance(error, ValueError | OSError | ImportError | RuntimeError)
+    is_raised_here = str(frame.f_globals.get("__name__")).startswith("megaswift.")
+    return is_raised_here and isinstance(error, ValueError | OSError | ImportError | RuntimeError)
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"Usage: torchrun ... -m megaswift.cli.main {'|'.join(COMMANDS)} COMMAND --flag value ...")
-    _end(main(sys.argv[1], sys.argv[2:]), at_once="megatron" in sys.argv[1:2] or "export" in sys.argv[2:3])
+    _exit(main(sys.argv[1], sys.argv[2:]), at_once="megatron" in sys.argv[1:2] or "export" in sys.argv[2:3])

@@ -15,7 +15,7 @@ from ..tasks.run.args_json import load_args
 from ..templates.json_types import Json, JsonObject
 from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import ALWAYS, LATER, LATER_VALUES, NEEDLESS, canonical, written
+from .legacy_flags import ALWAYS_TRUE, NO_EFFECT, UNSUPPORTED, UNSUPPORTED_VALUES, canonical, flag_text
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
@@ -30,10 +30,10 @@ class ParsedFlags:
     notes: list[str] = field(default_factory=list)
 
 
-def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -> tuple[ParsedFlags, str | None]:
+def from_argv(argv: list[str], flags: dict[str, Flag], hints: dict[str, str]) -> tuple[ParsedFlags, str | None]:
     """Return the flags of a command line (without program and command), and the path of its config file.
 
-    others: flags of other commands, each with the end of an error message
+    hints: flags of other commands, each with the rest of its error message
     A repeated flag of a single value overrides the earlier one.
     Raises UsageError for unknown flags and repeated lists.
     """
@@ -42,13 +42,13 @@ def from_argv(argv: list[str], flags: dict[str, Flag], others: dict[str, str]) -
     for name, values in pairs:
         new = canonical(name, values)[0]
         if new in parsed.values and flags[new].is_list:
-            both = f"{show(parsed.values[new])} {show(values)}".strip()
-            raise UsageError(f"--{new}: is set twice. Lists take spaces: --{new} {both}")
-        _add(parsed, name, values, flags, others, "command line")
+            joined = f"{show(parsed.values[new])} {show(values)}".strip()
+            raise UsageError(f"--{new}: is set twice. Lists take spaces: --{new} {joined}")
+        _add(parsed, name, values, flags, hints, "command line")
     return parsed, config
 
 
-def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> ParsedFlags:
+def from_config(path: str, flags: dict[str, Flag], hints: dict[str, str]) -> ParsedFlags:
     """Return the flags of a YAML or JSON file or an args.json. Sets the unset variables of its `ENV:` block."""
     table = _table(path)
     variables = table.pop("ENV", None) or {}
@@ -57,13 +57,13 @@ def from_config(path: str, flags: dict[str, Flag], others: dict[str, str]) -> Pa
     for name, value in variables.items():
         try:
             os.environ.setdefault(str(name), show(value))
-        except (OSError, ValueError):  # an empty name, one with "=", a NUL
+        except (OSError, ValueError):  # an empty name, or one with "=" or NUL
             raise UsageError(
                 f"ENV: {show({name: value})}: not a variable and its value (from {path}). Fix it."
             ) from None
     parsed = ParsedFlags()
     for name, (value, source) in _entries(table, path).items():
-        _add(parsed, name, value if isinstance(value, list) else [value], flags, others, source)
+        _add(parsed, name, value if isinstance(value, list) else [value], flags, hints, source)
     return parsed
 
 
@@ -82,9 +82,9 @@ def value_of(name: str, argv: list[str]) -> str | None:
         ]
     if not values_of:
         return None
-    value, where = values_of[-1]
-    if later := LATER_VALUES.get((name, value)):
-        raise UsageError(f"--{name} {value}{where}: no support for {later.feature}. {later.fix}")
+    value, origin = values_of[-1]
+    if unsupported := UNSUPPORTED_VALUES.get((name, value)):
+        raise UsageError(f"--{name} {value}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
     return value
 
 
@@ -118,7 +118,7 @@ def _table(path: str) -> JsonObject:
         raise UsageError(f"--config {path}: no such file. Fix the path.")
     try:
         table = _read(file)
-    except ValueError as error:  # json's and yaml's errors say the line
+    except ValueError as error:  # json's and yaml's errors have the line number
         raise UsageError(f"--config {path}: cannot be read: {error}") from None
     except RecursionError:
         raise UsageError(f"--config {path}: cannot be read: it is nested too deeply.") from None
@@ -131,7 +131,7 @@ def _table(path: str) -> JsonObject:
 
 
 def _entries(table: JsonObject, path: str) -> dict[str, tuple[Json, str]]:
-    """Return value and source of each flag in a config file's table."""
+    """Return the value and the source of each flag in a config file."""
     saved = isinstance(table.get("options"), dict)
     entries = load_args(table, path) if saved else {name: (value, path) for name, value in table.items()}
     return {name.replace("-", "_"): entry for name, entry in entries.items()}
@@ -158,50 +158,52 @@ def _read(file: Path) -> Json:
 
 
 def _add(
-    parsed: ParsedFlags, name: str, values: list, flags: dict[str, Flag], others: dict[str, str], source: str
+    parsed: ParsedFlags, name: str, values: list, flags: dict[str, Flag], hints: dict[str, str], source: str
 ) -> None:
     """Add one flag, as written in `source`, to `parsed`."""
-    original, where = written(name, values), "" if source == "command line" else f" (from {source})"
+    original, origin = flag_text(name, values), "" if source == "command line" else f" (from {source})"
     name, values, warning = canonical(name, values)
     if warning:
         parsed.notes.append(f"{warning}; the older one still works.")
-    if later := LATER_VALUES.get((name, show(values))):
-        raise UsageError(f"{original}{where}: no support for {later.feature}. {later.fix}")
+    if unsupported := UNSUPPORTED_VALUES.get((name, show(values))):
+        raise UsageError(f"{original}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
     elif name in flags:
-        if values or flags[name].is_bool or (flags[name].is_list and where):
-            parsed.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, where)
+        if values or flags[name].is_bool or (flags[name].is_list and origin):
+            parsed.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, origin)
             parsed.sources[name] = source
         elif not warning:  # an older spelling may have no effect
-            raise UsageError(f"{original}: no value{where}. Set {flags[name].metavar}.")
-    elif name in ALWAYS:
+            raise UsageError(f"{original}: no value{origin}. Set {flags[name].metavar}.")
+    elif name in ALWAYS_TRUE:
         if show(values).lower() not in ("", "true"):
-            parsed.notes.append(f"{original} is ignored: {ALWAYS[name]}.")
-    elif name in NEEDLESS:
-        parsed.notes.append(f"{original} is not needed: {NEEDLESS[name]}.")
-    elif name in LATER:
-        later, text = LATER[name], show(values).lower()
-        has_no_effect = text in later.neutral or (text == "" and ("true" in later.neutral or values == [None]))
+            parsed.notes.append(f"{original} is ignored: {ALWAYS_TRUE[name]}.")
+    elif name in NO_EFFECT:
+        parsed.notes.append(f"{original} is not needed: {NO_EFFECT[name]}.")
+    elif name in UNSUPPORTED:
+        unsupported, text = UNSUPPORTED[name], show(values).lower()
+        has_no_effect = text in unsupported.neutral or (
+            text == "" and ("true" in unsupported.neutral or values == [None])
+        )
         if not has_no_effect:
-            raise UsageError(f"{original}{where}: no support for {later.feature}. {later.fix}")
+            raise UsageError(f"{original}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
     else:
-        raise UsageError(_unknown(name, flags, others) + where)
+        raise UsageError(_unknown(name, flags, hints) + origin)
 
 
-def _one_or_all(flag: Flag, values: list, where: str) -> OptionValue:
+def _one_or_all(flag: Flag, values: list, origin: str) -> OptionValue:
     if flag.is_list:
         return [value for value in values if value is not None]
     if len(values) > 1:
-        raise UsageError(f"{written(flag.name, values)}: takes one value{where}. Set one.")
+        raise UsageError(f"{flag_text(flag.name, values)}: takes one value{origin}. Set one.")
     return values[0]
 
 
-def _unknown(name: str, flags: dict[str, Flag], others: dict[str, str]) -> str:
+def _unknown(name: str, flags: dict[str, Flag], hints: dict[str, str]) -> str:
     foreign = FOREIGN_FLAGS.get(name)
     if foreign and (foreign.flag in flags or not foreign.flag):
         hint = f"The nearest is --{foreign.flag}." if foreign.flag else ""
         return " ".join(filter(None, (f"--{name}: no such flag.", hint, foreign.note)))
-    if name in others:
-        return f"--{name}: {others[name]}"
+    if name in hints:
+        return f"--{name}: {hints[name]}"
     close = nearest(name, flags)
     return f"--{name}: no such flag. " + (f"The nearest is --{close}." if close else "--help lists all flags.")
 

@@ -1,13 +1,13 @@
 """torchrun with changes for training runs:
 
-- SIGTERM, SIGUSR1 and SIGHUP are forwarded, and the processes have as long to save as the sender allows; a second
-  SIGTERM ends them at once. (torch's own gives them 30 s, and does not handle SIGUSR1.)
-- If one process fails, SIGUSR2 ends the others, so that they release their servers: on SIGTERM they would try to save
-  without it, and SIGINT means Ctrl-C. If one has detected a hang, SIGKILL ends those that hang.
-- The store of a run on one node is a file that only its user can open: torch's own listens on every address of the
+- SIGTERM, SIGUSR1 and SIGHUP are forwarded, and the processes may take as long to save as the sender allows. A second
+  SIGTERM ends them at once. (torch's agent gives them 30 s, and does not handle SIGUSR1.)
+- If one process fails, SIGUSR2 ends the others, so that they release their servers. On SIGTERM they would try to save
+  without the failed process, and SIGINT means Ctrl-C. If a process detects a hang, SIGKILL ends the hanging ones.
+- The store of a single-node run is a file that only its user can open. torch's store listens on every address of the
   machine, without a password.
-- No report on a failed process, which has printed its error; the exit code is that process's. A run that has saved and
-  stopped, or has invalid options, is not restarted.
+- A failed process prints its own error, and its exit code becomes the run's. A run that saved and stopped, or has
+  invalid options, is not restarted.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from ..tasks.run.resume import launched_run_dir
 from ..tasks.system import console
 
 EXIT_USAGE = 2
-HANGING = 2.0  # seconds for the others to end, once one process has reported a hang
+HANG_GRACE = 2.0  # seconds for the other processes to end after one reports a hang
 
 
 class Agent(LocalElasticAgent):
@@ -57,21 +57,21 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        _say(f"note: restarting all processes (restarts left: {self._remaining_restarts})")
+        _report(f"note: restarting all processes (restarts left: {self._remaining_restarts})")
         super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {process.poll() for process in self._processes()}
         if Agent.signalled or codes & {EXIT_STOPPED, EXIT_USAGE}:
             self._remaining_restarts = 0
-        if codes == {EXIT_STOPPED, None}:  # all have saved, and the others are about to end
+        if codes == {EXIT_STOPPED, None}:  # all have saved, and the remaining ones are about to end
             return RunResult(state=WorkerState.HEALTHY)
         if EXIT_HANGS in codes:
             self._end_hanging()
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _end_hanging(self) -> None:
-        deadline = time.monotonic() + HANGING
+        deadline = time.monotonic() + HANG_GRACE
         while None in [process.poll() for process in self._processes()] and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in self._processes():
@@ -88,7 +88,7 @@ class Agent(LocalElasticAgent):
         self._send(Agent.signalled)
 
     def _send(self, number: signal.Signals) -> None:
-        for process in self._processes():  # not their children, the data loaders, which are still needed
+        for process in self._processes():  # not to their data loader workers, which are needed until the save
             process.send_signal(number)
 
     def _processes(self) -> list[subprocess.Popen]:
@@ -97,7 +97,7 @@ class Agent(LocalElasticAgent):
 
 
 def _exit_code(error: ChildFailedError) -> int:
-    """Return the exit code of the process that failed first, and print the signal that ended it, if any."""
+    """Return the exit code of the first failed process, and print the signal that ended it, if any."""
     for code in (EXIT_STOPPED, EXIT_HANGS):  # codes of the run as a whole
         if any(failure.exitcode == code for failure in error.failures.values()):
             return code
@@ -107,7 +107,7 @@ def _exit_code(error: ChildFailedError) -> int:
     ended = signal.Signals(-failure.exitcode)
     if ended != Agent.signalled:
         memory = ". The machine may be out of memory." if ended == signal.SIGKILL else ""
-        _say(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}")
+        _report(f"error: rank {rank} (process {failure.pid}) was ended by {ended.name}{memory}")
     return 128 + ended
 
 
@@ -125,12 +125,12 @@ class LocalRendezvous(StaticTCPRendezvous):
 
 
 def rendezvous(address: str, port: int, rank: int, nodes: int, run_id: str, timeout: int) -> StaticTCPRendezvous:
-    """Return torchrun's static rendezvous, without a port for one node."""
+    """Return torchrun's static rendezvous; without a port for a single node."""
     kind = LocalRendezvous if nodes == 1 else StaticTCPRendezvous
     return kind(address, port, rank, nodes, run_id, timeout)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     with contextlib.suppress(OSError):
         print(console.color_label(text, sys.stderr), file=sys.stderr, flush=True)
     if folder := launched_run_dir():
@@ -143,7 +143,7 @@ if __name__ == "__main__":
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     static_tcp_rendezvous.StaticTCPRendezvous = rendezvous
     launcher.LocalElasticAgent = Agent  # pyright: ignore[reportPrivateImportUsage]
-    processes._get_default_signal = lambda: OTHER_FAILED  # sent to the others after a failure
+    processes._get_default_signal = lambda: OTHER_FAILED  # sent to the other processes after a failure
     folder = tempfile.TemporaryDirectory(prefix="megaswift-")  # its mode is 0700
     if "--nnodes=1" in sys.argv:
         os.environ[STORE] = str(Path(folder.name) / "store")

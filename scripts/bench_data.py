@@ -1,9 +1,10 @@
-"""How fast rows become tokens, beside the tokenizer alone, and how fast and how well lengths are packed.
+"""Benchmark of tokenization against the bare tokenizer, and of packing: speed, and fill of the packs.
 
     python scripts/bench_data.py [--rows 100000] [--processes 2]
 
-The rows are passages of Python's own library, a few hundred tokens each, under a byte-level BPE trained on it. "The
-tokenizer alone" gets the rendered conversations, in batches of the same size, in as many processes, and keeps nothing.
+The rows are passages of Python's standard library, a few hundred tokens each; the tokenizer is a byte-level BPE trained
+on it. "The tokenizer alone" gets the rendered conversations in batches of the same size and in as many processes, and
+discards its results.
 """
 
 # pyright: reportMissingImports=false
@@ -35,15 +36,15 @@ CHATML = """{%- for message in messages %}
 
 
 def make_rows(count: int) -> list[dict]:
-    """Passages of 600 to 1,800 characters: one as the query, the next as the response."""
+    """Return rows of 600 to 1,800 characters: the first third is the query, the rest the response."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(library.glob("**/*.py")) if "site-packages" not in str(file)]
     text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
     random = np.random.default_rng(0)
-    sizes, places = random.integers(600, 1800, count), random.integers(0, len(text) - 2000, count)
+    sizes, starts = random.integers(600, 1800, count), random.integers(0, len(text) - 2000, count)
     return [
-        {"query": text[place : place + size // 3], "response": text[place + size // 3 : place + size]}
-        for size, place in zip(sizes.tolist(), places.tolist(), strict=True)
+        {"query": text[start : start + size // 3], "response": text[start + size // 3 : start + size]}
+        for size, start in zip(sizes.tolist(), starts.tolist(), strict=True)
     ]
 
 
@@ -61,10 +62,10 @@ def make_tokenizer(rows: list[dict]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
 
 
-def tokenize_alone(how, texts: list[str], processes: int) -> float:
-    """Seconds in which `how` tokenizes the texts."""
+def tokenize_alone(tokenize, texts: list[str], processes: int) -> float:
+    """Return the seconds in which `tokenize` processes the texts."""
     chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
-    _work[:] = how, chunks
+    _worker_state[:] = tokenize, chunks
     start = time.perf_counter()
     if processes == 1:
         for number in range(len(chunks)):
@@ -76,12 +77,12 @@ def tokenize_alone(how, texts: list[str], processes: int) -> float:
     return time.perf_counter() - start
 
 
-_work: list = []
+_worker_state: list = []
 
 
 def _tokenize(number: int) -> None:
-    how, chunks = _work
-    how(chunks[number])
+    tokenize, chunks = _worker_state
+    tokenize(chunks[number])
 
 
 def main() -> None:
@@ -90,15 +91,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     logging.disable()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are what is compared
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would distort the comparison of processes
 
     rows = make_rows(arguments.rows)
     tokenizer = make_tokenizer(rows)
     template = ChatTemplate(tokenizer)
     texts = [template.render(to_conversation(row)) for row in rows]
 
-    def report(what: str, seconds: float) -> None:
-        print(f"{what:<48} {len(rows) / seconds:>10,.0f} rows/s   {seconds:6.1f} s", flush=True)
+    def report(label: str, seconds: float) -> None:
+        print(f"{label:<48} {len(rows) / seconds:>10,.0f} rows/s   {seconds:6.1f} s", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MODELSCOPE_CACHE"] = folder
@@ -108,8 +109,8 @@ def main() -> None:
         start = time.perf_counter()
         store = prepare(options, tokenizer, stage="sft").train
         seconds = time.perf_counter() - start
-        mean = store.lengths.mean()
-        print(f"{len(rows):,} rows of {mean:.0f} tokens on average, {arguments.processes} processes")
+        mean_length = store.lengths.mean()
+        print(f"{len(rows):,} rows of {mean_length:.0f} tokens on average, {arguments.processes} processes")
         report("rows to the token store (prepare)", seconds)
         start = time.perf_counter()
         prepare(options, tokenizer, stage="sft")
@@ -122,10 +123,10 @@ def main() -> None:
     def encode_batch(batch: list[str]) -> list:
         return [encoding.ids for encoding in backend.encode_batch(batch, add_special_tokens=False)]
 
-    for name, how in (("tokenizer(texts)", call), ("its Rust encode_batch", encode_batch)):
-        alone = tokenize_alone(how, texts, arguments.processes)
-        report(f"the tokenizer alone: {name}", alone)
-        print(f"    the store takes {seconds / alone:.0%} of its time")
+    for name, tokenize in (("tokenizer(texts)", call), ("its Rust encode_batch", encode_batch)):
+        tokenizer_seconds = tokenize_alone(tokenize, texts, arguments.processes)
+        report(f"the tokenizer alone: {name}", tokenizer_seconds)
+        print(f"    the store takes {seconds / tokenizer_seconds:.0%} of its time")
 
     print("\npacking:  lengths            pack       full   seconds")
     random = np.random.default_rng(0)
@@ -138,9 +139,9 @@ def main() -> None:
         lengths = random.integers(1, longest + 1, count)
         start = time.perf_counter()
         packs = pack(lengths, capacity)
-        took = time.perf_counter() - start
-        full = lengths.sum() / len(packs) / capacity
-        print(f"{count:>9,} of up to {longest:>6,}   {capacity:>6,}   {full:8.2%}   {took:7.2f}")
+        seconds = time.perf_counter() - start
+        fill = lengths.sum() / len(packs) / capacity
+        print(f"{count:>9,} of up to {longest:>6,}   {capacity:>6,}   {fill:8.2%}   {seconds:7.2f}")
 
 
 if __name__ == "__main__":

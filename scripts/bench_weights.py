@@ -1,11 +1,11 @@
-"""How fast weights are loaded and saved, beside a plain copy of the same safetensors files on the same disk.
+"""Benchmark of loading and saving weights, against a plain copy of the same safetensors files on the same disk.
 
     python scripts/bench_weights.py --folder /some/disk/scratch --gigabytes 2 --rounds 3
     torchrun --nproc-per-node 8 scripts/bench_weights.py --folder /some/disk/scratch --layers 36 --hidden 4096 --tp 8
 
-Makes a random checkpoint of Qwen3's shape in the folder (or takes `--model`), and in each round copies its files, loads
-them and saves the model, in turn; a file counts as written when it is on the disk, for all three alike. Before a round
-reads, the files are taken out of the page cache (`--warm`: left there). Prints each round and the best of each.
+It makes a random checkpoint of Qwen3's shape in the folder (or takes `--model`). Each round copies its files, loads
+them and saves the model. A file counts as written when it is synced to disk. Before each reading the files are evicted
+from the page cache (`--warm`: kept). It prints each round and the best rates.
 """
 
 # pyright: reportMissingImports=false
@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 @dataclass
 class Shape:
-    """Of Qwen3-1.7B, but for its layers."""
+    """Shape of a model, by default of Qwen3-1.7B except for the number of layers."""
 
     layers: int = 0
     hidden: int = 2048
@@ -56,7 +56,7 @@ class Shape:
             "tie_word_embeddings": True,
         }
 
-    def ends(self) -> dict[str, tuple[int, ...]]:
+    def outer_tensors(self) -> dict[str, tuple[int, ...]]:
         return {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
 
     def layer(self, number: int) -> dict[str, tuple[int, ...]]:
@@ -78,23 +78,23 @@ class Shape:
 
 
 def make(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a random checkpoint, a file for the ends and one for each four layers."""
+    """Write a random checkpoint: a file for embeddings and final norm, and one for every four layers."""
     folder.mkdir(parents=True)
-    groups = [shape.ends()]
+    groups = [shape.outer_tensors()]
     for first in range(0, shape.layers, 4):
         numbers = range(first, min(first + 4, shape.layers))
         groups.append({name: size for number in numbers for name, size in shape.layer(number).items()})
-    placed = {}
+    weight_map = {}
     for number, group in enumerate(groups, start=1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         save_file({name: torch.randn(size).to(dtype) for name, size in group.items()}, folder / file)
-        placed |= dict.fromkeys(group, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+        weight_map |= dict.fromkeys(group, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(shape.config()))
 
 
 def sync(files: list[Path], *, forget: bool) -> None:
-    """Bring files to the disk, and take them out of the page cache."""
+    """Sync files to disk; `forget`: also evict them from the page cache."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -124,9 +124,9 @@ def main() -> None:
 
     options = BuildOptions(tensor_model_parallel_size=arguments.tp)
     parallel.initialize(options, seed=1)
-    first = dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     source = arguments.model or arguments.folder / "source"
-    if first and arguments.model is None:
+    if is_first and arguments.model is None:
         make(source, shape_of(arguments))
     parallel.barrier()
     files = sorted(source.glob("*.safetensors"))
@@ -135,31 +135,31 @@ def main() -> None:
     model = build_model(config, options, torch.bfloat16)
     rates: dict[str, list[float]] = {"copy": [], "load": [], "save": []}
     for _ in range(arguments.rounds):
-        for what in rates:
-            destination = arguments.folder / what
-            if first:
+        for operation in rates:
+            destination = arguments.folder / operation
+            if is_first:
                 shutil.rmtree(destination, ignore_errors=True)
                 destination.mkdir(parents=True)
                 sync(files, forget=not arguments.warm)
             parallel.barrier()
             start = time.perf_counter()
-            if what == "copy" and first:
+            if operation == "copy" and is_first:
                 copy(files, destination)
-            elif what == "load":
+            elif operation == "load":
                 load_weights(model.chunks, config, source)
-            elif what == "save":
+            elif operation == "save":
                 save_weights(model.chunks, config, source, destination, dtype=torch.bfloat16, max_shard_bytes=5 * 10**8)
             parallel.barrier()
-            rates[what].append(size / (time.perf_counter() - start) / 1e9)
-        if first:
-            print(", ".join(f"{what} {each[-1]:.2f} GB/s" for what, each in rates.items()), flush=True)
-    if first:
-        best = {what: max(each) for what, each in rates.items()}
-        ratios = ", ".join(f"{what} {best[what] / best['copy']:.2f}" for what in ("load", "save"))
+            rates[operation].append(size / (time.perf_counter() - start) / 1e9)
+        if is_first:
+            print(", ".join(f"{operation} {rounds[-1]:.2f} GB/s" for operation, rounds in rates.items()), flush=True)
+    if is_first:
+        best = {operation: max(rounds) for operation, rounds in rates.items()}
+        ratios = ", ".join(f"{operation} {best[operation] / best['copy']:.2f}" for operation in ("load", "save"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         print(
             f"{size / 1e9:.2f} GB, {dist.get_world_size()} processes on {runtime.device()}, best: "
-            + ", ".join(f"{what} {rate:.2f} GB/s" for what, rate in best.items())
+            + ", ".join(f"{operation} {rate:.2f} GB/s" for operation, rate in best.items())
             + f"; of the copy: {ratios}; peak memory of the first process {peak:.2f} GiB"
         )
         shutil.rmtree(arguments.folder)
@@ -173,7 +173,7 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
     def gigabytes(sizes: dict[str, tuple[int, ...]]) -> float:
         return 2 * sum(torch.Size(size).numel() for size in sizes.values()) / 1e9
 
-    rest = arguments.gigabytes - gigabytes(shape.ends())
+    rest = arguments.gigabytes - gigabytes(shape.outer_tensors())
     shape.layers = arguments.layers or max(1, round(rest / gigabytes(shape.layer(0))))
     return shape
 

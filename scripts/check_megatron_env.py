@@ -1,4 +1,4 @@
-"""Runs cli/doctor.py, also where nothing is installed: python scripts/check_megatron_env.py"""
+"""Launcher of cli/doctor.py that needs no installed package: python scripts/check_megatron_env.py"""
 
 import runpy
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Whether models learn: each task by the command that a user gives, on a tiny model, in minutes on two cores.
+"""Proof that models learn: each task with a user's command, on a tiny model, in minutes on two cores.
 
     python scripts/learn.py [--only dpo rm ...] [--folder megatron_output/learn]
 
-First `megatron sft` teaches a random Qwen3 to say two words in one order or the other; the tasks begin from there. What
-comes of them is measured on prompts that were not trained on, by transformers from the saved checkpoints, beside what
-the run itself has measured. Fails where a result is below its bound, or where the two are apart.
+First `megatron sft` teaches a random Qwen3 to say two words in either order. The tasks start from that model. Their
+results are measured on held-out prompts, with transformers on the saved checkpoints, and compared with the run's own
+evaluation. It fails if a result is below its bound or differs from the run's.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WORDS = [
     "reed", "fern", "moss", "iris", "sage", "mint", "dill", "leek", "kale", "hemp", "rye", "oat", "pea", "bean", "beet",
     "corn", "rue", "nut", "hop", "flax", "lily", "ivy", "gorse", "hazel", "larch",
 ]  # fmt: skip
-OTHERS = [word[::-1] for word in WORDS]  # the same in another language
+OTHERS = [word[::-1] for word in WORDS]  # translations
 HELD_OUT = 64
 BETA = 0.1
 MEGATRON = Path(sys.executable).parent / "megatron"
@@ -48,30 +48,30 @@ Row = dict[str, Any]
 Pair = tuple[str, str]
 
 
-# --- the data: two words, in the order that was asked for or the other
+# --- the data: two words, in the requested or the reverse order
 
 
-def said(pair: Pair, answer: str) -> list[Row]:
+def conversation(pair: Pair, answer: str) -> list[Row]:
     return [{"role": "user", "content": "say " + " ".join(pair)}, {"role": "assistant", "content": answer}]
 
 
-def both(pair: Pair) -> list[Row]:
-    """Either order is right."""
-    return [{"messages": said(pair, answer)} for answer in (" ".join(pair), " ".join(pair[::-1]))]
+def both_orders(pair: Pair) -> list[Row]:
+    """Return both orders as right answers."""
+    return [{"messages": conversation(pair, answer)} for answer in (" ".join(pair), " ".join(pair[::-1]))]
 
 
 def preferences(pair: Pair) -> list[Row]:
-    """Return pairs of answers with the same words: the chosen one has the requested order."""
-    return [{"messages": said(pair, " ".join(pair)), "rejected_response": " ".join(pair[::-1])}]
+    """Return a pair of answers with the same words; the chosen one has the requested order."""
+    return [{"messages": conversation(pair, " ".join(pair)), "rejected_response": " ".join(pair[::-1])}]
 
 
 def answers(pair: Pair) -> list[Row]:
-    """Likewise, one answer to a row."""
-    return [row | {"label": label} for row, label in zip(both(pair), (True, False), strict=True)]
+    """Return the answers of a preference pair as rows with a label each."""
+    return [row | {"label": label} for row, label in zip(both_orders(pair), (True, False), strict=True)]
 
 
 def classes(pair: Pair) -> list[Row]:
-    """Which of four kinds the first word is of; the second is of any."""
+    """Return a row whose label is the class of the first word, of four."""
     return [{"text": " ".join(pair), "label": WORDS.index(pair[0]) % 4}]
 
 
@@ -80,40 +80,40 @@ def translations(pair: Pair) -> list[Row]:
 
 
 def rankings(pair: Pair) -> list[Row]:
-    """Return the same words in the other order, among texts with one of them or none."""
-    one, other = others(pair)
-    texts = [f"{pair[1]} {pair[0]}", f"{pair[1]} {one}", f"{other} {pair[0]}", f"{one} {other}"]
+    """Return the reverse order as the positive, and texts with one of the words or none as negatives."""
+    first, second = other_words(pair)
+    texts = [f"{pair[1]} {pair[0]}", f"{pair[1]} {first}", f"{second} {pair[0]}", f"{first} {second}"]
     query, positive, *negatives = ([{"role": "user", "content": text}] for text in (" ".join(pair), *texts))
     return [{"messages": query, "positive_messages": [positive], "negative_messages": negatives}]
 
 
-def others(pair: Pair) -> Pair:
-    one, other = random.Random(" ".join(pair)).sample([word for word in WORDS if word not in pair], 2)
-    return one, other
+def other_words(pair: Pair) -> Pair:
+    first, second = random.Random(" ".join(pair)).sample([word for word in WORDS if word not in pair], 2)
+    return first, second
 
 
-# --- what came of it, by transformers
+# --- the measurements, with transformers
 
 
 class Task(NamedTuple):
     line: str
     rows: Callable[[Pair], list[Row]]
-    measure: Callable[[Path, Path, list[Row]], dict[str, float]]  # of a checkpoint, the base and rows: eval_ metrics
-    bounds: dict[str, tuple[float, float]]  # of some of them: chance, and the least that is to be reached
+    measure: Callable[[Path, Path, list[Row]], dict[str, float]]  # (checkpoint, base, rows) -> metrics
+    bounds: dict[str, tuple[float, float]]  # of the metrics: value by chance, required minimum
 
 
 def answer_log_probs(folder: Path, rows: list[list[Row]]) -> Tensor:
-    """Of conversations that end with an answer, log p of the answer: [rows]."""
+    """Return the log-probability of the last answer of each conversation: [rows]."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    log_prob_sums = []
     for messages in rows:
         start = len(tokens_of(tokenizer, messages[:-1], add_generation_prompt=True))
         ids = torch.tensor([tokens_of(tokenizer, messages)])
         with torch.no_grad():
             log_probs = model(ids).logits[0, :-1].log_softmax(-1)
-        found.append(log_probs.gather(1, ids[0, 1:, None])[start - 1 :].sum())
-    return torch.stack(found)
+        log_prob_sums.append(log_probs.gather(1, ids[0, 1:, None])[start - 1 :].sum())
+    return torch.stack(log_prob_sums)
 
 
 def tokens_of(tokenizer: Any, messages: list[Row], **settings: Any) -> list[int]:
@@ -139,23 +139,23 @@ def margins(better: Tensor, worse: Tensor) -> dict[str, float]:
 
 
 def measure_kto(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
-    found = rewards(folder, base, [row["messages"] for row in rows])
-    wanted = torch.tensor([row["label"] for row in rows])
+    rewards_by_row = rewards(folder, base, [row["messages"] for row in rows])
+    is_desirable = torch.tensor([row["label"] for row in rows])
     return {
-        "rewards/margins": float(found[wanted].mean() - found[~wanted].mean()),
-        "right signs": float(((found > 0) == wanted).float().mean()),
+        "rewards/margins": float(rewards_by_row[is_desirable].mean() - rewards_by_row[~is_desirable].mean()),
+        "right signs": float(((rewards_by_row > 0) == is_desirable).float().mean()),
     }
 
 
 def scores(folder: Path, texts: list[str] | list[list[Row]], **settings: Any) -> Tensor:
-    """Of plain texts or whole conversations, by a head: [rows, labels]."""
+    """Return a score head's logits of plain texts or conversations: [rows, labels]."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     ids = [
         tokenizer.encode(text) if isinstance(text, str) else tokens_of(tokenizer, text, **settings) for text in texts
     ]
     with torch.no_grad():
-        return torch.cat([model(torch.tensor([each])).logits for each in ids])
+        return torch.cat([model(torch.tensor([tokens])).logits for tokens in ids])
 
 
 def measure_rm(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
@@ -164,8 +164,8 @@ def measure_rm(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
 
 
 def measure_classes(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
-    found = scores(folder, [row["text"] for row in rows]).argmax(1)
-    return {"accuracy": float((found == torch.tensor([row["label"] for row in rows])).float().mean())}
+    predictions = scores(folder, [row["text"] for row in rows]).argmax(1)
+    return {"accuracy": float((predictions == torch.tensor([row["label"] for row in rows])).float().mean())}
 
 
 def measure_embedding(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
@@ -185,19 +185,19 @@ def measure_reranker(folder: Path, base: Path, rows: list[Row]) -> dict[str, flo
         for row in rows
         for (document,) in [*row["positive_messages"], *row["negative_messages"]]
     ]
-    found = scores(folder, questions, add_generation_prompt=True).view(len(rows), -1)
-    return {"mrr": float((1 / (1 + (found > found[:, :1]).sum(1))).mean())}
+    logits = scores(folder, questions, add_generation_prompt=True).view(len(rows), -1)
+    return {"mrr": float((1 / (1 + (logits > logits[:, :1]).sum(1))).mean())}
 
 
 def question(query: str, document: str) -> list[Row]:
-    """As Qwen3-Reranker is asked."""
+    """Return the messages of Qwen3-Reranker's prompt."""
     judge = (
         "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
         'Note that the answer can only be "yes" or "no".'
     )
     instruct = "Given a web search query, retrieve relevant passages that answer the query"
-    asked = f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: {document}"
-    return [{"role": "system", "content": judge}, {"role": "user", "content": asked}]
+    request = f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": judge}, {"role": "user", "content": request}]
 
 
 PAIRS = "--micro_batch_size 32 --global_batch_size 32"
@@ -235,7 +235,7 @@ TASKS = {
 
 
 def make_model(folder: Path, vocabulary: list[str], head_dim: int = 16) -> None:
-    """A random Qwen3 whose tokens are words: of these texts, and what a chat template has."""
+    """Write a random Qwen3 whose tokens are the words of these texts and of the chat template."""
     words = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))  # pyright: ignore[reportCallIssue]
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"]
@@ -270,83 +270,83 @@ def make_model(folder: Path, vocabulary: list[str], head_dim: int = 16) -> None:
 
 
 def write_data(folder: Path, name: str, rows_of: Callable[[Pair], list[Row]]) -> None:
-    """Rows of all pairs of words but those that are held out, which are the same in each task: one row of each."""
+    """Write training rows, and validation rows of HELD_OUT untrained word pairs, the same in every task."""
     pairs = list(permutations(WORDS, 2))
     random.Random(0).shuffle(pairs)
     rows = [rows_of(pair) for pair in pairs]
-    held_out = [found[number % len(found)] for number, found in enumerate(rows[:HELD_OUT])]
-    for file, chosen in ((f"{name}-val.jsonl", held_out), (f"{name}.jsonl", chain.from_iterable(rows[HELD_OUT:]))):
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    held_out = [rows_of_pair[number % len(rows_of_pair)] for number, rows_of_pair in enumerate(rows[:HELD_OUT])]
+    for file, selected in ((f"{name}-val.jsonl", held_out), (f"{name}.jsonl", chain.from_iterable(rows[HELD_OUT:]))):
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in selected))
 
 
 def train(folder: Path, name: str, model: str, line: str) -> Path:
-    """Run `megatron {line}`: the checkpoint."""
+    """Run `megatron {line}` and return its checkpoint."""
     output = folder / f"run-{name}"
     words = f"{line} --model {model} --dataset {name}.jsonl --val_dataset {name}-val.jsonl --weight_decay 0.01"
     words += f" --lr_warmup_fraction 0.05 --dataloader_num_workers 0 --no_save_optim true --output_dir {output.name}"
     print(f"$ megatron {words}", flush=True)
-    began = time.perf_counter()
-    done = subprocess.run(
+    start_time = time.perf_counter()
+    process = subprocess.run(
         [MEGATRON, *words.split(), "--add_version", "false", "--logging_steps", "10"],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-    (output / "seconds").write_text(str(time.perf_counter() - began))
+    if process.returncode:
+        raise SystemExit(process.stdout[-3000:] + process.stderr[-3000:])
+    (output / "seconds").write_text(str(time.perf_counter() - start_time))
     (checkpoint,) = output.glob("checkpoint-*")
     return checkpoint
 
 
-def evaluated(run: Path) -> dict[str, float]:
-    """What the run has measured at its end."""
+def last_evaluation(run: Path) -> dict[str, float]:
+    """Return the metrics of the run's last evaluation."""
     lines = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
     last = [line for line in lines if "eval_loss" in line][-1]
     return {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
 
 
 def main(folder: Path, names: list[str]) -> int:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    judged = question(" ".join(WORDS), " ".join(OTHERS))
-    make_model(folder / "model", [" ".join(message["content"] for message in judged)])
-    write_data(folder, "base", both)
+    judge_messages = question(" ".join(WORDS), " ".join(OTHERS))
+    make_model(folder / "model", [" ".join(message["content"] for message in judge_messages)])
+    write_data(folder, "base", both_orders)
     for name in names:
         write_data(folder, name, TASKS[name].rows)
     base = train(folder, "base", "model", f"sft {PAIRS} --train_iters 400 --lr 3e-3")
-    start = str(base.relative_to(folder))
-    with ThreadPoolExecutor(2) as two:
-        checkpoints = list(two.map(lambda name: train(folder, name, start, TASKS[name].line), names))
-    good = report(folder, base, dict(zip(names, checkpoints, strict=True)))
-    print(f"\n{time.perf_counter() - began:.0f} s")
-    return 0 if good else 1
+    base_model = str(base.relative_to(folder))
+    with ThreadPoolExecutor(2) as pool:
+        checkpoints = list(pool.map(lambda name: train(folder, name, base_model, TASKS[name].line), names))
+    is_good = report(folder, base, dict(zip(names, checkpoints, strict=True)))
+    print(f"\n{time.perf_counter() - start_time:.0f} s")
+    return 0 if is_good else 1
 
 
 def report(folder: Path, base: Path, checkpoints: dict[str, Path]) -> bool:
-    """Print the table; whether all is well."""
-    good = True
+    """Print the table. Return whether all results are within bounds and equal the run's."""
+    is_good = True
     print(f"\n{'task':<11}{'of held-out prompts':<22}{'chance':>8}{'at least':>10}{'measured':>10}{'by the run':>12}")
     for name, checkpoint in checkpoints.items():
-        task, run = TASKS[name], evaluated(checkpoint.parent)
+        task, run = TASKS[name], last_evaluation(checkpoint.parent)
         rows = [json.loads(line) for line in (folder / f"{name}-val.jsonl").read_text().splitlines()]
         for metric, value in task.measure(checkpoint, base, rows).items():
-            chance, least = task.bounds[metric]
-            own = run.get(metric)
-            right = value >= least and (own is None or abs(own - value) <= 1e-3 * max(1, abs(value)))
-            shown = "-" if own is None else f"{own:.4f}"
-            wrong = "" if right else "   WRONG"
-            print(f"{name:<11}{metric:<22}{chance:>8.3f}{least:>10.3f}{value:>10.4f}{shown:>12}{wrong}")
-            good = good and right
-    return good
+            chance, minimum = task.bounds[metric]
+            run_value = run.get(metric)
+            is_right = value >= minimum and (run_value is None or abs(run_value - value) <= 1e-3 * max(1, abs(value)))
+            shown = "-" if run_value is None else f"{run_value:.4f}"
+            mark = "" if is_right else "   WRONG"
+            print(f"{name:<11}{metric:<22}{chance:>8.3f}{minimum:>10.3f}{value:>10.4f}{shown:>12}{mark}")
+            is_good = is_good and is_right
+    return is_good
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn"))
-    asked = parser.parse_args()
-    sys.exit(main(asked.folder.absolute(), asked.only))
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.folder.absolute(), arguments.only))

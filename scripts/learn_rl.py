@@ -1,14 +1,14 @@
-"""Whether models learn by what they generate, in minutes on two cores: sums, whose answers are verified.
+"""Proof that models learn from their completions, in minutes on two cores: sums with verified answers.
 
     python scripts/learn_rl.py [--only grpo server lora gkd ...] [--folder megatron_output/learn-rl]
 
-First `megatron sft` teaches a random Qwen3 to answer sums, a fifth of them rightly. GRPO goes on, with completions
-by transformers, or (`--engine vllm`, where it is installed) by vLLM, in the process or behind `swift rollout`. Fails
-where the rewards of the first steps are not below 0.3, those of the last not above 0.8 (0.7 with an adapter: the frozen
-embeddings keep every probability below 0.87), or the checkpoint's own answers, by transformers, are not as good.
+First `megatron sft` teaches a random Qwen3 to answer sums, a fifth of them right. Then GRPO trains it, with completions
+by transformers or (`--engine vllm`, if installed) by vLLM, in the process or in `swift rollout`. It fails unless the
+rewards of the first steps are below 0.3, those of the last steps above 0.8 (0.7 with an adapter: the frozen embeddings
+keep every probability below 0.87), and the checkpoint's answers, by transformers, are as good.
 
-gkd: a teacher says two words in one order or the other; a student that begins from nothing learns its distributions, on
-its own completions half of the time. Fails where its loss on held-out answers is not within 15 % of the teacher's.
+gkd: a teacher says two words in either order. A random student learns its distributions, half of the time on the
+student's completions. It fails unless the student's loss on held-out answers is within 15 % of the teacher's.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learn import PAIRS, WORDS, answer_log_probs, both, make_model, tokens_of, train, write_data
+from learn import PAIRS, WORDS, answer_log_probs, both_orders, make_model, tokens_of, train, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.7, "server": 0.8}
 BIN = Path(sys.executable).parent
-# With 8 completions of a prompt and a rate of 3e-3 a question's right answer can vanish before it is drawn: the rewards
-# then stay at 0.53 on a CPU with AVX2, where they reach 0.97 on another.
+# With 8 completions per prompt and a learning rate of 3e-3, the right answer to a question can become improbable before
+# it is sampled: the rewards then stay at 0.53 on a CPU with AVX2, and reach 0.97 on another CPU.
 GRPO = (
     "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
     "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
     "--beta 0 --train_iters 200 --lr 1e-3"
 )
-# Not `accuracy`: "1 + 2" is as good as 3 to it, and so the model learns to repeat the question.
+# Not `accuracy`, which accepts "1 + 2" for 3, so that the model would learn to repeat the question.
 EXACT = """
 from megaswift.tasks.rewards import reward
 
@@ -58,12 +58,12 @@ def sums() -> list[tuple[str, int]]:
 
 
 def write_sums(folder: Path) -> None:
-    """Answers to learn from, of which every fifth is right; and the questions alone."""
-    dice = random.Random(0)
+    """Write answers, of which every fifth is right, and questions with their solutions."""
+    rng = random.Random(0)
     answers, questions = [], []
     for question, total in sums():
         wrong = [number for number in range(11) if number != total]
-        for answer in (total, *dice.sample(wrong, 4)):
+        for answer in (total, *rng.sample(wrong, 4)):
             answers.append({"query": question, "response": str(answer)})
         questions.append({"query": question, "solution": str(total)})
     for name, rows in (("answers", answers), ("questions", questions)):
@@ -72,44 +72,44 @@ def write_sums(folder: Path) -> None:
 
 
 def megatron(folder: Path, line: str, output: str) -> Path:
-    """Run `megatron {line}`: its checkpoint."""
+    """Run `megatron {line}` and return its checkpoint."""
     words = f"{line} --output_dir {output} --add_version false --dataloader_num_workers 0 --no_save_optim true"
     print(f"$ megatron {words}", flush=True)
-    done = subprocess.run([BIN / "megatron", *words.split()], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-5000:])
+    process = subprocess.run([BIN / "megatron", *words.split()], cwd=folder, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stdout[-3000:] + process.stderr[-5000:])
     (checkpoint,) = (folder / output).glob("checkpoint-*[0-9]")
     return checkpoint
 
 
 def rewards(folder: Path) -> list[float]:
-    """Of each step of a run."""
+    """Return the mean reward of each step of a run."""
     rows = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
     return [row["reward"] for row in rows if "reward" in row]
 
 
 @torch.no_grad()
-def right(folder: Path) -> float:
-    """Return the probability that a checkpoint's answer to a question is right, by transformers."""
+def answer_probability(folder: Path) -> float:
+    """Return the mean probability of a checkpoint's right answers, with transformers."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    probabilities = []
     for question, total in sums():
         prompt = tokens_of(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
         answer = [*tokenizer.encode(str(total), add_special_tokens=False), tokenizer.eos_token_id]
         log_probs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found.append(log_probs.gather(1, torch.tensor(answer)[:, None]).sum().exp())
-    return float(torch.stack(found).mean())
+        probabilities.append(log_probs.gather(1, torch.tensor(answer)[:, None]).sum().exp())
+    return float(torch.stack(probabilities).mean())
 
 
 @contextmanager
 def server(folder: Path, model: str, engine: str):
     """Start a `swift rollout`; yield its port and process id."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     with (folder / "rollout.log").open("w") as log:
-        words = [
+        argv = [
             "rollout",
             "--model",
             model,
@@ -122,7 +122,7 @@ def server(folder: Path, model: str, engine: str):
             "--log_level",
             "warning",
         ]
-        process = subprocess.Popen([BIN / "swift", *words], cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen([BIN / "swift", *argv], cwd=folder, stdout=log, stderr=log)
         try:
             yield port, process.pid
         finally:
@@ -130,46 +130,46 @@ def server(folder: Path, model: str, engine: str):
             process.wait(60)
 
 
-def distilled(folder: Path, engine: str) -> bool:
-    """Whether a student comes to its teacher's loss on what neither has seen."""
+def distill(folder: Path, engine: str) -> bool:
+    """Train a teacher and its student. Return whether the student reaches the teacher's loss on held-out rows."""
     folder.mkdir()
     make_model(folder / "model", [" ".join(WORDS)], head_dim=32)
     for name in ("teacher", "student"):
-        write_data(folder, name, both)
+        write_data(folder, name, both_orders)
     teacher = train(folder, "teacher", "model", f"sft {PAIRS} --train_iters 600 --save_steps 600 --lr 3e-3")
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     line = f"rlhf --rlhf_type gkd --teacher_model {teacher} --lmbda 0.5 --beta 0.5 --temperature 1 {PAIRS} --lr 3e-3"
     line += f" --max_completion_length 3 --train_iters 900 --save_steps 900 --use_vllm {str(engine == 'vllm').lower()}"
-    student, seconds = train(folder, "student", "model", line), time.perf_counter() - began
+    student, seconds = train(folder, "student", "model", line), time.perf_counter() - start_time
     rows = [json.loads(line)["messages"] for line in (folder / "student-val.jsonl").read_text().splitlines()]
-    before, theirs, ours = (
-        -float(answer_log_probs(each, rows).mean()) for each in (folder / "model", teacher, student)
+    base, target, loss = (
+        -float(answer_log_probs(model, rows).mean()) for model in (folder / "model", teacher, student)
     )
-    well = ours < 1.15 * theirs
-    print(f"\ngkd       held-out loss {ours:.4f}, the teacher's {theirs:.4f}, before {before:.4f}, {seconds:.0f} s")
-    print("" if well else "WRONG")
-    return well
+    is_good = loss < 1.15 * target
+    print(f"\ngkd       held-out loss {loss:.4f}, the teacher's {target:.4f}, before {base:.4f}, {seconds:.0f} s")
+    print("" if is_good else "WRONG")
+    return is_good
 
 
 def main(folder: Path, names: list[str], engine: str) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "cache")}
-    make_model(folder / "model", ["say", "+", *map(str, range(19))], head_dim=32)  # which vLLM on CPUs has
+    make_model(folder / "model", ["say", "+", *map(str, range(19))], head_dim=32)  # vLLM on CPUs supports this head_dim
     write_sums(folder)
-    good = distilled(folder / "gkd", engine) if "gkd" in names else True
+    is_good = distill(folder / "gkd", engine) if "gkd" in names else True
     names = [name for name in names if name != "gkd"]
     if not names:
-        return 0 if good else 1
+        return 0 if is_good else 1
     base = megatron(
         folder,
         "sft --model model --dataset answers.jsonl --global_batch_size 64 --micro_batch_size 64 --train_iters 300 "
         "--lr 3e-3 --weight_decay 0",
         "base",
     )
-    before, table = right(base), []
+    before, table = answer_probability(base), []
     for name in names:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         line = f"{RUNS[name]} --model {base.relative_to(folder)} --dataset questions.jsonl --logging_steps 1"
         if name == "server":
             with server(folder, str(base), engine) as (port, _):
@@ -177,15 +177,15 @@ def main(folder: Path, names: list[str], engine: str) -> int:
         else:
             checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
         merged = checkpoint.with_name(f"{checkpoint.name}-merged")
-        found, after = rewards(checkpoint.parent), right(merged if merged.exists() else checkpoint)
-        first, last = sum(found[:3]) / 3, sum(found[-5:]) / 5
-        well = first < BEFORE and last > AFTER[name] and after > AFTER[name]
-        good = good and well
-        seconds = time.perf_counter() - began
+        step_rewards, after = rewards(checkpoint.parent), answer_probability(merged if merged.exists() else checkpoint)
+        first, last = sum(step_rewards[:3]) / 3, sum(step_rewards[-5:]) / 5
+        has_learned = first < BEFORE and last > AFTER[name] and after > AFTER[name]
+        is_good = is_good and has_learned
+        seconds = time.perf_counter() - start_time
         numbers = "".join(f"{number:>10.3f}" for number in (first, last, before, after))
-        table.append(f"{name:<10}{numbers}{seconds:>10.0f}{'' if well else '  WRONG'}")
+        table.append(f"{name:<10}{numbers}{seconds:>10.0f}{'' if has_learned else '  WRONG'}")
     print(f"\n{'':<10}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
-    return 0 if good else 1
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":
@@ -193,5 +193,5 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=[*RUNS, "gkd"], default=[*RUNS, "gkd"])
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn-rl"))
-    asked = parser.parse_args()
-    sys.exit(main(asked.folder.absolute(), asked.only, asked.engine))
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.folder.absolute(), arguments.only, arguments.engine))

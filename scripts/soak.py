@@ -1,10 +1,10 @@
-"""Run long and watch what grows: 3,000 steps of sft with evaluations and saves, then 300 of GRPO beside a server.
+"""Soak test for leaks: 3,000 steps of sft with evaluations and saves, then 300 steps of GRPO with a server.
 
     python scripts/soak.py [--only sft grpo] [--folder megatron_output/soak]
 
-Twenty times in a run it reads each process's resident memory, file descriptors and threads, and the bytes in /dev/shm.
-Fails where a run fails, or where the mean of the last five readings is more than 5 % (of /dev/shm: at all) above that
-of the five after the first quarter.
+Twenty times per run it reads each process's resident memory, file descriptors and threads, and the bytes in /dev/shm.
+It fails if a run fails, or if the mean of the last five readings is more than 5 % above that of the five readings after
+the first quarter (/dev/shm: above it at all).
 """
 
 import argparse
@@ -33,7 +33,7 @@ MARGIN = 0.05
 
 
 def reading(pids: Iterable[int]) -> dict[str, float]:
-    """Return what the processes hold now: MiB, descriptors and threads of each, and MiB in /dev/shm."""
+    """Return the resident MiB, descriptors and threads of each process, and the MiB in /dev/shm."""
     values = {"/dev/shm MiB": sum(f.stat().st_size for f in Path("/dev/shm").rglob("*") if f.is_file()) / 2**20}
     for pid in pids:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -47,30 +47,30 @@ def steps_done(log: Path) -> int:
     return sum('"loss"' in line for line in log.read_text().splitlines()) if log.exists() else 0
 
 
-def watch(folder: Path, line: str, kind: str, others: tuple[int, ...] = ()) -> bool:
-    """Run `megatron {line}` and print its readings. Return whether nothing grew."""
+def watch(folder: Path, line: str, kind: str, server_pids: tuple[int, ...] = ()) -> bool:
+    """Run `megatron {line}` and print its readings. Return whether all stayed flat."""
     command = [BIN / "megatron", *line.split(), "--logging_steps", "1", "--output_dir", kind, "--add_version", "false"]
     log, readings = folder / kind / "logging.jsonl", []
-    began = time.monotonic()
-    with (folder / f"{kind}.log").open("w") as printed:
-        process = subprocess.Popen(command, cwd=folder, stdout=printed, stderr=printed)
+    start_time = time.monotonic()
+    with (folder / f"{kind}.log").open("w") as console_log:
+        process = subprocess.Popen(command, cwd=folder, stdout=console_log, stderr=console_log)
         while process.poll() is None:
             if steps_done(log) >= (len(readings) + 1) * STEPS[kind] // (READINGS + 1):
-                readings.append(reading((process.pid, *others)))
+                readings.append(reading((process.pid, *server_pids)))
             time.sleep(0.2)
     if process.returncode or len(readings) < READINGS:
         print(f"{kind}: exit code {process.returncode} after {len(readings)} readings: see {folder / kind}.log")
         return False
-    print(f"{kind}: {STEPS[kind]:,} steps in {time.monotonic() - began:.0f} s")
-    grew = False
+    print(f"{kind}: {STEPS[kind]:,} steps in {time.monotonic() - start_time:.0f} s")
+    has_growth = False
     for name in readings[0]:
-        values = [one[name] for one in readings]
+        values = [values_by_name[name] for values_by_name in readings]
         early, late = sum(values[5:10]) / 5, sum(values[-5:]) / 5
         grows = late > early * (1 if "shm" in name else 1 + MARGIN)
-        grew |= grows
-        label = name.replace(str(process.pid), "trainer").replace(str(others[0]) if others else "-", "server")
+        has_growth |= grows
+        label = name.replace(str(process.pid), "trainer").replace(str(server_pids[0]) if server_pids else "-", "server")
         print(f"  {label:24} first {values[0]:10,.1f}  early {early:10,.1f}  late {late:10,.1f}" + "  GROWS" * grows)
-    return not grew
+    return not has_growth
 
 
 def main() -> int:
@@ -83,13 +83,13 @@ def main() -> int:
     folder.mkdir(parents=True)
     make_model(folder / "model", ["say", "+", *map(str, range(19))])
     write_sums(folder)
-    flat = True
+    is_flat = True
     if "sft" in arguments.only:
-        flat &= watch(folder, SFT, "sft")
+        is_flat &= watch(folder, SFT, "sft")
     if "grpo" in arguments.only:
         with server(folder, "model", "transformers") as (port, pid):
-            flat &= watch(folder, f"{GRPO} --vllm_server_port {port}", "grpo", (pid,))
-    return 0 if flat else 1
+            is_flat &= watch(folder, f"{GRPO} --vllm_server_port {port}", "grpo", (pid,))
+    return 0 if is_flat else 1
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from ..bridge.checkpoint.hub import (
 from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..templates.chat_template.chat import ChatTemplate
 from ..templates.dataset.sources import open_sources
-from ..templates.formats.dataset_names import text_of
+from ..templates.formats.dataset_names import resolve_text
 from ..templates.formats.schemas import Conversation, UnusableRow, rename_columns, row_errors, to_conversation
 from ..templates.json_types import JsonObject
 from ..templates.plural import plural
@@ -118,7 +118,7 @@ class InferPrompt:
 def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
     """Yield the rows of `--val_dataset`. `--system` is added to rows without a system prompt."""
     hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
-    system = text_of("--system", options.system)
+    system = resolve_text("--system", options.system)
     for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
         if not len(source):
             raise ValueError(f"--val_dataset {source.name}: it has no rows. Set another one")
@@ -196,7 +196,7 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (adds line editing and history to input())
     print("Chat. `clear` starts over, `exit` quits; Ctrl-C stops a response.")
-    system = text_of("--system", options.system)
+    system = resolve_text("--system", options.system)
     initial_messages = [{"role": "system", "content": system}] if system else []
     messages = list(initial_messages)
     while True:

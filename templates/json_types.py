@@ -1,4 +1,4 @@
-"""Types of parsed JSON, and of what is stored as JSON."""
+"""Types of parsed JSON and of objects stored as JSON."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Name for the set of processes whose ids this process can see, to tell whether the writer of a file is alive."""
+"""Identity of the process id namespace, to tell whether the process that wrote a file is alive."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import xxhash
 def process_scope() -> str:
     """Return the host name with a hash of the boot and of the namespace of process ids.
 
-    Two containers may share a host name and a disk, but not this: a process id means nothing in the other.
+    Containers may share a host name and a disk, but a process id of one means nothing in the other.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -28,6 +28,6 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # the process is another user's
         return True
     return True

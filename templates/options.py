@@ -1,4 +1,4 @@
-"""The flags of the data: where rows come from, how they become tokens, how tokens become batches. Free of torch."""
+"""Flags of the data: sources of rows, tokenization and packing. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Preparation of the data of a run: token stores or a stream, and a report on them."""
+"""Preparation of a run's data: token stores or a stream, and a report on them."""
 
 import hashlib
 import logging
@@ -33,13 +33,13 @@ from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FIRST = 100  # rows per source that are searched for the columns of --columns
-CHUNK = 500  # rows, at most, tokenized at a time by a process, and within which KTO mismatches answers
+CHECKED_ROWS = 100  # first rows of a source, in which the columns of --columns must occur
+CHUNK = 500  # most rows that a process tokenizes at a time; KTO mismatches answers within these rows
 
 
 @dataclass
 class Prepared:
-    """Samples to train on, and to evaluate on if there are any."""
+    """Samples for training, and for evaluation if there are any."""
 
     train: TokenStore | TokenStream
     val: TokenStore | None
@@ -47,14 +47,14 @@ class Prepared:
 
     @cached_property
     def report(self) -> str:
-        """Text for the log: used and dropped rows, tokens, shares of trained tokens and padding, the first sample."""
+        """Text for the log: used and dropped rows, tokens, shares of trained tokens and padding, first sample."""
         return self._describe()
 
     @cached_property
     def columns(self) -> list[str]:
-        """Columns of any prompt's row except `messages`, in training and evaluation data; [] for a stream."""
+        """Columns of the prompts' rows except `messages`, in training and evaluation data; [] for a stream."""
         stores = [store for store in (self.train, self.val) if isinstance(store, TokenStore)]
-        names = (file.filled for store in stores for file in store.files)
+        names = (file.column_masks for store in stores for file in store.files)
         return sorted(frozenset().union(*names) - {"messages"})
 
 
@@ -63,10 +63,10 @@ class _Part:
     """Rows taken from a source."""
 
     source: RowSource
-    file: TokenFile  # of these rows, or of these and more
+    file: TokenFile  # tokens of these rows, or of these and others
     rows: np.ndarray  # int64, distinct and sorted
-    total: int  # rows to take; the rows repeat beyond their number
-    is_split_off: bool = False  # then the report describes the file with the part that it was split from
+    total: int  # number of rows to take; rows repeat if it is larger than their number
+    is_split_off: bool = False  # whether the report describes the file with the part from which this one was split
 
     @cached_property
     def samples(self) -> np.ndarray:
@@ -76,11 +76,11 @@ class _Part:
         return np.concatenate([*numbers, np.flatnonzero(np.isin(self.file.rows, self.rows[:rest]))])
 
     def split(self, ratio: float, random: np.random.Generator) -> "tuple[_Part, _Part]":
-        """Return two parts without common rows; the second has about `ratio` of them."""
+        """Return two parts without common rows. The second has about the share `ratio` of the rows."""
         order = random.permutation(self.rows)
         count = max(round(len(order) * ratio), 1)
-        rest = replace(self, rows=np.sort(order[count:]), total=self.total - count)
-        return rest, replace(self, rows=np.sort(order[:count]), total=count, is_split_off=True)
+        first_part = replace(self, rows=np.sort(order[count:]), total=self.total - count)
+        return first_part, replace(self, rows=np.sort(order[:count]), total=count, is_split_off=True)
 
 
 def prepare(
@@ -93,11 +93,11 @@ def prepare(
     tools: list[JsonObject] | None = None,
     verify: bool = True,
 ) -> Prepared:
-    """Load the tokens of the datasets from the cache, or make them.
+    """Load the tokens of the datasets from the cache, or tokenize the datasets.
 
-    tools: for prompts whose rows have none
+    tools: tools for prompts without tools in their row
     verify: check the checksums of cached tokens
-    Call it on the first rank of each node, then on the others with load_from_cache_file true and verify false.
+    Call it on the first rank of each node, then on its other ranks with load_from_cache_file true and verify false.
     Raises ValueError with the flag, or the file and line, if the options or the data cannot be used, and OSError if the
     cache cannot be written.
     """
@@ -117,7 +117,7 @@ def prepare(
     if options.max_length is not None and options.max_length < 2:
         raise ValueError(f"--max_length {options.max_length}: leaves no token to predict. Set at least 2.")
     # Completions of prompts are packed once they are generated.
-    options = replace(options, packing=False) if stage in PROMPTED else _with_max_length(options)
+    options = replace(options, packing=False) if stage in PROMPTED else _resolve_lengths(options)
     sample_length = options.packing_length if options.packing else None
     encoder = Encoder(tokenizer, options, stage, options.columns, sample_length, tools)
     open_datasets = partial(open_sources, use_hf=use_hf, hub_token=hub_token)
@@ -125,7 +125,7 @@ def prepare(
 
     def parts_of(flag: str, names: list[str], shuffle: bool) -> list[_Part]:
         return [
-            _part(f"{flag} {source.name}", source, count, shuffle, encoder, options, verify=verify)
+            _make_part(f"{flag} {source.name}", source, count, shuffle, encoder, options, verify=verify)
             for source, count in open_datasets(flag, names)
         ]
 
@@ -138,10 +138,10 @@ def prepare(
             options.strict,
         )
         _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
-        val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
+        val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
     parts = parts_of("--dataset", options.dataset, options.dataset_shuffle)
-    _check_columns(options.columns, (part.source.rows(part.rows[:FIRST]) for part in (*parts, *val_parts)))
+    _check_columns(options.columns, (part.source.rows(part.rows[:CHECKED_ROWS]) for part in (*parts, *val_parts)))
     if options.split_dataset_ratio and not val_parts:
         pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
         parts, val_parts = [first for first, _ in pairs], [second for _, second in pairs]
@@ -150,9 +150,9 @@ def prepare(
                 f"--split_dataset_ratio {options.split_dataset_ratio}: leaves no row to train on. Set --val_dataset "
                 "instead."
             )
-    train = _store(parts, options.dataset_shuffle, random, stage)
-    val = _store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
-    # The tokenizer's threads are idle now: its warning about forked data loaders would be needless.
+    train = _make_store(parts, options.dataset_shuffle, random, stage)
+    val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
+    # The tokenizer's threads are idle from here on, so forked data loaders need no warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, encoder))
 
@@ -163,17 +163,17 @@ def _check_columns(columns: Collection[str], sources: Iterable[Iterator[Row]]) -
         return
     names: set[str] = set()
     for rows in sources:
-        for _, _, row in islice(rows, FIRST):
+        for _, _, row in islice(rows, CHECKED_ROWS):
             names |= row.keys()
     for name in columns:
         if name not in names:
             raise ValueError(
-                f"--columns {name}: the first {FIRST} rows of the data have no such column. Use one of "
+                f"--columns {name}: the first {CHECKED_ROWS} rows of the data have no such column. Use one of "
                 f"{', '.join(sorted(names))}."
             )
 
 
-def _with_max_length(options: PrepareOptions) -> PrepareOptions:
+def _resolve_lengths(options: PrepareOptions) -> PrepareOptions:
     """Return options with --max_length and --packing_length set, so that every sample fits into a pack."""
     if not options.packing:
         return options
@@ -188,7 +188,7 @@ def _with_max_length(options: PrepareOptions) -> PrepareOptions:
     return replace(options, max_length=max_length, packing_length=pack_length)
 
 
-def _part(
+def _make_part(
     flag: str,
     source: RowSource,
     count: int | None,
@@ -205,13 +205,13 @@ def _part(
     rows = np.arange(min(total, available))
     if shuffle and total < available:
         rows = np.sort(np.random.default_rng(options.data_seed).permutation(available)[:total])
-    return _Part(source, _tokens(source, rows, encoder, options, verify=verify), rows, total)
+    return _Part(source, _load_tokens(source, rows, encoder, options, verify=verify), rows, total)
 
 
-def _tokens(
+def _load_tokens(
     source: RowSource, rows: np.ndarray, encoder: Encoder, options: PrepareOptions, *, verify: bool
 ) -> TokenFile:
-    """Return the tokens of these rows from the cache, built first if they are missing."""
+    """Return the tokens of these rows from the cache. Builds the entry if it is missing."""
     name = hashlib.blake2b(f"{source.fingerprint} {encoder.fingerprint}".encode(), digest_size=16)
     if len(rows) < len(source):
         name.update(rows.tobytes())
@@ -243,13 +243,13 @@ def encode_all(
     """Yield (number of rows, (tokens, dropped rows)) in order, in equal chunks of at most CHUNK rows."""
     chunks = np.array_split(
         rows, -(-len(rows) // CHUNK)
-    )  # equal, because a chunk of one KTO row has no mismatched answer
+    )  # equal chunks, because a chunk of one KTO row has no mismatched answer
     processes = min(processes, len(chunks))
     if processes <= 1:
         for chunk in chunks:
             yield len(chunk), _encode(source, encoder, chunk)
         return
-    with _no_tokenizer_threads():  # the processes use the cores
+    with _no_tokenizer_threads():  # the processes use all cores
         pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(source, encoder)
         )
@@ -260,23 +260,23 @@ def encode_all(
             pool.shutdown(cancel_futures=True)
 
 
-_worker: list = []  # source and encoder of a worker process
+_worker_state: list = []  # source and encoder of a worker process
 
 
 def _start_worker(source: RowSource, encoder: Encoder) -> None:
-    _worker[:] = source, encoder
+    _worker_state[:] = source, encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent ends: a killed parent leaves its workers waiting for work."""
+    """Exit when the parent ends. Without this, workers of a killed parent would wait forever."""
     if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)
 
 
 def _encode_in_worker(chunk: np.ndarray) -> tuple[pa.RecordBatch, DroppedRows]:
-    source, encoder = _worker
+    source, encoder = _worker_state
     return _encode(source, encoder, chunk)
 
 
@@ -287,7 +287,7 @@ def _encode(source: RowSource, encoder: Encoder, chunk: np.ndarray) -> tuple[pa.
 
 @contextmanager
 def _no_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizer from starting threads, which warns in a forked process."""
+    """Keep the tokenizer from starting threads, about which it warns in forked processes."""
     previous = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -299,7 +299,7 @@ def _no_tokenizer_threads() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = previous
 
 
-def _store(parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage) -> TokenStore:
+def _make_store(parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage) -> TokenStore:
     starts = np.cumsum([0] + [len(part.file) for part in parts])
     samples = np.concatenate([part.samples + start for part, start in zip(parts, starts[:-1], strict=True)])
     if not len(samples):

@@ -1,4 +1,4 @@
-"""Interface of transformers' fast tokenizers, as far as it is used; their own annotations are too wide."""
+"""Used part of the interface of transformers' fast tokenizers, whose own annotations are too wide."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol

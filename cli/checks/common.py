@@ -1,4 +1,4 @@
-"""Checks of options against each other and the machine. Each error names the flag, its value and the fix."""
+"""Checks of options against each other and the machine. Each error names the flag, its value and a fix."""
 
 import os
 import tempfile
@@ -14,98 +14,98 @@ from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOpti
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
-from ...templates.formats.dataset_names import check_exists, split_count, text_of
+from ...templates.formats.dataset_names import check_exists, resolve_text, split_count
 from ...templates.options import PrepareOptions
 from ...templates.plural import plural
 from ..flags import UsageError, show, usage_errors
 from .generation import check_key
-from .lora import check_adapters, check_base, check_tuner, take_base
+from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
-    READ,
     SAFETENSORS,
+    WEIGHT_FILES,
     HfConfig,
-    beyond_positions,
     check_divisible,
-    experts_of,
-    known_model,
+    count_experts,
+    position_notes,
     read_model_config,
+    supported_config,
 )
 from .resume import check_resume
-from .tasks import check_generates, check_task, with_head
-from .vllm_lora import check_room
+from .tasks import check_generates, check_task, config_with_head
+from .vllm_lora import check_max_lora_rank
 
 
 def check_training(
     options: SftOptions, layout: ProcessLayout, gpus: int, processes: int, sources: Mapping[str, str]
 ) -> list[str]:
-    """Raise UsageError for options that cannot be used; adjust redundant ones, and return notes on them.
+    """Raise UsageError for unusable options. Adjust redundant ones, and return notes for the user.
 
-    gpus: visible on this machine (0: a CPU)
-    processes: to run on this machine
-    sources: of each option's value
+    gpus: number of GPUs visible on this machine (0: a CPU)
+    processes: number of processes to run on this machine
+    sources: source of each option's value
     """
-    notes = list(_adjust(options))
+    notes = list(_adjust_options(options))
     check_tuner(options, sources)
     notes += check_resume(options)
-    notes += take_base(options, options)
-    model = known_model(
-        options, weights=() if requested_checkpoint(options) else READ
-    )  # a resumed run reads the checkpoint's
-    _data(options.data)
-    _cache()
-    _batch(options, layout)
-    _schedule(options)
-    _recompute(options.build)
-    _overlap(options)
-    _fp8(options, gpus)
+    notes += set_base_model(options, options)
+    model = supported_config(
+        options, weights=() if requested_checkpoint(options) else WEIGHT_FILES
+    )  # a resumed run reads the checkpoint's weights
+    _check_data(options.data)
+    _check_cache()
+    _check_duration(options, layout)
+    _check_schedule(options)
+    _check_recompute(options.build)
+    _check_overlap(options)
+    _check_fp8(options, gpus)
     check_pipeline(options.build)
     if options.tuner.tuner_type == "lora":
         notes += check_base(options, options, model)
-        notes += check_adapters(options, sources, with_head(options, model))
+        notes += check_adapters(options, sources, config_with_head(options, model))
     if model is not None:
         check_divisible(options.build, layout, model)
     notes += check_task(options, layout, model, sources)
     check_processes(layout, gpus, processes)
-    _global_batch(options, layout)
-    _lengths(options)
-    notes += _positions(options, model)
-    _output(options)
-    _reporters(options.logging)
-    _profile(options, layout)
+    _check_global_batch(options, layout)
+    _check_lengths(options)
+    notes += _position_notes(options, model)
+    _check_output_dir(options)
+    _check_reporters(options.logging)
+    _check_profile(options, layout)
     return notes
 
 
 def check_infer(options: InferOptions) -> list[str]:
-    """Raise UsageError for options of `swift infer` that cannot be used; return notes for the user."""
+    """Raise UsageError for unusable options of `swift infer`. Return notes for the user."""
     if options.merge_lora and not options.adapters:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
-    _check_there("--val_dataset", options.val_dataset)
+    _check_paths("--val_dataset", options.val_dataset)
     _check_system(options)
-    _cache()
-    notes, model = list(take_base(options, options)), None
+    _check_cache()
+    notes, model = list(set_base_model(options, options)), None
     if options.model or not options.adapters:  # the task reads a hub adapter's base model
         model = read_model_config(options, weights=SAFETENSORS)
         check_generates(options, model)
         notes += check_base(options, options, model)
-    least, most = TEMPERATURES
-    if options.temperature and not least <= options.temperature <= most:
-        raise UsageError(f"--temperature {options.temperature}: must be 0, or at least {least} and at most {most:g}.")
-    notes += beyond_positions(f"--max_new_tokens {options.max_new_tokens}", options.max_new_tokens or 0, model)
+    low, high = TEMPERATURES
+    if options.temperature and not low <= options.temperature <= high:
+        raise UsageError(f"--temperature {options.temperature}: must be 0, or at least {low} and at most {high:g}.")
+    notes += position_notes(f"--max_new_tokens {options.max_new_tokens}", options.max_new_tokens or 0, model)
     return notes
 
 
 def check_rollout(options: RolloutOptions) -> list[str]:
-    """Raise UsageError for options of `swift rollout` that cannot be used; return notes for the user."""
+    """Raise UsageError for unusable options of `swift rollout`. Return notes for the user."""
     model = read_model_config(options, weights=SAFETENSORS)
     check_generates(options, model)
-    check_room(options)
+    check_max_lora_rank(options)
     check_key("api_key", options.api_key)
-    if options.vllm_enable_return_routed_experts and model is not None and not experts_of(model):
+    if options.vllm_enable_return_routed_experts and model is not None and not count_experts(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Remove it.")
     return []
 
 
-def _adjust(options: SftOptions) -> Iterator[str]:
+def _adjust_options(options: SftOptions) -> Iterator[str]:
     training = options.training
     build = options.build
     if build.sequence_parallel and build.tensor_model_parallel_size == 1:
@@ -122,11 +122,11 @@ def _adjust(options: SftOptions) -> Iterator[str]:
         yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
 
 
-def _data(options: PrepareOptions) -> None:
+def _check_data(options: PrepareOptions) -> None:
     if not options.dataset:
         raise UsageError("--dataset: missing. Set files, folders or hub ids.")
-    _check_there("--dataset", options.dataset)
-    _check_there("--val_dataset", options.val_dataset)
+    _check_paths("--dataset", options.dataset)
+    _check_paths("--val_dataset", options.val_dataset)
     _check_system(options)
     if options.packing and options.max_length is None and options.packing_length is None:
         raise UsageError("--packing true needs the length of a pack. Set --max_length.")
@@ -138,8 +138,8 @@ def _data(options: PrepareOptions) -> None:
         )
 
 
-def _cache() -> None:
-    """Raise UsageError if the folder of cached tokens that the user's variable names cannot be made."""
+def _check_cache() -> None:
+    """Raise UsageError if the token cache cannot be made in the folder of MODELSCOPE_CACHE or HF_HOME."""
     name = "MODELSCOPE_CACHE" if os.environ.get("MODELSCOPE_CACHE") else "HF_HOME"
     if root := os.environ.get(name):
         try:
@@ -152,20 +152,20 @@ def _cache() -> None:
 
 
 def check_lock(options: SftOptions) -> None:
-    """Raise UsageError if another run of this machine writes to the run's folder, before any process starts."""
+    """Raise UsageError if another run on this machine writes to the run's folder."""
     if options.checkpoint.add_version or requested_checkpoint(
         options
-    ):  # then the run makes a new folder, or waits for one that is ending
+    ):  # the run makes a new folder, or waits for the run that is ending in it
         return
-    folder = folder_of(options)
+    folder = output_folder(options)
     try:
         check_idle(folder)
     except ValueError as error:
         raise UsageError(f"--output_dir {folder}: {error}.") from None
 
 
-def _check_there(flag: str, names: Iterable[str]) -> None:
-    """Raise UsageError for a file or folder that does not exist. The run looks for hub ids."""
+def _check_paths(flag: str, names: Iterable[str]) -> None:
+    """Raise UsageError for a file or folder that does not exist. The run checks hub ids."""
     for name in names:
         try:
             check_exists(split_count(name)[0])
@@ -175,10 +175,10 @@ def _check_there(flag: str, names: Iterable[str]) -> None:
 
 def _check_system(options: PrepareOptions | InferOptions) -> None:
     with usage_errors():
-        text_of("--system", options.system)
+        resolve_text("--system", options.system)
 
 
-def _batch(options: SftOptions, layout: ProcessLayout) -> None:
+def _check_duration(options: SftOptions, layout: ProcessLayout) -> None:
     if options.training.train_iters is None and options.training.num_train_epochs is None:
         raise UsageError("--train_iters, --num_train_epochs: missing. Set one of them.")
     if options.data.streaming and options.training.train_iters is None:
@@ -187,7 +187,7 @@ def _batch(options: SftOptions, layout: ProcessLayout) -> None:
         raise UsageError("--save_strategy epoch cannot be used with --streaming true. Set --save_strategy steps.")
 
 
-def _schedule(options: SftOptions) -> None:
+def _check_schedule(options: SftOptions) -> None:
     schedule = options.schedule
     if schedule.min_lr > schedule.lr:
         raise UsageError(f"--min_lr {schedule.min_lr}: above --lr {schedule.lr}. Set a lower one.")
@@ -196,20 +196,20 @@ def _schedule(options: SftOptions) -> None:
     if schedule.lr_warmup_iters and schedule.lr_warmup_fraction is not None:
         raise UsageError("--lr_warmup_iters cannot be used with --lr_warmup_fraction. Remove one of them.")
     steps = schedule.lr_decay_iters or options.training.train_iters
-    warmup, last_part = schedule.lr_warmup_iters or 0, schedule.lr_wsd_decay_iters or 0
+    warmup, final_decay = schedule.lr_warmup_iters or 0, schedule.lr_wsd_decay_iters or 0
     if steps and warmup >= steps:
         raise UsageError(
             f"--lr_warmup_iters {warmup}: not below the {plural(steps, 'step')} of the schedule. Set a lower one."
         )
-    if steps and warmup + last_part > steps:
+    if steps and warmup + final_decay > steps:
         and_warmup = f" and --lr_warmup_iters {warmup}" if warmup else ""
         raise UsageError(
-            f"--lr_wsd_decay_iters {last_part}{and_warmup}: more than the {plural(steps, 'step')} of the schedule. "
+            f"--lr_wsd_decay_iters {final_decay}{and_warmup}: more than the {plural(steps, 'step')} of the schedule. "
             "Set a lower one."
         )
 
 
-def _recompute(options: RecomputeOptions) -> None:
+def _check_recompute(options: RecomputeOptions) -> None:
     if options.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(options, name) is None:
@@ -217,7 +217,7 @@ def _recompute(options: RecomputeOptions) -> None:
                 raise UsageError(f"--recompute_granularity full needs --{name}. Set it, as in --{name} {example}.")
 
 
-def _overlap(options: SftOptions) -> None:
+def _check_overlap(options: SftOptions) -> None:
     build = options.build
     if build.overlap_param_gather and build.overlap_grad_reduce is False:
         raise UsageError(
@@ -231,8 +231,8 @@ def _overlap(options: SftOptions) -> None:
         raise UsageError("--overlap_param_gather true needs --use_distributed_optimizer true. Set both, or none.")
 
 
-def _fp8(options: SftOptions, gpus: int) -> None:
-    """Raise UsageError for options of FP8. bridge/mapping/fp8.py checks the chip and the weights."""
+def _check_fp8(options: SftOptions, gpus: int) -> None:
+    """Raise UsageError for unusable options of FP8. bridge/mapping/fp8.py checks the GPU and the weights."""
     build = options.build
     if build.fp8_format is None:
         for field in fields(Fp8Options):
@@ -270,7 +270,7 @@ def _fp8(options: SftOptions, gpus: int) -> None:
 
 
 def check_pipeline(options: ParallelOptions) -> None:
-    """Raise UsageError for flags of pipelining with one stage."""
+    """Raise UsageError for pipeline flags with a single stage."""
     if options.pipeline_model_parallel_size > 1:
         return
     for name in (
@@ -292,59 +292,59 @@ def check_processes(layout: ProcessLayout, gpus: int, processes: int) -> None:
             f"NPROC_PER_NODE {processes}: more processes than the {plural(gpus, 'visible GPU')}. "
             f"Set NPROC_PER_NODE={gpus}, or show more with CUDA_VISIBLE_DEVICES."
         )
-    for product, names in (
-        (layout.tensor * layout.pipeline * layout.context, _names("tensor", "pipeline", "context")),
-        (layout.expert * layout.expert_tensor * layout.pipeline, _names("expert", "expert_tensor", "pipeline")),
+    for product, flags in (
+        (layout.tensor * layout.pipeline * layout.context, _size_flags("tensor", "pipeline", "context")),
+        (layout.expert * layout.expert_tensor * layout.pipeline, _size_flags("expert", "expert_tensor", "pipeline")),
     ):
         if layout.world % product:
             raise UsageError(
-                f"{' x '.join(names)} = {product}: does not divide the number of processes, {layout.world}. Set "
+                f"{' x '.join(flags)} = {product}: does not divide the number of processes, {layout.world}. Set "
                 f"NPROC_PER_NODE (and NNODES) to a multiple of {product}, or set a smaller size."
             )
 
 
-def _global_batch(options: SftOptions, layout: ProcessLayout) -> None:
+def _check_global_batch(options: SftOptions, layout: ProcessLayout) -> None:
     training = options.training
-    share = training.micro_batch_size * layout.data
-    if training.global_batch_size % share:
+    samples_per_pass = training.micro_batch_size * layout.data
+    if training.global_batch_size % samples_per_pass:
         raise UsageError(
             f"--global_batch_size {training.global_batch_size}: not a multiple of --micro_batch_size "
-            f"{training.micro_batch_size} x {layout.data} data-parallel processes = {share}. "
-            f"Set {_multiple_near(training.global_batch_size, share)}."
+            f"{training.micro_batch_size} x {layout.data} data-parallel processes = {samples_per_pass}. "
+            f"Set {_nearest_multiple(training.global_batch_size, samples_per_pass)}."
         )
-    _schedule_of_chunks(options, training.global_batch_size // share)
+    _check_interleaving(options, training.global_batch_size // samples_per_pass)
 
 
-def _names(*sizes: str) -> list[str]:
+def _size_flags(*sizes: str) -> list[str]:
     return [
         f"--{size}{'' if size == 'expert_tensor' or size == 'context' else '_model'}_parallel_size" for size in sizes
     ]
 
 
-def _multiple_near(value: int, unit: int) -> int:
+def _nearest_multiple(value: int, unit: int) -> int:
     return max(1, round(value / unit)) * unit
 
 
-def _schedule_of_chunks(options: SftOptions, micro_batches: int) -> None:
-    """Raise UsageError if micro batches do not fill the groups of megatron-core's interleaved schedule."""
+def _check_interleaving(options: SftOptions, micro_batches: int) -> None:
+    """Raise UsageError if the micro batches do not fit megatron-core's interleaved schedule."""
     build = options.build
     stages = build.pipeline_model_parallel_size
     if (build.virtual_pipeline_model_parallel_size or 1) == 1:
         return
     group = build.microbatch_group_size_per_vp_stage or stages
     if not stages <= group <= micro_batches or 0 < micro_batches % group < stages:
-        named = f"--virtual_pipeline_model_parallel_size {build.virtual_pipeline_model_parallel_size}"
+        flag = f"--virtual_pipeline_model_parallel_size {build.virtual_pipeline_model_parallel_size}"
         if build.microbatch_group_size_per_vp_stage:
-            named = f"--microbatch_group_size_per_vp_stage {group}"
+            flag = f"--microbatch_group_size_per_vp_stage {group}"
         raise UsageError(
-            f"{named}: {plural(micro_batches, 'micro batch')} per data-parallel process and step cannot pass {stages} "
+            f"{flag}: {plural(micro_batches, 'micro batch')} per data-parallel process and step cannot pass {stages} "
             f"pipeline stages in groups of {group}. Set a --global_batch_size that makes a multiple of "
             f"{max(group, stages)}."
         )
 
 
-def _lengths(options: SftOptions) -> None:
-    """Raise UsageError if 2 x CP chunks, split by TP under SP, do not divide a sequence."""
+def _check_lengths(options: SftOptions) -> None:
+    """Raise UsageError if a sequence cannot be split into 2 x CP chunks, and by TP under sequence parallelism."""
     build = options.build
     context, fp8 = build.context_parallel_size, build.fp8_token_multiple
     tensor = build.tensor_model_parallel_size if build.sequence_parallel else 1
@@ -354,7 +354,7 @@ def _lengths(options: SftOptions) -> None:
         if context > 1 and length % (2 * context):
             raise UsageError(
                 f"--{name} {length}: not a multiple of 2 x --context_parallel_size {context} = {2 * context}. "
-                f"Set {_multiple_near(length, 2 * context)}."
+                f"Set {_nearest_multiple(length, 2 * context)}."
             )
         if options.data.packing and length % (context * tensor * fp8):
             divisors = [
@@ -364,11 +364,11 @@ def _lengths(options: SftOptions) -> None:
             ]
             raise UsageError(
                 f"--{name} {length}: not a multiple of {' x '.join(divisors)}. "
-                f"Set {_multiple_near(length, context * tensor * fp8 * (2 if context > 1 else 1))}."
+                f"Set {_nearest_multiple(length, context * tensor * fp8 * (2 if context > 1 else 1))}."
             )
 
 
-def _positions(options: SftOptions, model: HfConfig | None) -> Iterator[str]:
+def _position_notes(options: SftOptions, model: HfConfig | None) -> Iterator[str]:
     data = options.data
     length = data.max_length or (data.packing_length if data.packing else None) or 0
     flags = f"--max_length {data.max_length}" if data.max_length else f"--packing_length {data.packing_length}"
@@ -377,22 +377,22 @@ def _positions(options: SftOptions, model: HfConfig | None) -> Iterator[str]:
         length = (data.max_length or 0) + sampling.max_completion_length
         flags = f"--max_completion_length {sampling.max_completion_length}"
         flags = f"--max_length {data.max_length} and {flags}" if data.max_length else flags
-    yield from beyond_positions(flags, length, model)
+    yield from position_notes(flags, length, model)
 
 
-def folder_of(options: SftOptions) -> Path:
-    """Return the folder in which a run's folder is made."""
+def output_folder(options: SftOptions) -> Path:
+    """Return the parent of the run's folder."""
     name = options.checkpoint.output_dir or default_output_dir(options.mcore_model or options.model)
     return Path(name).expanduser().absolute()
 
 
-def _output(options: SftOptions) -> None:
-    """Raise UsageError for an output folder that cannot be made, without writing."""
+def _check_output_dir(options: SftOptions) -> None:
+    """Raise UsageError for an output folder that cannot be made. Writes nothing."""
     if options.checkpoint.output_dir is not None and not options.checkpoint.output_dir.strip():
         raise UsageError("--output_dir '': is empty. Set a folder, or remove it.")
     with usage_errors():
         shard_bytes(options.checkpoint.max_shard_size)
-    folder = folder_of(options)
+    folder = output_folder(options)
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
@@ -409,8 +409,8 @@ def _output(options: SftOptions) -> None:
 
 
 def check_writable(options: SftOptions) -> None:
-    """Raise UsageError if the output folder cannot be written, tried with a temporary folder."""
-    folder = folder_of(options)
+    """Raise UsageError if a temporary folder cannot be made in the output folder."""
+    folder = output_folder(options)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         tempfile.TemporaryDirectory(dir=existing).cleanup()
@@ -420,12 +420,12 @@ def check_writable(options: SftOptions) -> None:
         ) from None
 
 
-def _reporters(options: LoggingOptions) -> None:
+def _check_reporters(options: LoggingOptions) -> None:
     with usage_errors():
         require_reporters(options)
 
 
-def _profile(options: SftOptions, layout: ProcessLayout) -> None:
+def _check_profile(options: SftOptions, layout: ProcessLayout) -> None:
     if not options.profile.profile:
         return
     start, end = options.profile.profile_step_start, options.profile.profile_step_end

@@ -1,4 +1,4 @@
-"""Checks of an export, and the number of GPUs that a model needs for it."""
+"""Checks of an export, and the number of GPUs that it needs."""
 
 import math
 import shutil
@@ -12,27 +12,27 @@ from ...tasks.run.planning import ProcessLayout, build_options, export_folder, s
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
 from .common import check_pipeline, check_processes
-from .lora import check_base, check_fits, settings_of, source_of, take_base
-from .model import HfConfig, check_divisible, known_model
+from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
+from .model import HfConfig, check_divisible, supported_config
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-USABLE = 0.9  # fraction of a GPU's memory available to weights
-OVERHEAD = 2 * 2**30  # bytes of a process on its GPU beside the weights
+USABLE_SHARE = 0.9  # fraction of a GPU's memory available to weights
+OVERHEAD_BYTES = 2 * 2**30  # memory of a process on its GPU, without the weights
 
 
 def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
-    """Return config.json of the model to export (None: a hub's, not downloaded yet), and notes. Raises UsageError."""
-    _formats(options)
-    _adapter(options)
+    """Return config.json of the model to export (None: not downloaded yet), and notes. Raises UsageError."""
+    _check_formats(options)
+    _check_adapter(options)
     with usage_errors():
         shard_bytes(options.max_shard_size)
-    notes = list(take_base(options, options))
+    notes = list(set_base_model(options, options))
     is_hub_adapter = options.adapters and not options.model and not options.mcore_model
-    config = None if is_hub_adapter else known_model(options)  # the task reads the adapter's base model
+    config = None if is_hub_adapter else supported_config(options)  # the task reads the adapter's base model
     notes += check_base(options, options, config)
-    adapter = settings_of(options)
+    adapter = adapter_settings(options)
     if config is not None and adapter is not None:
-        check_fits(adapter, config, options, source_of(options))
+        check_fits(adapter, config, options, adapter_flag(options))
     if config is not None:
         sources = [options.mcore_model or options.model, *options.adapters, *filter(None, [options.mcore_adapter])]
         for source in sources:
@@ -41,7 +41,7 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     return config, notes
 
 
-def _formats(options: ExportOptions) -> None:
+def _check_formats(options: ExportOptions) -> None:
     if options.to_mcore and options.to_hf:
         raise UsageError("--to_mcore true cannot be used with --to_hf true. Remove one of them.")
     if not options.to_mcore and not options.to_hf and not options.merge_lora:
@@ -58,8 +58,8 @@ def _formats(options: ExportOptions) -> None:
         )
 
 
-def _adapter(options: ExportOptions) -> None:
-    source = source_of(options)
+def _check_adapter(options: ExportOptions) -> None:
+    source = adapter_flag(options)
     if options.merge_lora and not source:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
     if options.adapters and not options.merge_lora:
@@ -75,7 +75,7 @@ def _adapter(options: ExportOptions) -> None:
 def check_export_layout(
     options: MegatronExportOptions, layout: ProcessLayout, config: HfConfig | None, gpus: int, processes: int
 ) -> None:
-    """Raise UsageError if the model, or this machine's processes and GPUs, do not fit the layout."""
+    """Raise UsageError if the layout does not fit the model, or this machine's processes and GPUs."""
     # Only training with experts and TP requires sequence parallelism.
     build = replace(build_options(options), sequence_parallel=True)
     check_pipeline(build)
@@ -85,19 +85,19 @@ def check_export_layout(
 
 
 def gpus_needed(options: ExportOptions, config: HfConfig | None, gpus: int) -> tuple[int, list[str], str]:
-    """Return the fewest GPUs that hold the model, the flags of `megatron export` to share it, and the reason.
+    """Return the fewest GPUs that hold the model, the flags of `megatron export` for them, and the reason.
 
-    Raises UsageError if all of them together are too small.
+    Raises UsageError if all GPUs together are too small.
     """
     memory = _gpu_bytes() if gpus > 1 else None
     if memory is None or not (options.mcore_model or options.model):  # the task reads a hub adapter's base model
         return 1, [], ""
     folder = Path(options.mcore_model).expanduser() if options.mcore_model else model_folder(options)
     config = config or read_config(folder)
-    weights = _bytes_of(folder, config, options.torch_dtype)
+    weights = _weight_bytes(folder, config, options.torch_dtype)
     for stages in range(1, gpus + 1):
-        first, share = _stages(config, stages)
-        if first is not None and weights * share + OVERHEAD <= USABLE * memory:
+        first, share = _split_layers(config, stages)
+        if first is not None and weights * share + OVERHEAD_BYTES <= USABLE_SHARE * memory:
             break
     else:
         raise UsageError(
@@ -122,8 +122,8 @@ def _gpu_bytes() -> int | None:
     return min(sizes) * 2**20 if answer.returncode == 0 and sizes else None
 
 
-def _bytes_of(folder: Path, config: HfConfig, dtype: str | None) -> int:
-    """Return the bytes of the weights in `dtype`, from the files and the dtype in config.json."""
+def _weight_bytes(folder: Path, config: HfConfig, dtype: str | None) -> int:
+    """Return the bytes of the weights in `dtype`, from the file sizes and the dtype in config.json."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob("*/*.distcp")]
     stored = sum(file.stat().st_size for file in files)
     flat = (config.get("text_config") or {}) | config
@@ -132,9 +132,9 @@ def _bytes_of(folder: Path, config: HfConfig, dtype: str | None) -> int:
     return stored * ITEM_BYTES.get(dtype or stored_dtype, 4) // stored_bytes
 
 
-def _stages(config: HfConfig, stages: int) -> tuple[int | None, float]:
-    """Return the layers of the first of `stages` (0: as all; None: impossible), and the largest stage's share."""
+def _split_layers(config: HfConfig, stages: int) -> tuple[int | None, float]:
+    """Return the layers of the first stage (0: as the others; None: impossible), and the largest stage's share."""
     layers = (config.get("text_config") or config).get("num_hidden_layers") or 1
-    most = math.ceil(layers / stages)
-    first = layers - (stages - 1) * most
-    return (0 if layers % stages == 0 else first if first > 0 else None), most / layers
+    layers_per_stage = math.ceil(layers / stages)
+    first = layers - (stages - 1) * layers_per_stage
+    return (0 if layers % stages == 0 else first if first > 0 else None), layers_per_stage / layers

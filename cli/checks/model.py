@@ -1,4 +1,4 @@
-"""Checks of a model by its config.json: known, complete, and divisible by the layout."""
+"""Checks of a model by its config.json: supported, complete, and divisible by the layout."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,14 +23,14 @@ from ..flags import UsageError, usage_errors
 type HfConfig = JsonObject  # config.json of a model
 
 SAFETENSORS = "*.safetensors", INDEX  # files of weights
-READ = *SAFETENSORS, *MCORE_FILES  # a checkpoint may be in either format
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # keys of various families
+WEIGHT_FILES = *SAFETENSORS, *MCORE_FILES  # a checkpoint may be in either format
+EXPERT_KEYS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # keys of various families
 
 
 def read_model_config(options: ModelOptions, *, weights: Collection[str]) -> HfConfig | None:
     """Return config.json of a local model; None for a hub id, which the task downloads.
 
-    weights: patterns of files, one of which must exist too
+    weights: file patterns, of which at least one must match
     """
     if not options.model:
         raise UsageError("--model: missing. Set the folder of a Hugging Face checkpoint, or a hub id.")
@@ -53,7 +53,7 @@ def read_model_config(options: ModelOptions, *, weights: Collection[str]) -> HfC
 
 
 def _has_family(config: HfConfig) -> bool:
-    """Return whether the model, or the text model of a multimodal one, has a family."""
+    """Return whether a family supports the model, or the text part of a multimodal model."""
     try:
         family_of(config)
     except ValueError:
@@ -61,8 +61,8 @@ def _has_family(config: HfConfig) -> bool:
     return True
 
 
-def known_model(options: ModelOptions, *, weights: Collection[str] = READ) -> HfConfig | None:
-    """Return config.json of a model of a supported architecture; None for a hub id. Raises UsageError."""
+def supported_config(options: ModelOptions, *, weights: Collection[str] = WEIGHT_FILES) -> HfConfig | None:
+    """Return config.json of a model; None for a hub id. Raises UsageError for an unsupported architecture."""
     if mcore := flag_value(options, "mcore_model", None):
         return _mcore_model(options, mcore)
     config = read_model_config(options, weights=weights)
@@ -91,18 +91,18 @@ def _mcore_model(options: ModelOptions, mcore: str) -> HfConfig:
     return config
 
 
-def experts_of(model: HfConfig) -> int:
-    """Return the experts of an MoE layer; 0 for a dense model."""
+def count_experts(model: HfConfig) -> int:
+    """Return the number of experts of an MoE layer; 0 for a dense model."""
     model = model.get("text_config") or model
-    return next((model[key] for key in EXPERTS if model.get(key)), 0)
+    return next((model[key] for key in EXPERT_KEYS if model.get(key)), 0)
 
 
-def beyond_positions(flags: str, length: int, model: HfConfig | None) -> Iterator[str]:
-    """Yield a note if `flags` allow texts longer than the model's positions."""
-    most = None if model is None else get_max_positions(model)
-    if most is not None and length > most:
+def position_notes(flags: str, length: int, model: HfConfig | None) -> Iterator[str]:
+    """Yield a note if `flags` allow sequences longer than the model's max_position_embeddings."""
+    positions = None if model is None else get_max_positions(model)
+    if positions is not None and length > positions:
         yield (
-            f"{flags}: up to {length} tokens, and the model has {most} positions (max_position_embeddings in "
+            f"{flags}: up to {length} tokens, and the model has {positions} positions (max_position_embeddings in "
             "config.json). It has not learned the positions beyond."
         )
 
@@ -110,12 +110,12 @@ def beyond_positions(flags: str, length: int, model: HfConfig | None) -> Iterato
 def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfig) -> None:
     """Raise UsageError if the layout does not divide the model's sizes in config.json.
 
-    Fewer KV heads than TP are repeated: no error.
+    Fewer KV heads than TP are no error: they are repeated.
     """
     model = model.get("text_config") or model
     tensor, kv_heads = layout.tensor, model.get("num_key_value_heads") or 1
-    _divides("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
-    _divides("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
+    _check_divisor("tensor_model_parallel_size", tensor, model.get("num_attention_heads"), "attention heads")
+    _check_divisor("tensor_model_parallel_size", tensor, model.get("intermediate_size"), "columns of the MLP")
     if max(kv_heads, tensor) % min(kv_heads, tensor):
         raise UsageError(
             f"--tensor_model_parallel_size {tensor}: the model's {kv_heads} key and value heads can be neither split "
@@ -126,22 +126,22 @@ def check_divisible(options: BuildOptions, layout: ProcessLayout, model: HfConfi
             f"--tensor_model_parallel_size {tensor} x --context_parallel_size {layout.context}: does not divide the "
             f"{key_heads} key heads of the model's gated delta nets. Set a product that divides {key_heads}."
         )
-    if experts := experts_of(model):
-        _experts(options, layout, experts, model.get("moe_intermediate_size"))
+    if experts := count_experts(model):
+        _check_experts(options, layout, experts, model.get("moe_intermediate_size"))
     elif layout.expert > 1:
         raise UsageError(f"--expert_model_parallel_size {layout.expert}: the model has no experts. Remove it.")
     if layers := model.get("num_hidden_layers"):
-        _layers(options, layout, layers)
+        _check_layers(options, layout, layers)
 
 
-def _divides(flag: str, size: int, total: int | None, noun: str) -> None:
+def _check_divisor(flag: str, size: int, total: int | None, noun: str) -> None:
     if total and total % size:
         raise UsageError(f"--{flag} {size}: does not divide the model's {total} {noun}. Set a divisor of {total}.")
 
 
-def _experts(options: BuildOptions, layout: ProcessLayout, experts: int, width: int | None) -> None:
-    _divides("expert_model_parallel_size", layout.expert, experts, "experts")
-    _divides("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
+def _check_experts(options: BuildOptions, layout: ProcessLayout, experts: int, width: int | None) -> None:
+    _check_divisor("expert_model_parallel_size", layout.expert, experts, "experts")
+    _check_divisor("expert_tensor_parallel_size", layout.expert_tensor, width, "columns of an expert")
     if layout.tensor > 1 and not options.sequence_parallel:
         raise UsageError(
             f"--tensor_model_parallel_size {layout.tensor}: an MoE model with it needs sequence parallelism. Set "
@@ -149,24 +149,24 @@ def _experts(options: BuildOptions, layout: ProcessLayout, experts: int, width: 
         )
 
 
-def _layers(options: BuildOptions, layout: ProcessLayout, layers: int) -> None:
+def _check_layers(options: BuildOptions, layout: ProcessLayout, layers: int) -> None:
     chunks = options.virtual_pipeline_model_parallel_size or 1
-    uneven = {
+    uneven_stages = {
         name: value
         for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
         if (value := getattr(options, name)) is not None
     }
-    for name, value in uneven.items():
+    for name, value in uneven_stages.items():
         if value % chunks:
             raise UsageError(
                 f"--{name} {value}: not a multiple of --virtual_pipeline_model_parallel_size {chunks}. Set a multiple."
             )
-    stages, rest = layout.pipeline - len(uneven), layers - sum(uneven.values())
-    if rest < stages * chunks or (rest % (stages * chunks) if stages else rest):
-        spelled = "".join(f", --{name} {value}" for name, value in uneven.items())
-        chunked = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+    stages, inner = layout.pipeline - len(uneven_stages), layers - sum(uneven_stages.values())
+    if inner < stages * chunks or (inner % (stages * chunks) if stages else inner):
+        flags = "".join(f", --{name} {value}" for name, value in uneven_stages.items())
+        chunk_flag = f", --virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
         raise UsageError(
-            f"--pipeline_model_parallel_size {layout.pipeline}{chunked}{spelled}: {rest} of the model's {layers} "
+            f"--pipeline_model_parallel_size {layout.pipeline}{chunk_flag}{flags}: {inner} of the model's {layers} "
             f"layers cannot be split evenly over {stages} stages of {plural(chunks, 'chunk')}. Set sizes that "
             "divide, or set --decoder_first_pipeline_num_layers or --decoder_last_pipeline_num_layers."
         )

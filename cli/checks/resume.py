@@ -9,10 +9,10 @@ from ...tasks.options import SftOptions
 from ...tasks.run.resume import requested_checkpoint
 from ..flags import UsageError
 
-NEWEST = ("latest", "auto")  # values of --resume_from_checkpoint that are no folders
+NEWEST = ("latest", "auto")  # values of --resume_from_checkpoint that are not folders
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 LOG_PROBS = ("logps/chosen", "logps/rejected")
-METRICS = {  # of evaluations
+METRICS = {  # metrics of evaluations, by task
     "causal_lm": ("loss", "mtp_loss"),
     "dpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
     "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
@@ -24,11 +24,11 @@ METRICS = {  # of evaluations
     "reranker": ("loss", "accuracy", "mrr"),
     "generative_reranker": ("loss", "accuracy", "mrr"),
 }
-PARTIAL = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # options that resume a part of a checkpoint
+PARTIAL_FLAGS = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # options that resume from a part of a checkpoint
 
 
 def check_resume(options: SftOptions) -> Iterator[str]:
-    """Raise UsageError for options of resuming that cannot be used; yield notes for the user."""
+    """Raise UsageError for unusable options of saving and resuming. Yield notes for the user."""
     requested, flag = requested_checkpoint(options), "--resume_from_checkpoint"
     if not options.resume.finetune:
         flag = "--finetune false, which resumes from"
@@ -54,7 +54,7 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "--output_dir), or auto (the same, or a new run if there is none)."
         )
     if requested is None:
-        for name in PARTIAL:
+        for name in PARTIAL_FLAGS:
             if getattr(options.resume, name):
                 yield f"--{name} true is not needed: nothing is resumed."
     if options.checkpoint.async_save and not options.checkpoint.save_safetensors:

@@ -22,17 +22,17 @@ from ...tasks.options import (
 )
 from ...tasks.run.planning import ProcessLayout, teacher_layout
 from ..flags import UsageError, flags_of, show
-from ..legacy_flags import VARIABLES, VARIABLES_BEGIN
-from .generation import REFERENCES, check_generation, check_replay, is_typed, written
-from .lora import adapter_config, check_base, check_fits, settings_of, source_of
-from .model import HfConfig, check_divisible, experts_of, known_model
-from .teacher import check_teacher, of_teacher
+from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
+from .generation import REFERENCE_FLAGS, as_flag, check_generation, check_replay, is_set_by_user
+from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
+from .model import HfConfig, check_divisible, count_experts, supported_config
+from .teacher import check_teacher, to_teacher_flags
 from .vllm_lora import check_vllm_lora
 
-SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # losses of DPO that read --label_smoothing
-OF_DIFFERENCES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # DPO losses that read --label_smoothing
+DIFFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
 WithReference = DpoOptions | KtoOptions | GrpoOptions
-# flag -> (flag that decides whether it is read, values of that flag with which it is)
+# flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH = {
     "f_alpha_divergence_coef": ("f_divergence_type", ("alpha_divergence",)),
     "discopop_tau": ("loss_type", ("discopop",)),
@@ -48,86 +48,88 @@ ONLY_WITH = {
 def check_task(
     options: SftOptions, layout: ProcessLayout, model: HfConfig | None, sources: Mapping[str, str]
 ) -> Iterator[str]:
-    """Raise UsageError for options of the task that cannot be used; yield notes. model: None for a hub's."""
-    _head(options, model)
+    """Raise UsageError for unusable options of the task. Yield notes. model: config.json; None if not downloaded yet"""
+    _check_head(options, model)
     if options.stage in ("sft", "pt"):
         return
-    _documents(options)
-    _unread(options, sources)
-    yield from _needless(options, sources)
+    _check_data(options)
+    _check_unread(options, sources)
+    yield from _unneeded_flags(options, sources)
     match options:
         case GrpoOptions():
             check_generation(options, sources)
             check_vllm_lora(options, model)
             check_replay(options, model)
-            yield from _reference(options, layout, model)
+            yield from _check_reference(options, layout, model)
         case GkdOptions():
             check_generation(options, sources)
             check_vllm_lora(options, model)
-            _teacher(options, layout)
+            _check_teacher(options, layout)
         case DpoOptions():
-            yield from _reference(options, layout, model)
-            _dpo(options)
+            yield from _check_reference(options, layout, model)
+            _check_dpo(options)
         case KtoOptions():
-            yield from _reference(options, layout, model)
+            yield from _check_reference(options, layout, model)
         case SeqClsOptions():
-            _classes(options, model)
+            _check_classes(options, model)
         case EmbeddingOptions():
-            _dimensions(options, model)
+            _check_dimensions(options, model)
         case GenerativeRerankerOptions():
-            _tokens(options)
+            _check_tokens(options)
 
 
 def task_flag(options: SftOptions) -> str:
-    """Return the flag of the task, as typed: --rlhf_type dpo."""
+    """Return the flag that selects the task, with its value: --rlhf_type dpo."""
     by = "rlhf_type" if flag_value(options, "rlhf_type", None) else "task_type"
     return f"--{by} {flag_value(options, by)}"
 
 
-def labels_of(options: SftOptions, model: HfConfig) -> int | None:
+def count_outputs(options: SftOptions, model: HfConfig) -> int | None:
     """Return the number of outputs of the task's head; None without a head."""
     if isinstance(options, SeqClsOptions):
         return options.num_labels or count_labels(model)
     return 1 if options.scores_documents else None
 
 
-def with_head(options: SftOptions, model: HfConfig | None) -> HfConfig | None:
-    """Return the model's config.json, with the head that the task adds."""
-    labels = None if model is None else labels_of(options, model)
+def config_with_head(options: SftOptions, model: HfConfig | None) -> HfConfig | None:
+    """Return the model's config.json with the score head that the task adds."""
+    labels = None if model is None else count_outputs(options, model)
     if model is None or labels is None or count_labels(model) is not None:
         return model
     return model | {"architectures": [SUFFIX], "num_labels": labels, "id2label": None}
 
 
-def _head(options: SftOptions, model: HfConfig | None) -> None:
-    has = None if model is None else count_labels(model)
-    if model is None or has is None:
+def _check_head(options: SftOptions, model: HfConfig | None) -> None:
+    outputs = None if model is None else count_labels(model)
+    if model is None or outputs is None:
         return
     flag = f"--mcore_model {options.mcore_model}" if options.mcore_model else f"--model {options.model}"
-    outputs = labels_of(options, model)
-    if outputs is None:
+    expected = count_outputs(options, model)
+    if expected is None:
         raise UsageError(
-            f"{flag}: has a head of {has} outputs instead of an output layer. Set --task_type seq_cls, or use a "
+            f"{flag}: has a head of {outputs} outputs instead of an output layer. Set --task_type seq_cls, or use a "
             "causal language model."
         )
-    if has != outputs:
-        task = f"--num_labels {outputs}" if isinstance(options, SeqClsOptions) else f"{task_flag(options)}, of 1 output"
-        raise UsageError(f"{flag}: has a head of {has} outputs, not that of {task}. Use a model without a head.")
+    if outputs != expected:
+        task = (
+            f"--num_labels {expected}" if isinstance(options, SeqClsOptions) else f"{task_flag(options)}, of 1 output"
+        )
+        raise UsageError(f"{flag}: has a head of {outputs} outputs, not that of {task}. Use a model without a head.")
 
 
 def check_generates(options: InferOptions | RolloutOptions, model: HfConfig | None) -> None:
     """Raise UsageError for a model or an adapter with a score head, which cannot generate."""
-    scores = f"--model {options.model}" if model is not None and count_labels(model) is not None else ""
+    scoring_flag = f"--model {options.model}" if model is not None and count_labels(model) is not None else ""
     if isinstance(options, InferOptions) and (adapter_config(options) or {}).get("task_type") == "SEQ_CLS":
-        scores = source_of(options)
-    if scores:
+        scoring_flag = adapter_flag(options)
+    if scoring_flag:
         raise UsageError(
-            f"{scores}: has a score head and cannot generate text. Load it with transformers' "
+            f"{scoring_flag}: has a score head and cannot generate text. Load it with transformers' "
             "AutoModelForSequenceClassification."
         )
 
 
-def _documents(options: SftOptions) -> None:
+def _check_data(options: SftOptions) -> None:
     kind = task_flag(options)
     if not options.data.padding_free:
         raise UsageError(f"--padding_free false cannot be used with {kind}, which needs packed rows. Remove it.")
@@ -144,36 +146,36 @@ def _documents(options: SftOptions) -> None:
         )
 
 
-def _unread(options: SftOptions, sources: Mapping[str, str]) -> None:
+def _check_unread(options: SftOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for an option that the chosen loss or mode does not read."""
-    for name, (by, values) in ONLY_WITH.items():
-        chosen = flag_value(options, by, None)
-        chosen = chosen if isinstance(chosen, list) else [chosen]
-        if name in flags_of(type(options)) and _is_changed(name, options, sources) and not {*chosen} & {*values}:
+    for name, (mode, values) in ONLY_WITH.items():
+        selected = flag_value(options, mode, None)
+        selected = selected if isinstance(selected, list) else [selected]
+        if name in flags_of(type(options)) and _is_changed(name, options, sources) and not {*selected} & {*values}:
             raise UsageError(
-                f"{written(name, options)}: only for --{by} {' or '.join(map(show, values))}, not "
-                f"{show(chosen)}. Remove it."
+                f"{as_flag(name, options)}: only for --{mode} {' or '.join(map(show, values))}, not "
+                f"{show(selected)}. Remove it."
             )
 
 
 def _is_changed(name: str, options: SftOptions, sources: Mapping[str, str]) -> bool:
-    """Return whether the user set an option to another value than its default."""
-    return is_typed(name, sources) and flag_value(options, name) != flags_of(type(options))[name].default
+    """Return whether the user set an option to a value other than its default."""
+    return is_set_by_user(name, sources) and flag_value(options, name) != flags_of(type(options))[name].default
 
 
-def _needless(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
+def _unneeded_flags(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(options, DpoOptions | KtoOptions | GkdOptions) and _is_changed("loss_scale", options, sources):
         reason = "trains on completions" if options.stage == "prompts" else "has no loss per token"
         yield f"--loss_scale {options.data.loss_scale} is not needed: {task_flag(options)} {reason}."
-    prefixes = VARIABLES_BEGIN.get(options.stage, ())
+    prefixes = VARIABLE_PREFIXES.get(options.stage, ())
     for variable in sorted(name for name in os.environ if name.startswith(prefixes)):
-        flag = VARIABLES.get(variable)
+        flag = FLAG_OF_VARIABLE.get(variable)
         if flag is None or flag in flags_of(type(options)):
             fix = f"Set --{flag} {os.environ[variable]}" if flag else "Unset it"
             yield f"{variable}={os.environ[variable]}: environment variable is not read. {fix}."
 
 
-def _dpo(options: DpoOptions) -> None:
+def _check_dpo(options: DpoOptions) -> None:
     types, weights, smoothing = options.loss_type, options.loss_weights, options.label_smoothing
     flag = f"--loss_type {show(types)}"
     if not types or len({*types}) < len(types):
@@ -186,26 +188,26 @@ def _dpo(options: DpoOptions) -> None:
         )
     if "exo_pair" in types and not smoothing:
         raise UsageError("--loss_type exo_pair needs --label_smoothing above 0. Set it, as in --label_smoothing 1e-3.")
-    if smoothing and not {*types} & {*SMOOTHED}:
+    if smoothing and not {*types} & {*SMOOTHED_LOSSES}:
         raise UsageError(
-            f"--label_smoothing {smoothing}: only for --loss_type {', '.join(SMOOTHED)}, not {flag}. Remove it."
+            f"--label_smoothing {smoothing}: only for --loss_type {', '.join(SMOOTHED_LOSSES)}, not {flag}. Remove it."
         )
-    other = [name for name in types if name not in OF_DIFFERENCES]
-    if options.f_divergence_type != "reverse_kl" and other:
+    excluded = [name for name in types if name not in DIFFERENCE_LOSSES]
+    if options.f_divergence_type != "reverse_kl" and excluded:
         raise UsageError(
-            f"--f_divergence_type {options.f_divergence_type} cannot be used with --loss_type {other[0]}: it is for "
-            f"losses of the difference of two answers, {', '.join(OF_DIFFERENCES)}. Remove it."
+            f"--f_divergence_type {options.f_divergence_type} cannot be used with --loss_type {excluded[0]}: it is for "
+            f"losses of the difference of two answers, {', '.join(DIFFERENCE_LOSSES)}. Remove it."
         )
 
 
-def _reference(options: WithReference, layout: ProcessLayout, model: HfConfig | None) -> Iterator[str]:
+def _check_reference(options: WithReference, layout: ProcessLayout, model: HfConfig | None) -> Iterator[str]:
     reference = options.reference
     names = [field.name for field in fields(PrecomputeOptions) if flag_value(options, field.name, None)]
     names = [name for name in names if name not in ONLY_WITH]
-    models = [written(name, options) for name in names if name in REFERENCES]
+    models = [as_flag(name, options) for name in names if name in REFERENCE_FLAGS]
     if isinstance(options, DpoOptions) and options.reference_free and names:
         raise UsageError(
-            f"{written(names[0], options)} cannot be used with --reference_free true, which has none. Remove one of "
+            f"{as_flag(names[0], options)} cannot be used with --reference_free true, which has none. Remove one of "
             "them."
         )
     if len(models) > 1:
@@ -220,7 +222,7 @@ def _reference(options: WithReference, layout: ProcessLayout, model: HfConfig | 
             "Remove one of them."
         )
     if reference.sync_ref_model:
-        _sync(options, has_reference=bool(models), precomputes=precomputes)
+        _check_sync(options, has_reference=bool(models), precomputes=precomputes)
     if reference.offload_ref_model:
         reason = "it is released before training" if precomputes else ""
         if options.tuner.tuner_type == "lora" and not models:
@@ -229,12 +231,12 @@ def _reference(options: WithReference, layout: ProcessLayout, model: HfConfig | 
             reference.offload_ref_model = False
             yield f"--offload_ref_model true is not needed: {reason}."
     if reference.ref_adapters:
-        yield from _reference_adapter(options, model)
+        yield from _check_reference_adapter(options, model)
     elif models:
-        _reference_model(options, layout, models[0])
+        _check_reference_model(options, layout, models[0])
 
 
-def _sync(options: WithReference, *, has_reference: bool, precomputes: bool) -> None:
+def _check_sync(options: WithReference, *, has_reference: bool, precomputes: bool) -> None:
     if precomputes:
         raise UsageError(
             "--sync_ref_model true cannot be used with --precompute_ref_log_probs true, which releases the reference "
@@ -247,47 +249,49 @@ def _sync(options: WithReference, *, has_reference: bool, precomputes: bool) -> 
         )
 
 
-def _reference_adapter(options: WithReference, model: HfConfig | None) -> Iterator[str]:
-    """Check the reference's adapter like the trained one, with the reference's flag in messages."""
-    as_policy = replace(options, adapters=options.reference.ref_adapters, mcore_adapter=None)
+def _check_reference_adapter(options: WithReference, model: HfConfig | None) -> Iterator[str]:
+    """Check the reference's adapter like the policy's, with --ref_adapters in messages."""
+    reference_options = replace(options, adapters=options.reference.ref_adapters, mcore_adapter=None)
     try:
-        for note in check_base(as_policy, as_policy, model):
+        for note in check_base(reference_options, reference_options, model):
             yield note.replace("--adapters", "--ref_adapters")
-        settings = settings_of(as_policy)
+        settings = adapter_settings(reference_options)
         if settings is not None and model is not None:
-            check_fits(settings, model, as_policy, source_of(as_policy))
+            check_fits(settings, model, reference_options, adapter_flag(reference_options))
     except UsageError as error:
         raise UsageError(str(error).replace("--adapters", "--ref_adapters")) from None
 
 
-def _reference_model(options: WithReference, layout: ProcessLayout, flag: str) -> None:
-    as_policy = replace(options, model=options.reference.ref_model or "", mcore_model=options.reference.mcore_ref_model)
-    _check_model(as_policy, layout, flag, "ref")
+def _check_reference_model(options: WithReference, layout: ProcessLayout, flag: str) -> None:
+    reference_options = replace(
+        options, model=options.reference.ref_model or "", mcore_model=options.reference.mcore_ref_model
+    )
+    _check_model(reference_options, layout, flag, "ref")
 
 
-def _teacher(options: GkdOptions, layout: ProcessLayout) -> None:
+def _check_teacher(options: GkdOptions, layout: ProcessLayout) -> None:
     flag = check_teacher(options, layout.world)
     if flag is None:  # a server has it
         return
     parallel = teacher_layout(options)
     layout = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
-    as_policy = replace(
+    teacher_options = replace(
         parallel or options, model=options.teacher.teacher_model or "", mcore_model=options.teacher.mcore_teacher_model
     )
     try:
-        _check_model(as_policy, layout, flag, "teacher")
+        _check_model(teacher_options, layout, flag, "teacher")
     except UsageError as error:
-        raise UsageError(of_teacher(str(error)) if parallel else str(error)) from None
+        raise UsageError(to_teacher_flags(str(error)) if parallel else str(error)) from None
 
 
-def _check_model(as_policy: SftOptions, layout: ProcessLayout, flag: str, role: str) -> None:
-    """Check a reference or teacher like the trained model, with the flags of its role in messages."""
+def _check_model(options: SftOptions, layout: ProcessLayout, flag: str, role: str) -> None:
+    """Check a reference or teacher like the policy, with the flags of its role in messages."""
     try:
-        config = known_model(as_policy)
-        _head(as_policy, config)
+        config = supported_config(options)
+        _check_head(options, config)
         if config is not None:
-            sizes = layout if experts_of(config) else replace(layout, expert=1, expert_tensor=1)
-            check_divisible(as_policy.build, sizes, config)
+            sizes = layout if count_experts(config) else replace(layout, expert=1, expert_tensor=1)
+            check_divisible(options.build, sizes, config)
     except UsageError as error:
         text = re.sub(
             r"--(mcore_)?(model|adapters)\b", lambda match: f"--{match[1] or ''}{role}_{match[2]}", str(error)
@@ -295,7 +299,7 @@ def _check_model(as_policy: SftOptions, layout: ProcessLayout, flag: str, role: 
         raise UsageError(text if text.startswith(flag) else f"{flag}: {text}") from None
 
 
-def _classes(options: SeqClsOptions, model: HfConfig | None) -> None:
+def _check_classes(options: SeqClsOptions, model: HfConfig | None) -> None:
     labels, problem = options.num_labels, options.problem_type
     if labels is None and model is not None and count_labels(model) is None:
         raise UsageError(
@@ -314,7 +318,7 @@ def _classes(options: SeqClsOptions, model: HfConfig | None) -> None:
         )
 
 
-def _dimensions(options: EmbeddingOptions, model: HfConfig | None) -> None:
+def _check_dimensions(options: EmbeddingOptions, model: HfConfig | None) -> None:
     dims, weights = options.mrl_dims, options.mrl_weights
     hidden = None if model is None else (model.get("text_config") or model).get("hidden_size")
     for size in dims:
@@ -328,7 +332,7 @@ def _dimensions(options: EmbeddingOptions, model: HfConfig | None) -> None:
         )
 
 
-def _tokens(options: GenerativeRerankerOptions) -> None:
+def _check_tokens(options: GenerativeRerankerOptions) -> None:
     for name in ("positive_token", "negative_token"):
         if not getattr(options, name):
             raise UsageError(f'--{name} "": is empty. Set a token of the model, as in --{name} yes.')

@@ -1,4 +1,4 @@
-"""Checks of a teacher: its source, its server, its layout."""
+"""Checks of a teacher: its model, server and layout."""
 
 import re
 from math import lcm
@@ -13,7 +13,7 @@ SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_ten
 
 
 def check_teacher(options: GkdOptions, processes: int) -> str | None:
-    """Return the flag of the teacher's folder, as typed; None for a server. Raises UsageError."""
+    """Return the flag of the teacher's folder with its value; None for a server. Raises UsageError."""
     names = "teacher_model", "mcore_teacher_model", "teacher_model_server"
     models = [f"--{name} {value}" for name in names if (value := getattr(options.teacher, name))]
     if not models:
@@ -24,22 +24,22 @@ def check_teacher(options: GkdOptions, processes: int) -> str | None:
     if len(models) > 1:
         raise UsageError(f"{models[0]} and {models[1]}: set one of them.")
     if options.teacher.teacher_model_server:
-        _server(options, models[0])
+        _check_server(options, models[0])
         return None
     if options.teacher.teacher_model_server_api_key:
         raise UsageError("--teacher_model_server_api_key: only for --teacher_model_server. Remove it.")
     if options.seq_kd and options.teacher.mcore_teacher_model:
         raise UsageError(f"--seq_kd true cannot be used with {models[0]}, which cannot generate. Set --teacher_model.")
-    _layout(options, processes)
+    _check_layout(options, processes)
     return models[0]
 
 
-def of_teacher(text: str) -> str:
-    """Replace the flags of the layout in a text by the teacher's."""
+def to_teacher_flags(text: str) -> str:
+    """Return text with the flags of the layout replaced by the teacher's."""
     return re.sub(rf"--({'|'.join(SIZES)})_parallel_size", r"--teacher_\1_parallel_size", text)
 
 
-def _server(options: GkdOptions, flag: str) -> None:
+def _check_server(options: GkdOptions, flag: str) -> None:
     check_key("teacher_model_server_api_key", options.teacher.teacher_model_server_api_key)
     with usage_errors():
         check_address("--teacher_model_server", options.teacher.teacher_model_server or "")
@@ -52,7 +52,7 @@ def _server(options: GkdOptions, flag: str) -> None:
             raise UsageError(f"--{name} {show(value)} cannot be used with {flag}: the teacher runs there. Remove it.")
 
 
-def _layout(options: GkdOptions, processes: int) -> None:
+def _check_layout(options: GkdOptions, processes: int) -> None:
     data = options.data
     parallel = teacher_layout(options)
     if parallel is None:
@@ -68,9 +68,9 @@ def _layout(options: GkdOptions, processes: int) -> None:
                 f"{flags} = {product}: does not divide the number of processes, {processes}. Set sizes that "
                 "divide; unset ones are the student's."
             )
-    unit = lcm(2 * layout.context if layout.context > 1 else 1, layout.context * length_multiple(parallel.build))
-    if data.packing and data.packing_length and data.packing_length % unit:
+    multiple = lcm(2 * layout.context if layout.context > 1 else 1, layout.context * length_multiple(parallel.build))
+    if data.packing and data.packing_length and data.packing_length % multiple:
         raise UsageError(
-            f"--packing_length {data.packing_length}: not a multiple of {unit}, by which the teacher's processes "
+            f"--packing_length {data.packing_length}: not a multiple of {multiple}, by which the teacher's processes "
             "(--teacher_tensor_model_parallel_size, --teacher_context_parallel_size) split a pack. Set a multiple."
         )

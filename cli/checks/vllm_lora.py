@@ -1,4 +1,4 @@
-"""Checks of --vllm_enable_lora true, with which vLLM receives the adapter only."""
+"""Checks of --vllm_enable_lora true, which sends only the adapter to vLLM."""
 
 import importlib.util
 
@@ -7,31 +7,31 @@ from ...tasks.options import GkdOptions, GrpoOptions
 from ...tasks.options.rollout import VllmOptions
 from ...tasks.rollout.lora_support import unsupported_by_vllm
 from ..flags import UsageError
-from .lora import check_fits, settings_of
+from .lora import adapter_settings, check_fits
 from .model import HfConfig
 
 
-def check_room(options: VllmOptions) -> None:
-    """Raise UsageError for a rank that nothing reads."""
+def check_max_lora_rank(options: VllmOptions) -> None:
+    """Raise UsageError for --vllm_max_lora_rank without --vllm_enable_lora true."""
     rank = options.vllm_max_lora_rank
     if rank is not None and not options.vllm_enable_lora:
         raise UsageError(f"--vllm_max_lora_rank {rank}: only for --vllm_enable_lora true. Remove it.")
 
 
 def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -> None:
-    """Raise UsageError if vLLM does not support the run's adapter."""
+    """Raise UsageError if vLLM does not support the run's adapter or engine options."""
     engine = options.engine
-    check_room(options.engine)
+    check_max_lora_rank(options.engine)
     if not engine.vllm_enable_lora:
         return
     flag = "--vllm_enable_lora true"
     if options.tuner.tuner_type != "lora":
         raise UsageError(f"{flag}: only for --tuner_type lora, and all weights are trained. Remove it.")
-    served = engine.vllm_mode == "server" or bool(engine.vllm_server_host or engine.vllm_server_base_url)
-    if engine.use_vllm is False or (not served and importlib.util.find_spec("vllm") is None):
+    uses_server = engine.vllm_mode == "server" or bool(engine.vllm_server_host or engine.vllm_server_base_url)
+    if engine.use_vllm is False or (not uses_server and importlib.util.find_spec("vllm") is None):
         reason = "--use_vllm false is set" if engine.use_vllm is False else "it is not installed here"
         raise UsageError(f"{flag}: only for vLLM, and {reason}. Remove it.")
-    if served and engine.vllm_max_lora_rank is not None:
+    if uses_server and engine.vllm_max_lora_rank is not None:
         raise UsageError(
             f"--vllm_max_lora_rank {engine.vllm_max_lora_rank}: read by a server when it starts. Set it for `swift "
             "rollout`, and remove it here."
@@ -41,7 +41,7 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
             f"{flag} cannot be used with --sleep_level 2, which discards the base weights, and they are not sent "
             "again. Set --sleep_level 1, or remove one of them."
         )
-    if options.mcore_model and not served:
+    if options.mcore_model and not uses_server:
         raise UsageError(
             f"{flag} cannot be used with --mcore_model {options.mcore_model}: vLLM reads the base weights from a "
             "Hugging Face folder. Make one with `swift export --to_hf true` and set it as --model."
@@ -51,9 +51,9 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
             f"{flag} cannot be used with a quantized --model: vLLM would use other base weights than the training. "
             "Remove it."
         )
-    settings = settings_of(options) or LoraSettings.from_options(options.lora)
+    settings = adapter_settings(options) or LoraSettings.from_options(options.lora)
     plan = None if model is None else check_fits(settings, model, options)
     if unsupported := unsupported_by_vllm(settings, plan):
         raise UsageError(f"{flag}: vLLM does not support {unsupported}. Remove one of them.")
-    if (most := engine.vllm_max_lora_rank) is not None and most < settings.rank:
-        raise UsageError(f"--vllm_max_lora_rank {most}: less than --lora_rank {settings.rank}. Remove it.")
+    if (max_rank := engine.vllm_max_lora_rank) is not None and max_rank < settings.rank:
+        raise UsageError(f"--vllm_max_lora_rank {max_rank}: less than --lora_rank {settings.rank}. Remove it.")

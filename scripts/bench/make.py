@@ -1,9 +1,9 @@
-"""What a benchmark trains on: real text, a tokenizer, and a checkpoint of a real shape with random weights.
+"""Inputs of a benchmark: real text, a tokenizer, and a checkpoint of a real shape with random weights.
 
     python scripts/bench/make.py 4b FOLDER      # FOLDER/4b: the checkpoint, FOLDER/text.jsonl
 
 The text is Python's standard library, as chats that ask for a function by its documentation and answer with its source.
-Weights are made on the GPU where there is one. What is there already is left as it is.
+Weights are generated on a GPU if there is one. Existing files are kept.
 """
 
 import ast
@@ -27,14 +27,14 @@ SHARD_BYTES = 2 * 2**30
 WRITERS = 4
 
 
-def places(name: str, work: Path) -> tuple[Path, Path]:
-    """Return the checkpoint's folder and the file of the text."""
+def paths(name: str, work: Path) -> tuple[Path, Path]:
+    """Return the folder of the checkpoint and the file of the text."""
     documents = ROWS[name].documents
     return work / name, work / ("text.jsonl" if documents is None else f"text-{documents}.jsonl")
 
 
 def make(row: Row, folder: Path, data: Path) -> None:
-    """Write the row's text to `data` and its checkpoint to `folder`, which appears only once it is whole."""
+    """Write the row's text to `data` and its checkpoint to `folder`. The folder appears only when it is complete."""
     if not data.exists():
         write_text(data, row.documents)
     if not folder.exists():
@@ -46,7 +46,7 @@ def make(row: Row, folder: Path, data: Path) -> None:
 
 
 def conversations(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield a chat for each documented function and class of the Python files below `root`, tests left out."""
+    """Yield a chat for each documented function and class of the Python files below `root`, except tests."""
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.parts or "test" in str(path.relative_to(root)):
             continue
@@ -73,7 +73,7 @@ def write_text(data: Path, documents: int | None) -> None:
 
 
 def write_tokenizer(folder: Path, data: Path, size: int) -> None:
-    """A byte-level BPE of `size` tokens trained on the text, with ChatML's special tokens and template."""
+    """Write a byte-level BPE of `size` tokens trained on the text, with ChatML's special tokens and template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -91,10 +91,10 @@ def write_tokenizer(folder: Path, data: Path, size: int) -> None:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of Qwen3 and Qwen3-MoE, by the names that their files have."""
+    """Return the tensor shapes of Qwen3 and Qwen3-MoE, by the names in their checkpoints."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for number in range(config["num_hidden_layers"]):
         layer = {
             "input_layernorm": (hidden,),
@@ -112,15 +112,15 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for mlp in [f"mlp.experts.{expert}" for expert in range(experts)] if experts else ["mlp"]:
             layer |= {f"{mlp}.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
             layer[f"{mlp}.down_proj"] = (hidden, ffn)
-        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-    found["model.norm.weight"] = (hidden,)
+        tensors |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
+    return tensors
 
 
 def write_weights(folder: Path, config: dict[str, Any]) -> None:
-    """config.json, and the weights as a new model has them: matrices of the config's range, norms of one."""
+    """Write config.json and initial weights: matrices scaled by initializer_range, norms of ones."""
     import torch
     from safetensors.torch import save_file
 
@@ -136,26 +136,26 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
         size += dtype.itemsize * torch.Size(shape).numel()
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
 
-    def write(number: int) -> None:
+    def write_shard(number: int) -> None:
         generator = torch.Generator(device).manual_seed(number)
 
-        def new(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        def init_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             if name.endswith("norm.weight"):
                 return torch.ones(shape, dtype=dtype)
-            noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-            return (noise * config["initializer_range"]).cpu()
+            normal = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            return (normal * config["initializer_range"]).cpu()
 
-        tensors = {name: new(name, shape) for name, shape in shards[number].items()}
+        tensors = {name: init_tensor(name, shape) for name, shape in shards[number].items()}
         save_file(tensors, folder / names[number], metadata={"format": "pt"})
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(write, range(len(shards))))
-    placed = {name: names[number] for number, shard in enumerate(shards) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    ends = {"eos_token_id": SPECIAL.index("<|im_end|>"), "pad_token_id": SPECIAL.index("<|endoftext|>")}
-    (folder / "config.json").write_text(json.dumps(config | ends, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(ends))
+        list(pool.map(write_shard, range(len(shards))))
+    weight_map = {name: names[number] for number, shard in enumerate(shards) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    token_ids = {"eos_token_id": SPECIAL.index("<|im_end|>"), "pad_token_id": SPECIAL.index("<|endoftext|>")}
+    (folder / "config.json").write_text(json.dumps(config | token_ids, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(token_ids))
 
 
 if __name__ == "__main__":
-    make(ROWS[sys.argv[1]], *places(sys.argv[1], Path(sys.argv[2])))
+    make(ROWS[sys.argv[1]], *paths(sys.argv[1], Path(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""A training run watched from outside: when each of its log lines comes, by one clock for all systems."""
+"""Timing of a training run from outside: when each log line appears, by the same clock for all systems."""
 
 import contextlib
 import json
@@ -18,87 +18,89 @@ def measure(
     command: list[str],
     environment: dict[str, str],
     log: Path,
-    printed: Path,
+    console_log: Path,
     *,
     steps: int,
     timeout: float,
     read: Callable[[dict[str, Any]], Step | None],
 ) -> tuple[list[Step], str | None]:
-    """Run `command` until its `log` (a file of JSON lines) has `steps` steps, then end it, with all it has started.
+    """Run `command` until its `log` (JSON lines) has `steps` steps, then kill it with its descendants.
 
-    Ends it there because what follows, a checkpoint, is no part of a step. Returns the steps, each with `at`: the
-    seconds from the command's start to its line; and what went wrong, None where all steps came.
+    The checkpoint that it would save next is not part of a step. Returns the steps, each with `at`, the seconds from
+    the start of the command to its log line, and an error message, None if all steps were logged.
     """
-    found: list[Step] = []
-    with printed.open("w") as output:
+    records: list[Step] = []
+    with console_log.open("w") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            for line in _lines(log, until=lambda: process.poll() is not None or time.perf_counter() - start > timeout):
+            for line in _lines(
+                log, is_finished=lambda: process.poll() is not None or time.perf_counter() - start > timeout
+            ):
                 step = read(json.loads(line))
                 if step:
-                    found.append(step | {"at": time.perf_counter() - start})
-                if len(found) == steps:
+                    records.append(step | {"at": time.perf_counter() - start})
+                if len(records) == steps:
                     break
             code = process.poll()
         finally:
-            end(process)
-    if len(found) >= steps:
-        return found, None
-    why = f"took more than {timeout:.0f} s" if code is None else f"ended with code {code}"
-    return found, f"{why} after {len(found)} of {steps} steps: {_last_words(printed)}"
+            kill_with_descendants(process)
+    if len(records) >= steps:
+        return records, None
+    problem = f"took more than {timeout:.0f} s" if code is None else f"ended with code {code}"
+    return records, f"{problem} after {len(records)} of {steps} steps: {_error_line(console_log)}"
 
 
-def _lines(file: Path, until: Callable[[], bool]):
-    """The lines of a file as they come, which may not be there yet."""
-    rest, place = "", 0
+def _lines(file: Path, is_finished: Callable[[], bool]):
+    """Yield the lines of a file as they are written. The file may not exist yet."""
+    partial_line, offset = "", 0
     while True:
-        last = until()  # before the file is read: what came until then counts
+        is_last_read = is_finished()  # before reading the file, so that lines written until then count
         if file.exists():
             with file.open() as stream:
-                stream.seek(place)
-                rest += stream.read()
-                place = stream.tell()
-        *whole, rest = rest.split("\n")
-        yield from whole
-        if last:
+                stream.seek(offset)
+                partial_line += stream.read()
+                offset = stream.tell()
+        *lines, partial_line = partial_line.split("\n")
+        yield from lines
+        if is_last_read:
             return
         time.sleep(POLL)
 
 
-def _last_words(printed: Path) -> str:
-    lines = [line.strip() for line in printed.read_text(errors="replace").replace("\r", "\n").splitlines()]
-    said = [line for line in lines if line.startswith("error:") or "Error: " in line or "Error\n" in line]
-    return (said or [line for line in lines if line] or ["it printed nothing"])[-1][:300]
+def _error_line(console_log: Path) -> str:
+    lines = [line.strip() for line in console_log.read_text(errors="replace").replace("\r", "\n").splitlines()]
+    errors = [line for line in lines if line.startswith("error:") or "Error: " in line or "Error\n" in line]
+    return (errors or [line for line in lines if line] or ["it printed nothing"])[-1][:300]
 
 
-def end(process: subprocess.Popen[Any]) -> None:
-    """End a process and those that it has started, whatever their session. There is nothing that they should finish."""
-    family = descendants(process.pid)
+def kill_with_descendants(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its descendants, in any session. Nothing of theirs has to be finished."""
+    descendant_pids = descendants(process.pid)
     while True:
-        for pid in (process.pid, *family):
+        for pid in (process.pid, *descendant_pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        family = [pid for pid in family if _alive(pid)]
-        if not family:
+        descendant_pids = [pid for pid in descendant_pids if _alive(pid)]
+        if not descendant_pids:
             return
         time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below one (Linux)."""
+    """Return the ids of a process's descendants (Linux)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
-    found, queue = [], [pid]
-    while queue:
-        queue += (below := children.get(queue.pop(), []))
-        found += below
-    return found
+    pids, unvisited = [], [pid]
+    while unvisited:
+        unvisited += (child_pids := children.get(unvisited.pop(), []))
+        pids += child_pids
+    return pids
 
 
 def _alive(pid: int) -> bool:

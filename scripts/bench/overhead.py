@@ -1,10 +1,10 @@
-"""The Python overhead of a training step: `train_step` on a model so small that Python is most of it, over a bare loop.
+"""Python overhead of a training step: `train_step` on a tiny model, where Python dominates, relative to a bare loop.
 
     python scripts/bench/overhead.py [--rounds 15]
 
 The bare loop is transformers' model of the same config with torch's AdamW: forward, backward, clip, step. Both run in
-this process on a CPU with one thread, in turns, so that a busy machine slows both; what is printed, and guarded in
-tests/bench/test_overhead.py, is that of each one's fastest round.
+this process on a CPU with one thread, in alternate rounds, so that a busy machine slows both. The printed ratio, which
+tests/bench/test_overhead.py bounds, is of the fastest rounds.
 """
 
 # pyright: reportMissingImports=false
@@ -38,7 +38,7 @@ Step = Callable[[int], object]
 
 
 def ours() -> Step:
-    """Return a training step by number. The process must be a job of one: see bridge/parallel.py."""
+    """Return megaswift's training step, which takes the step's number. Needs a world size of 1 (bridge/parallel.py)."""
     options = compose(SftOptions, lr_decay_style="constant")
     initialize(options.build, seed=1)
     model = build_model(CONFIG, options.build, torch.float32)
@@ -50,18 +50,18 @@ def ours() -> Step:
     optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
     schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, 1000)
     training = TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad)
-    made = batches()
-    return lambda step: train_step(training, made, sft_loss, step)
+    micro_batches = batches()
+    return lambda step: train_step(training, micro_batches, sft_loss, step)
 
 
 def bare() -> Step:
     """Return the same step in plain PyTorch."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1)
-    made = [(batch.tokens, batch.labels) for batch in batches()]
+    micro_batches = [(batch.tokens, batch.labels) for batch in batches()]
 
     def step(_: int) -> None:
-        for tokens, labels in made:
+        for tokens, labels in micro_batches:
             logits = model(tokens, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[0], labels[0]) / MICRO_BATCHES
             loss.backward()
@@ -80,22 +80,22 @@ def batches() -> list[Batch]:
 
 
 def seconds(step: Step, start: int) -> float:
-    """Return the CPU seconds of a step, averaged over STEPS: waiting for a busy machine does not count."""
-    began = time.process_time()
+    """Return the CPU seconds per step, averaged over STEPS. CPU time excludes waiting for a busy machine."""
+    start_time = time.process_time()
     for number in range(start, start + STEPS):
         step(number)
-    return (time.process_time() - began) / STEPS
+    return (time.process_time() - start_time) / STEPS
 
 
 def compare(step: Step, reference: Step, rounds: int) -> tuple[float, float, float]:
-    """Return the least seconds of both steps over the rounds, and their ratio; a round more warms up.
+    """Return the fewest seconds of both steps over the rounds, and their ratio, after a warm-up round.
 
-    The least: other processes use the same caches, which makes a round slower, never faster.
+    The minimum is robust: other processes share the CPU caches, which only ever slows a round down.
     """
     gc.collect()
     times = [(seconds(step, STEPS * n), seconds(reference, STEPS * n)) for n in range(rounds + 1)][1:]
-    mine, theirs = (min(column) for column in zip(*times, strict=True))
-    return mine, theirs, mine / theirs
+    step_seconds, reference_seconds = (min(column) for column in zip(*times, strict=True))
+    return step_seconds, reference_seconds, step_seconds / reference_seconds
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -108,8 +108,10 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    mine, theirs, ratio = compare(ours(), bare(), arguments.rounds)
-    print(f"a step of ours {1e3 * mine:.2f} ms, of the bare loop {1e3 * theirs:.2f} ms: {ratio:.2f} x")
+    step_seconds, reference_seconds, ratio = compare(ours(), bare(), arguments.rounds)
+    print(
+        f"a step of ours {1e3 * step_seconds:.2f} ms, of the bare loop {1e3 * reference_seconds:.2f} ms: {ratio:.2f} x"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks' rows: which model in which layout, and what each system is told to do with it."""
+"""Rows of the benchmark table: a model, its parallel layout, and the flags of each system."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,37 +45,39 @@ OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 
 @dataclass(frozen=True)
 class Row:
-    """A model of a real shape with random weights, its layout, and what is asked of it."""
+    """Model of a real shape with random weights, its layout, and its targets."""
 
     title: str
     config: dict[str, Any]
     micro_batch: int
-    global_batch: int  # of one GPU where the row takes all of them
-    gpus: int | None = 1  # None: all that are visible
+    global_batch: int  # packs of a step; per GPU if `gpus` is None
+    gpus: int | None = 1  # None: all visible GPUs
     steps: int = 12
     length: int = 4096  # tokens of a pack
     documents: int | None = None  # of the text; None: all
     layout: str = ""  # flags of every system
-    peer: str = ""  # further flags of the peer: what its documentation calls fast
-    least: dict[str, float] = field(default_factory=dict)  # system -> its speed, at least, over that in AGAINST
-    mfu: float | None = None  # at least
-    first_step: float | None = None  # seconds from the command to its end, at most
+    peer: str = ""  # extra flags of the peer that its documentation recommends for speed
+    min_speedup: dict[str, float] = field(default_factory=dict)  # system -> lowest speed relative to its baseline
+    mfu: float | None = None  # lowest MFU
+    first_step: float | None = None  # most seconds from the command to the end of step 1
 
     def batch_on(self, gpus: int) -> int:
-        """Packs of a global batch."""
+        """Return the packs of a global batch."""
         return self.global_batch * (1 if self.gpus else gpus)
 
 
 ROWS = {
-    "0.6b": Row("Qwen3-0.6B", QWEN3 | SIZES["0.6b"] | TIED, 4, 16, least={"ours": 1.4}),
-    "4b": Row("Qwen3-4B", QWEN3 | SIZES["4b"] | TIED, 2, 16, steps=8, least={"ours": 1.2}, mfu=0.52, first_step=30),
+    "0.6b": Row("Qwen3-0.6B", QWEN3 | SIZES["0.6b"] | TIED, 4, 16, min_speedup={"ours": 1.4}),
+    "4b": Row(
+        "Qwen3-4B", QWEN3 | SIZES["4b"] | TIED, 2, 16, steps=8, min_speedup={"ours": 1.2}, mfu=0.52, first_step=30
+    ),
     "moe": Row(
         "Qwen3-30B-A3B, 8 layers",
         QWEN3_MOE | {"num_hidden_layers": 8},
         2,
         16,
         peer="--moe_permute_fusion true",
-        least={"ours": 3.0},
+        min_speedup={"ours": 3.0},
     ),
     "moe-ep2": Row(
         "Qwen3-30B-A3B, 8 layers, EP2",
@@ -85,7 +87,7 @@ ROWS = {
         gpus=2,
         layout=f"--expert_model_parallel_size 2 {OVERLAP}",
         peer="--moe_permute_fusion true",
-        least={"ours": 3.0},
+        min_speedup={"ours": 3.0},
     ),
     "8b": Row(
         "Qwen3-8B",
@@ -95,7 +97,7 @@ ROWS = {
         gpus=None,
         steps=8,
         layout=OVERLAP,
-        least={"ours": 1.1, "fp8-tensorwise": 1.25},
+        min_speedup={"ours": 1.1, "fp8-tensorwise": 1.25},
         mfu=0.57,
     ),
     "8b-mb1": Row(
@@ -106,7 +108,7 @@ ROWS = {
         gpus=None,
         steps=8,
         layout=OVERLAP,
-        least={"ours": 1.1},
+        min_speedup={"ours": 1.1},
     ),
     "30b": Row(
         "Qwen3-30B-A3B",
@@ -117,12 +119,12 @@ ROWS = {
         steps=8,
         layout=f"--expert_model_parallel_size 8 {OVERLAP}",
         peer="--moe_permute_fusion true",
-        least={"ours": 3.0},
+        min_speedup={"ours": 3.0},
     ),
     "tiny": Row("tiny, to try the script", QWEN3 | SIZES["tiny"], 1, 4, steps=4, length=512, documents=120),
 }
 
-# Our own variants, beside the default flags. What a variant's speed is held against: ours, and ours against the peer.
+# Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, and ours with the peer.
 VARIANTS = {
     "ours": "",
     "local": "--transformer_impl local",
@@ -130,6 +132,6 @@ VARIANTS = {
     "fp8-blockwise": "--fp8_format e4m3 --fp8_recipe blockwise",
     "lora": "--tuner_type lora --merge_lora false",
 }
-LEAST = {"local": 0.95}  # on every row
-AGAINST = {"ours": "peer"} | dict.fromkeys([name for name in VARIANTS if name != "ours"], "ours")
+MIN_SPEEDUPS = {"local": 0.95}  # lowest relative speed, on every row
+BASELINES = {"ours": "peer"} | dict.fromkeys([name for name in VARIANTS if name != "ours"], "ours")
 SYSTEMS = (*VARIANTS, "peer")

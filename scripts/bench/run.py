@@ -1,16 +1,16 @@
-"""How fast `megatron sft` trains, beside ms-swift on the same work: rows of models, one run after another, and a table.
+"""Benchmark of `megatron sft` against ms-swift on the same work, with a table of the results.
 
     python scripts/bench/run.py 0.6b 4b moe --systems ours local peer --out DIR
     python scripts/bench/run.py tiny --out DIR                                      # tries the script, on any machine
 
-Rows and systems are in rows.py; what each system is told, in systems.py; what the columns mean, in report.py. Makes a
-random checkpoint of the row's shape and real text once, in the work folder, then runs each system on them with a log
-of its own in DIR, and ends it behind its last step: no checkpoint is saved. Results are in DIR/results.json after each
-run, behind those of earlier calls, and in DIR/results.md. A run that fails is a row that says so.
+rows.py defines rows and systems, systems.py the command of each system, report.py the columns. The work folder gets a
+random checkpoint of the row's shape and real text, once. Then each system runs on them, with a log in DIR, and is
+killed after its last step, so that no checkpoint is saved. Each run is appended to DIR/results.json; DIR/results.md has
+the table. A failed run is a row with its error.
 
-`--peer-site`: a folder with ms-swift's packages, for its runs alone; left out, ms-swift is the installed one.
-`--flags`: further flags of ours, for trials: `--flags="--apply_rope_fusion false"`.
-`--profile`: our runs go on for three steps, of which two are traced, to DIR/runs/*/out/profile.
+`--peer-site`: a folder with ms-swift's packages, used by its runs only. Default: the installed ms-swift.
+`--flags`: extra flags for megaswift, for trials: `--flags="--apply_rope_fusion false"`.
+`--profile`: megaswift runs three more steps, of which two are traced, to DIR/runs/*/out/profile.
 """
 
 # pyright: reportMissingImports=false
@@ -30,10 +30,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from make import places
+from make import paths
 from measure import measure
 from megaswift.cli.launch import visible_gpus
-from report import Run, cells, chosen, markdown, summary
+from report import Run, cells, latest_runs, markdown, summary
 from rows import ROWS, SYSTEMS
 from systems import command, environment, step_of, versions
 
@@ -42,34 +42,34 @@ HERE = Path(__file__).parent
 
 @cache
 def device() -> str:
-    """Return the first GPU's name, or the processor's kind."""
+    """Return the name of the first GPU, or the machine type without one."""
     if not visible_gpus():
         return platform.machine()
-    for ask in (
+    for query in (
         ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
         [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"],
     ):
-        if shutil.which(ask[0]):
-            told = subprocess.run(ask, capture_output=True, text=True, check=False)
-            if not told.returncode:
-                return told.stdout.splitlines()[0].strip()
+        if shutil.which(query[0]):
+            answer = subprocess.run(query, capture_output=True, text=True, check=False)
+            if not answer.returncode:
+                return answer.stdout.splitlines()[0].strip()
     return "a GPU of unknown name"
 
 
 def prepare(name: str, work: Path, timeout: float) -> None:
-    """In a process of its own, which leaves the GPU empty."""
+    """Make the checkpoint and text in a separate process, which frees the GPU's memory."""
     subprocess.run([sys.executable, str(HERE / "make.py"), name, str(work)], check=True, timeout=timeout)
 
 
 def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: float) -> Run:
-    """Make what the row needs, run the system on it, and return what was seen."""
+    """Make the row's checkpoint and text, run a system on them, and return its result."""
     row, out = ROWS[name], arguments.out
     work: Path = arguments.work or out / "work"
     gpus = min(visible_gpus(), row.gpus or 8)
     steps = arguments.steps or row.steps
-    place = out / "runs" / "-".join(filter(None, [name, system, *arguments.flags.replace("--", "").split()]))
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    folder = out / "runs" / "-".join(filter(None, [name, system, *arguments.flags.replace("--", "").split()]))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     caches = work / "caches" / ("peer" if system == "peer" else "ours")
     result: dict[str, Any] = {
         "row": name, "system": system, "flags": "" if system == "peer" else arguments.flags, "gpus": gpus,
@@ -78,26 +78,26 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
         "length": row.length, "warmup": arguments.warmup, "last_step": steps, "steps": [],
         "caches": "warm" if caches.exists() else "cold", "error": None,
     }  # fmt: skip
-    traced = arguments.profile and system != "peer"
+    is_traced = arguments.profile and system != "peer"
     flags = f"{arguments.flags} --profile true --profile_step_start {steps + 1} --profile_step_end {steps + 2}"
     try:
         if gpus < (row.gpus or 1) > 1:
             raise RuntimeError(f"needs {row.gpus} GPUs")
         prepare(name, work, timeout)
-        model, data = places(name, work)
-        called = command(
-            system, row, model, data, place / "out", gpus=gpus, steps=steps + 5, site=arguments.peer_site,
-            flags=flags if traced else arguments.flags,
+        model, data = paths(name, work)
+        argv = command(
+            system, row, model, data, folder / "out", gpus=gpus, steps=steps + 5, site=arguments.peer_site,
+            flags=flags if is_traced else arguments.flags,
         )  # fmt: skip
-        result["command"] = shlex.join(called)
+        result["command"] = shlex.join(argv)
         print(f"== {name}, {system}: {result['command']}", flush=True)
         caches.mkdir(parents=True, exist_ok=True)
         result["steps"], result["error"] = measure(
-            called,
+            argv,
             environment(system, caches, gpus=gpus, site=arguments.peer_site),
-            place / "out" / "logging.jsonl",
-            place / "printed.log",
-            steps=steps + 3 if traced else steps,
+            folder / "out" / "logging.jsonl",
+            folder / "printed.log",
+            steps=steps + 3 if is_traced else steps,
             timeout=timeout,
             read=lambda line: step_of(system, line, gpus),
         )
@@ -120,29 +120,29 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a run, at most")
     parser.add_argument("--limit", type=float, help="seconds of the whole call: runs that come later are left out")
     arguments = parser.parse_args()
-    started = time.monotonic()
+    call_start = time.monotonic()
     arguments.call = datetime.now().strftime("%Y-%m-%d %H:%M")
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for folder in filter(None, [os.environ.get("PYTHONPATH"), arguments.peer_site and str(arguments.peer_site)]):
-        for entry in folder.split(os.pathsep):  # packages that were only unpacked: as their installation leaves them
+        for entry in folder.split(os.pathsep):  # compile packages that were unpacked, as pip does when it installs them
             compileall.compile_dir(entry, quiet=2, workers=0)
     file = arguments.out / "results.json"
     runs = json.loads(file.read_text()) if file.exists() else []
     for name in arguments.rows:
         for system in arguments.systems:
-            left = (arguments.limit or 1e9) - (time.monotonic() - started)
-            if left < 30:
+            seconds_left = (arguments.limit or 1e9) - (time.monotonic() - call_start)
+            if seconds_left < 30:
                 print(f"== {name}, {system}: left out, the time is up", flush=True)
                 continue
-            began = time.monotonic()
-            runs.append(run_one(name, system, arguments, min(arguments.timeout, left)))
+            run_start = time.monotonic()
+            runs.append(run_one(name, system, arguments, min(arguments.timeout, seconds_left)))
             file.write_text(json.dumps(runs, indent=1) + "\n")
-            seen = " | ".join(cells(runs[-1], summary(runs[-1], runs)))
-            print(f"   {seen} | {time.monotonic() - began:.0f} s in all", flush=True)
+            row_cells = " | ".join(cells(runs[-1], summary(runs[-1], runs)))
+            print(f"   {row_cells} | {time.monotonic() - run_start:.0f} s in all", flush=True)
     (arguments.out / "results.md").write_text(markdown(runs) + "\n")
     print(f"\n{markdown(runs)}")
-    sys.exit(any(run["error"] for run in chosen(runs)))
+    sys.exit(any(run["error"] for run in latest_runs(runs)))
 
 
 if __name__ == "__main__":

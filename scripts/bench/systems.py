@@ -1,13 +1,13 @@
-"""The systems that are measured: the command of each for a row, and what its log says of a step.
+"""Systems under test: their commands for a row, and parsers of their logs.
 
-Both get the same checkpoint, text, pack length, batches, optimizer and learning rate, log every step, and run with the
-same environment. megaswift gets nothing further but its layout: its defaults are what is measured.
+Both systems get the same checkpoint, text, pack length, batch sizes, optimizer, learning rate and environment, and log
+every step. megaswift gets no other flags but its layout, because its defaults are measured.
 
 ms-swift (https://github.com/modelscope/ms-swift, Apache-2.0) gets the fastest settings that we found: cuDNN attention,
 no recomputation, the fused cross entropy, permute fusion (experts) and overlaps (several GPUs). Its `chatml` template
-gives the same tokens as the tokenizer's own, but also trains on the newline behind each document. It packs the same
-documents by another algorithm and shuffles the packs with another generator, so that a step sees other documents; how
-full packs are and how long documents are is the same, and so is the work. (A pack that is not full it does not pad.)
+gives the same tokens as the tokenizer's own template, but also trains on the newline after each document. It packs and
+shuffles with other algorithms, so the documents of a step differ. Fill of packs and lengths of documents are the same,
+and so is the work. It does not pad a pack that is not full.
 """
 
 import importlib.metadata
@@ -30,9 +30,11 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transform
 
 
 def peer_script(site: Path | None) -> Path:
-    """ms-swift's training script: in `site`, else of the installed package. Raises FileNotFoundError."""
-    found = site or next(map(Path, (importlib.util.find_spec("swift") or _missing()).submodule_search_locations or []))
-    script = found / "swift" if site else found
+    """Return ms-swift's training script, in `site` or the installed package. Raises FileNotFoundError."""
+    package = site or next(
+        map(Path, (importlib.util.find_spec("swift") or _missing()).submodule_search_locations or [])
+    )
+    script = package / "swift" if site else package
     script = script / "cli" / "_megatron" / "sft.py"
     return script if script.exists() else _missing()
 
@@ -44,7 +46,7 @@ def _missing() -> Any:
 def command(
     system: str, row: Row, model: Path, data: Path, out: Path, *, gpus: int, steps: int, site: Path | None, flags: str
 ) -> list[str]:
-    """argv of a run that writes `out`/logging.jsonl. `flags`: further ones of ours."""
+    """Return the argv of a run that writes `out`/logging.jsonl. flags: extra flags for megaswift"""
     common = f"--model {model} --dataset {data} --packing true --max_length {row.length} --output_dir {out} "
     common += f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(gpus)} --train_iters {steps} "
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
@@ -63,10 +65,10 @@ def _words(*texts: str) -> list[str]:
 
 
 def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> dict[str, str]:
-    """That of a run: the first GPUs, no network, and caches of its own in the work folder."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = shown.split(",") if shown else [str(number) for number in range(gpus)]
-    wanted = {
+    """Return the environment of a run: the first GPUs, no network, and separate caches."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    variables = {
         "CUDA_VISIBLE_DEVICES": ",".join(devices[:gpus]),
         "NPROC_PER_NODE": str(gpus or 1),
         "HF_HUB_OFFLINE": "1",
@@ -78,17 +80,18 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
     }
     if system == "peer" and site:
-        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    # Without compiled files every process would compile PyTorch's sources anew.
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | wanted
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    # With PYTHONDONTWRITEBYTECODE every process would compile PyTorch's sources again.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | variables
 
 
 def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | None:
     """Return a line of logging.jsonl as {step, loss, grad_norm, memory_gib[, tokens, flops]}; None if it has no step.
 
-    Memory is `torch.cuda.max_memory_reserved` in both. `tokens`: real ones, of all GPUs, since the start. `flops`: of
-    the step, by megaswift/tasks/observability/flops.py.
+    memory_gib: `torch.cuda.max_memory_reserved` in both systems
+    tokens: without padding, of all GPUs, since the start
+    flops: of the step, by megaswift/tasks/observability/flops.py
     """
     if "loss" not in line:
         return None
@@ -101,16 +104,16 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
             "memory_gib": line["memory(GiB)"],
             "own_clock": step * line["train_speed(s/it)"],  # seconds since the training began
         }
-    kept = {name: line[name] for name in ("step", "loss", "grad_norm", "memory_gib", "tokens") if name in line}
-    return kept | {"flops": line["tflops_per_gpu"] * 1e12 * line["seconds_per_step"] * max(gpus, 1)}
+    fields = {name: line[name] for name in ("step", "loss", "grad_norm", "memory_gib", "tokens") if name in line}
+    return fields | {"flops": line["tflops_per_gpu"] * 1e12 * line["seconds_per_step"] * max(gpus, 1)}
 
 
 def versions(system: str, site: Path | None) -> dict[str, str]:
-    """Of what the system computes with, as far as it is installed."""
+    """Return the versions of the installed packages that the system uses."""
     path = [str(site), *sys.path] if site and system == "peer" else sys.path
     names = (*PACKAGES, "ms-swift", "mcore-bridge") if system == "peer" else PACKAGES
-    found = {}
+    installed = {}
     for name in names:
         for distribution in importlib.metadata.distributions(name=name, path=path):
-            found.setdefault(name, distribution.version)
-    return found
+            installed.setdefault(name, distribution.version)
+    return installed

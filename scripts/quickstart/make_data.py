@@ -1,8 +1,8 @@
-"""How the quickstart's data was made: sums of two numbers from 10 to 99. Run it again and it writes the same files.
+"""Generator of the quickstart's data: sums of two numbers from 10 to 99. It always writes the same files.
 
     python scripts/quickstart/make_data.py
 
-No question of test.jsonl is in train.jsonl, nor is the same sum the other way round.
+No question of test.jsonl is in train.jsonl, in either order of its numbers.
 """
 
 import json
@@ -19,8 +19,8 @@ def main() -> None:
     pairs = list(combinations_with_replacement(range(10, 100), 2))
     rng.shuffle(pairs)
     test = [rng.sample(pair, 2) for pair in pairs[:TEST]]
-    seen = [list(order) for pair in pairs[TEST:] for order in {pair, pair[::-1]}]
-    train = rng.sample(seen, TRAIN)
+    train_pairs = [list(order) for pair in pairs[TEST:] for order in {pair, pair[::-1]}]
+    train = rng.sample(train_pairs, TRAIN)
     for name, rows in (("train", train), ("test", test)):
         with (FOLDER / f"{name}.jsonl").open("w") as file:
             for a, b in rows:

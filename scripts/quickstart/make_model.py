@@ -1,8 +1,8 @@
-"""Make a tiny Qwen3 checkpoint with random weights: a real architecture, a tokenizer and a chat template, in a second.
+"""Generator of a tiny Qwen3 checkpoint with random weights, a tokenizer and a chat template.
 
     python scripts/quickstart/make_model.py FOLDER
 
-The tokenizer is a byte-level BPE trained on the questions of train.jsonl; digits stay single tokens.
+It takes a second. The tokenizer is a byte-level BPE trained on the questions of train.jsonl; digits stay single tokens.
 """
 
 import json
@@ -44,7 +44,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def main(folder: Path) -> None:
     rows = (Path(__file__).parent / "train.jsonl").read_text().splitlines()
     tokenizer = make_tokenizer([json.loads(row)["query"] for row in rows])
-    ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"), "pad_token_id": 0}
+    token_ids = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"), "pad_token_id": 0}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -56,11 +56,11 @@ def main(folder: Path) -> None:
         max_position_embeddings=512,
         tie_word_embeddings=True,
         dtype="float32",
-        **ends,
+        **token_ids,
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=False, **ends)
+    model.generation_config = GenerationConfig(do_sample=False, **token_ids)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

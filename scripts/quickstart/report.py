@@ -1,15 +1,15 @@
-"""Compare the quickstart's answers before and after training, and say what to try next.
+"""Report of the quickstart: answers before and after training, and commands to try next.
 
     python scripts/quickstart/report.py FOLDER CHECKPOINT
 
-Exits with 1 unless at most 20% of the answers were right before, and at least 90% after.
+It exits with 1 unless at most 20% of the answers were right before training, and at least 90% after.
 """
 
 import json
 import sys
 from pathlib import Path
 
-SHOWN = 8
+ROWS_SHOWN = 8
 
 
 def main(folder: Path, checkpoint: Path) -> int:
@@ -17,9 +17,9 @@ def main(folder: Path, checkpoint: Path) -> int:
         [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8")] for name in ("before", "after")
     )
     print(f"\n  {'question':<20}{'before':<24}{'after':<10}expected")
-    for old, new in list(zip(before, after, strict=True))[:SHOWN]:
+    for old, new in list(zip(before, after, strict=True))[:ROWS_SHOWN]:
         question = new["messages"][0]["content"]
-        print(f"  {question:<20}{shown(old['response'], 20):<24}{shown(new['response'], 8):<10}{new['labels']}")
+        print(f"  {question:<20}{one_line(old['response'], 20):<24}{one_line(new['response'], 8):<10}{new['labels']}")
     shares = [sum(row["response"] == row["labels"] for row in rows) / len(rows) for rows in (before, after)]
     print(
         f"\n  right before: {shares[0]:.1%}   right after: {shares[1]:.1%}   of {len(after)} questions not trained on\n"
@@ -39,8 +39,8 @@ def main(folder: Path, checkpoint: Path) -> int:
     return 0
 
 
-def shown(text: str, width: int) -> str:
-    """Text on one line of at most `width` characters; what is not printable is escaped."""
+def one_line(text: str, width: int) -> str:
+    """Return text on one line of at most `width` characters, with unprintable characters escaped."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return line if len(line) <= width else line[: width - 3] + "..."
 

@@ -170,7 +170,7 @@ class Gkd:
 
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
         """Return the same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
-        prompt_batches = val.once(self.options.training.global_batch_size)
+        prompt_batches = val.one_pass(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
         return evaluate_on(state, islice(steps, most if most >= 0 else None), self.objective, tick)

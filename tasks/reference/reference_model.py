@@ -147,7 +147,7 @@ class Table:
     def __init__(self, sums: Sums, batches: Batches, groups: ProcessGroupCollection):
         self._groups = groups
         self._values = torch.zeros(batches.stored_samples, 2, device=runtime.device())  # [samples, their documents]
-        for step in batches.once():
+        for step in batches.one_pass():
             for of_part in [step, *([[batch.mismatched for batch in step]] if step[0].mismatched else [])]:
                 for batch, found in zip(of_part, sums(of_part, None), strict=False):
                     self._values[self._places(batch)] = found

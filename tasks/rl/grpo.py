@@ -280,7 +280,7 @@ class Grpo:
         prompts_per_batch, episodes = max(1, self.options.training.global_batch_size // group_size), list[Episode]()
         with self.rollout.awake():
             self.update_weights(state, metrics.timed)
-            for prompts in islice(val.once(prompts_per_batch), most if most >= 0 else None):
+            for prompts in islice(val.one_pass(prompts_per_batch), most if most >= 0 else None):
                 tick()
                 groups = worker.rollout(prompts, group_size, metrics.timed)
                 # Without the experts, which are large.

@@ -170,7 +170,7 @@ def batches_of(
     data = options.data
     if sampling := group_of(options, CompletionOptions):
         per_prompt = sampling.num_generations * sampling.num_iterations if isinstance(sampling, SamplingOptions) else 1
-        return Prompts(store, samples_each=per_prompt, shuffle=shuffle, seed=data.data_seed)  # type: ignore[arg-type]
+        return Prompts(store, completions_per_prompt=per_prompt, shuffle=shuffle, seed=data.data_seed)  # type: ignore[arg-type]
 
     training = options.training
     return Batches(

@@ -37,7 +37,7 @@ class EvaluationCallback(Callback):
                 record.eval_metrics = self._objective.loop.evaluate(self._state, self._data, max_batches, tick)
             else:
                 assert isinstance(self._data, Batches)
-                steps = islice(self._data.once(), max_batches if max_batches >= 0 else None)
+                steps = islice(self._data.one_pass(), max_batches if max_batches >= 0 else None)
                 record.eval_metrics = evaluate_on(self._state, steps, self._objective, tick)
         self._log.evaluation(record.step, record.eval_metrics)
 

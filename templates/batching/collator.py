@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dataset.packing import round_up
 from ..dataset.store import Document, TokenizedSample
-from ..formats.schemas import ALONE, Stage
+from ..formats.schemas import UNGROUPED, Stage
 
 PackedSample = Sequence[Document]  # one document, the documents of a pack, or none (a filler)
 
@@ -26,26 +26,28 @@ class GlobalTotals(NamedTuple):
 
 
 @dataclass
-class Portable:
-    """Dataclass of tensors that is pickled as plain bytes.
+class TensorDataclass:
+    """Dataclass of tensors that are pickled as bytes.
 
-    torch pickles a tensor as shared memory, one open file descriptor each: a step of many micro batches runs out of
-    them.
+    torch pickles each tensor as shared memory with a file descriptor. A step of many micro batches would exceed their
+    limit.
     """
 
     def pin_memory(self) -> Self:
-        pinnable = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | Portable)}
+        pinnable = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | TensorDataclass)}
         return replace(self, **{name: value.pin_memory() for name, value in pinnable.items()})
 
     def __getstate__(self) -> dict:
-        return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__ = {n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in state.items()}
+        self.__dict__ = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
+        }
 
 
 @dataclass
-class Grouping(Portable):
+class Grouping(TensorDataclass):
     """Assignment of a micro batch's documents to samples. Fillers and padding are not documents."""
 
     spans: Tensor  # [segments] int64: local lengths of the row's segments in order: padded documents, padding tails
@@ -61,7 +63,7 @@ class Grouping(Portable):
 
 
 @dataclass
-class Batch(Portable):
+class Batch(TensorDataclass):
     """One micro batch of one data-parallel rank, on the CPU; a context-parallel rank holds its shard of each row.
 
     rows is 1 if padding_free; local_length = row length / context parallel size.
@@ -77,8 +79,8 @@ class Batch(Portable):
     loss_tokens: float  # sum of the loss weights of the global batch
     lengths: list[int]  # lengths of the documents, without padding
     grouping: Grouping | None = None  # None: one document per sample (sft, pt)
-    mismatched: "Batch | None" = None  # kto: prompts of the same samples with the answers of others
-    extras: object = None  # what else the loss of the task takes: a dataclass of the task
+    mismatched: "Batch | None" = None  # kto: prompts of the same samples with answers to other prompts
+    extras: object = None  # further inputs of the task's loss: a dataclass of the task
     # [local_length, layers, topk] int16: experts to route each token to; -1: chosen by the router.
     experts: Tensor | None = None
 
@@ -117,9 +119,9 @@ class StepDivision:
 class BatchLayout:
     """Shape of micro batches: packed or padded rows, their multiples, and this rank's context-parallel shard.
 
-    Under context parallelism each document is padded to a multiple of 2 x size and cut into 2 x size chunks; rank r
-    holds chunks r and 2 x size - 1 - r, so that causal attention costs each rank the same. A tail of padding is a
-    document of its own with loss weight 0.
+    Under context parallelism each document is padded to a multiple of 2 x size and cut into 2 x size chunks. Rank r
+    holds chunks r and 2 x size - 1 - r, so that causal attention costs each rank the same. Padding at the end of a row
+    is a separate document with loss weight 0.
     """
 
     padding_free: bool = True
@@ -132,7 +134,7 @@ class BatchLayout:
 
     @property
     def has_mismatched(self) -> bool:
-        """kto: a sample's second document lies in a batch of its own."""
+        """Whether the second document of each sample is in a separate batch (kto)."""
         return self.stage == "kto"
 
     @property
@@ -144,7 +146,7 @@ class BatchLayout:
         return lcm(self.document_multiple, self.context_parallel_size * self.length_multiple)
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
-        """Return document lengths including their padding."""
+        """Return document lengths with padding."""
         return round_up(lengths, self.document_multiple)
 
     def row_length(self, sample_lengths: np.ndarray) -> np.ndarray:
@@ -160,7 +162,7 @@ class BatchLayout:
         label_width: int = 0,
     ) -> Batch:
         """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
-        if self.stage in ALONE:
+        if self.stage in UNGROUPED:
             return self.batch(_documents(packs, None), totals.tokens, row_length)
         if not self.has_mismatched:
             return self._grouped(packs, None, totals, row_length, label_width)
@@ -215,7 +217,7 @@ class BatchLayout:
         return replace(batch, grouping=grouping)
 
     def batch(self, samples: Sequence[PackedSample], loss_tokens: float, row_length: int | None = None) -> Batch:
-        """Lay out documents in rows of `row_length` tokens, by default as short as they fit."""
+        """Lay out documents in rows of `row_length` tokens, by default the shortest that fit."""
         lengths = [len(ids) for sample in samples for ids, _ in sample]
         if row_length is None:
             occupied = [self.pack_length or sum(self.padded(np.array([len(ids) for ids, _ in s]))) for s in samples]
@@ -280,7 +282,7 @@ class BatchLayout:
 
 
 def loss_weight(weights: np.ndarray) -> float:
-    """Return the sum of a document's loss weights without its first token, which nothing predicts."""
+    """Return the sum of a document's loss weights without that of its first token, which is not predicted."""
     return float(weights[1:].sum(dtype=np.float64))
 
 
@@ -290,7 +292,7 @@ def total_weight(packs: Iterable[Sequence[TokenizedSample]]) -> float:
 
 
 def _documents(packs: Iterable[Sequence[TokenizedSample]], part: int | None) -> list[PackedSample]:
-    """Return the documents of each pack: all, or the one of index `part` of each sample."""
+    """Return the documents of each pack: all, or the document with index `part` of each sample."""
     selected = slice(None) if part is None else slice(part, part + 1)
     return [[document for sample in pack for document in sample.documents[selected]] for pack in packs]
 

@@ -1,7 +1,7 @@
 """Micro batches of each rank and step, collated ahead of time by worker processes.
 
-The plan is a pure function of the table of lengths, the seed and the position, so every rank computes the same one
-without communication. The state of a run's data is `position` and, for a stream, `cursors`; `resume` restores it.
+The plan is a pure function of the table of lengths, the seed and the position, so every rank computes the same plan
+without communication. The state of a run's data is `position` and, for a stream, `cursors`. `resume` restores it.
 """
 
 import signal
@@ -13,21 +13,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..dataset.store import TokenizedSample, TokenStore
-from ..formats.schemas import ALONE
+from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
 from .sample_order import Epochs
 from .streaming import StreamedBatches, TokenStream
 
-PREFETCH = 2, 16  # fewest and most micro batches that a worker prepares ahead
+PREFETCH = 2, 16  # minimum and maximum of micro batches that a worker prepares ahead
 
 
 class Batches:
-    """Micro batches of one data-parallel rank, as seen by one rank of its context-parallel group.
+    """Micro batches of a data-parallel rank, with the shards of one rank of its context-parallel group.
 
     store: from `prepare`
-    With a stream, `loss_tokens` and `loss_samples` count this rank's share (`loss_tokens_are_local`), and the trainer
-    sums them over ranks.
+    With a stream, `loss_tokens` and `loss_samples` count this rank's samples only (`loss_tokens_are_local`), and the
+    trainer sums them over ranks.
     Raises ValueError, naming the flags, if the sizes do not fit together.
     """
 
@@ -43,7 +43,7 @@ class Batches:
     ):
         if layout.pack_length and not layout.padding_free:
             raise ValueError("--packing true cannot be used with --padding_free false. Remove one of them.")
-        if store.stage not in ALONE and not layout.padding_free:
+        if store.stage not in UNGROUPED and not layout.padding_free:
             raise ValueError(f"--padding_free false cannot be used with {store.stage} data. Remove it.")
         if layout.pack_length and layout.pack_length % layout.row_multiple:
             raise ValueError(
@@ -67,8 +67,8 @@ class Batches:
             )
         else:
             self.plan = PlannedBatches(store, layout, division, shuffle=shuffle, seed=seed)
-        # None (and 0 stored samples) for a stream.
-        self.samples = self.plan.samples  # of an epoch; packs, if packed
+        # For a stream: None, and 0 stored samples.
+        self.samples = self.plan.samples  # samples (or packs) of an epoch
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.stored_samples = self.plan.stored_samples
 
@@ -78,13 +78,17 @@ class Batches:
         return self.plan.padding_share()
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Yield this rank's micro batches of each step from the position on, without end."""
-        steps = self._streamed(self.plan) if isinstance(self.plan, StreamedBatches) else self._planned(self.plan)
+        """Yield this rank's micro batches of each step, endlessly, from the position on."""
+        steps = (
+            self._streamed_steps(self.plan)
+            if isinstance(self.plan, StreamedBatches)
+            else self._planned_steps(self.plan)
+        )
         for step in steps:
             self.consumed_steps += 1
             yield step
 
-    def once(self) -> Iterator[list[Batch]]:
+    def one_pass(self) -> Iterator[list[Batch]]:
         """Yield every sample exactly once, in order. Rows of weight 0 fill up the last global batch."""
         if isinstance(self.plan, StreamedBatches):
             raise ValueError("a stream has no end to evaluate to. Set --val_dataset, which is never streamed.")
@@ -107,8 +111,8 @@ class Batches:
         """Continue from a position, before `steps` has begun. Return notes for the user.
 
         cursors: those of all data-parallel ranks at that position
-        In the same layout the batches are those that would have followed; in another, no document of the current
-        epoch is lost or repeated.
+        In the same layout the next batches are the same as without the interruption. In a different layout, no document
+        of the current epoch is lost or repeated.
         Raises ValueError with the differences if the data is different.
         """
         was_streamed = "epoch" not in position
@@ -123,7 +127,7 @@ class Batches:
         """Return the samples from the position to the end of epoch `epochs`, at least 0. None for a stream."""
         return self.plan.samples_until(epochs, self.consumed_steps * self.micro_batches)
 
-    def _planned(self, plan: "PlannedBatches") -> Iterator[list[Batch]]:
+    def _planned_steps(self, plan: "PlannedBatches") -> Iterator[list[Batch]]:
         steps = count(self.consumed_steps)
         return self._load(plan, ((step, number, False) for step in steps for number in range(self.micro_batches)))
 
@@ -132,7 +136,7 @@ class Batches:
         while step := list(islice(loader, self.micro_batches)):
             yield step
 
-    def _streamed(self, stream: StreamedBatches) -> Iterator[list[Batch]]:
+    def _streamed_steps(self, stream: StreamedBatches) -> Iterator[list[Batch]]:
         loader = iter(self._loader(stream))
         while True:
             step = list(islice(loader, self.micro_batches))
@@ -146,20 +150,20 @@ class Batches:
             yield [batch for batch, _ in step]
 
     def _loader(self, dataset: Dataset, sampler: Iterable | None = None) -> DataLoader:
-        fewest, most = PREFETCH
+        minimum, maximum = PREFETCH
         return DataLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
             collate_fn=_identity,
             num_workers=self.num_workers,
-            # A full step, or a good part of one with very many micro batches, is ready before it is needed.
-            prefetch_factor=min(max(fewest, -(-self.micro_batches // self.num_workers)), most)
+            # A full step is prepared ahead, or `maximum` micro batches per worker of a larger step.
+            prefetch_factor=min(max(minimum, -(-self.micro_batches // self.num_workers)), maximum)
             if self.num_workers
             else None,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # the default generator's state belongs to the model
+            generator=torch.Generator(),  # keeps the state of torch's default generator for the model
         )
 
 
@@ -175,12 +179,12 @@ class PlannedBatches(Dataset):
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
         self.steps_per_epoch = -(-self.samples // division.global_batch_size)
         self.label_width = 0
-        if layout.stage not in ALONE:  # computed once, before the loader forks its workers
+        if layout.stage not in UNGROUPED:  # computed before the loader forks its workers
             self.label_width, self.counts = store.label_width, store.document_counts
 
     def __getitem__(self, number: tuple[int, int, bool]) -> Batch:
-        step, micro_batch, once = number
-        samples = self._samples(step, once).reshape(self.shape)
+        step, micro_batch, one_pass = number
+        samples = self._samples(step, one_pass).reshape(self.shape)
         row_lengths = self._row_lengths(samples)[:, self.division.rank]  # [micro batches]
         packs = self._packs(samples[micro_batch, self.division.rank])
         return self.layout.collate(
@@ -206,29 +210,29 @@ class PlannedBatches(Dataset):
         rows_per_sample = 2 if self.layout.has_mismatched else 1
         if self.layout.pack_length:
             return 1 - self.store.lengths.sum() / (rows_per_sample * self.epochs.full_epoch.lengths.sum())
-        samples = np.stack([self._samples(step, once=True) for step in range(self.steps_per_epoch)])
+        samples = np.stack([self._samples(step, one_pass=True) for step in range(self.steps_per_epoch)])
         samples[samples >= 0] = self.epochs.permutation(self.samples, 0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
         rows = self._row_lengths(micro_batches)
-        filled = (micro_batches >= 0).any(-1)  # rows without any sample occur in evaluation only
+        filled = (micro_batches >= 0).any(-1)  # rows without samples occur in evaluation only
         total = rows[filled].sum() * (1 if self.layout.padding_free else self.shape[-1])
         return 1 - self.store.lengths.sum() / (rows_per_sample * total)
 
     def _consumed(self, micro_batches: int) -> int:
-        """Return the samples in this many micro batches of all ranks."""
+        """Return the number of samples in this many micro batches on all ranks."""
         return micro_batches * self.shape[1] * self.shape[2]
 
-    def _samples(self, step: int, once: bool) -> np.ndarray:
+    def _samples(self, step: int, one_pass: bool) -> np.ndarray:
         """Return the sample numbers of a global batch, -1 for a filler: [global batch]."""
         size = self.division.global_batch_size
         positions = np.arange(step * size, (step + 1) * size)
-        if once:
+        if one_pass:
             return np.where(positions < self.samples, positions, -1)
         return self.epochs.numbers(positions)
 
     def _row_lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return row lengths: [..., micro batches, ranks, samples] -> [..., micro batches, ranks]."""
-        lengths = np.where(samples >= 0, self.epochs.all.lengths[samples], self.layout.pack_length or 0)
+        lengths = np.where(samples >= 0, self.epochs.all_samples.lengths[samples], self.layout.pack_length or 0)
         rows = self.layout.row_length(lengths)
         if self.division.equal_lengths:
             rows = np.broadcast_to(rows.max(-2, keepdims=True), rows.shape)
@@ -238,25 +242,26 @@ class PlannedBatches(Dataset):
 
     def _totals(self, samples: np.ndarray, micro_batch: int) -> GlobalTotals:
         """Return the totals of a global batch: [micro batches, ranks, samples]."""
-        tokens = float(self.epochs.all.weights[samples[samples >= 0]].sum())
-        if self.layout.stage in ALONE:
+        tokens = float(self.epochs.all_samples.weights[samples[samples >= 0]].sum())
+        if self.layout.stage in UNGROUPED:
             return GlobalTotals(tokens)
-        items = [np.concatenate(self._packs(of_rank)) for of_rank in samples[micro_batch]]
+        items = [np.concatenate(self._packs(rank_samples)) for rank_samples in samples[micro_batch]]
         return GlobalTotals(
             tokens,
             samples=float(sum(map(len, self._packs(samples.ravel())))),
             documents_per_rank=[
-                len(of_rank) if self.layout.has_mismatched else int(self.counts[of_rank].sum()) for of_rank in items
+                len(rank_samples) if self.layout.has_mismatched else int(self.counts[rank_samples].sum())
+                for rank_samples in items
             ],
         )
 
     def _packs(self, samples: np.ndarray) -> list[np.ndarray]:
-        """Return the store's numbers of each sample's rows; an empty array for a filler."""
-        return [self.epochs.all.documents[i] if i >= 0 else np.empty(0, np.int64) for i in samples.tolist()]
+        """Return the store indices of each sample's rows; an empty array for a filler."""
+        return [self.epochs.all_samples.documents[i] if i >= 0 else np.empty(0, np.int64) for i in samples.tolist()]
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignore the signals by which a scheduler stops a run: it needs the loader's workers until it has saved."""
+    """Ignore the signals with which a scheduler stops a run, which needs its workers until it has saved."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Micro batches of a training step from prompts with completions, planned identically on every rank."""
+"""Micro batches of a training step from prompts with completions, with the same plan on every rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class RolloutExtras:
 
 @dataclass
 class Sequences:
-    """Documents of a training step, each with a label, and further values per token."""
+    """Documents of a training step, with a label per document and values per token."""
 
     tokens: list[np.ndarray]  # int32 [length] each
     weights: list[np.ndarray]  # float32 [length]: 1 on trained tokens
@@ -40,7 +40,7 @@ class BatchPlan:
     """Division of documents into micro batches of all ranks.
 
     equal_lengths, equal_over_ranks: as in `Batches`
-    multiple: divisor of the number of micro batches; rows of padding fill them up
+    multiple: divisor of the number of micro batches; rows of padding fill up the last ones
     """
 
     layout: BatchLayout  # of a stage in PROMPTED
@@ -96,32 +96,34 @@ class BatchPlan:
         return int(self.layout.row_length(np.array(occupied, np.int64)))
 
     def _batch(self, sequences: Sequences, row: list[list[int]], totals: GlobalTotals, width: int) -> Batch:
-        def tokenized(number: int) -> TokenizedSample:
+        def tokenized_sample(number: int) -> TokenizedSample:
             document = sequences.tokens[number], sequences.weights[number]
             return TokenizedSample([document], np.array([sequences.labels[number]], np.float32), number)
 
-        batch = self.layout.collate([[tokenized(number) for number in sample] for sample in row], totals, width, 1)
+        batch = self.layout.collate(
+            [[tokenized_sample(number) for number in sample] for sample in row], totals, width, 1
+        )
 
-        def beside_labels(values: list[np.ndarray]) -> torch.Tensor:
+        def at_label_positions(values: list[np.ndarray]) -> torch.Tensor:
             documents = [[(sequences.tokens[number], values[number]) for number in sample] for sample in row]
             return self.layout.batch(documents, 0.0, width).loss_weights
 
         extras = None
         if sequences.rollout_log_probs:
-            old = beside_labels(sequences.old_log_probs) if sequences.old_log_probs else None
-            extras = RolloutExtras(beside_labels(sequences.rollout_log_probs), old)
+            old = at_label_positions(sequences.old_log_probs) if sequences.old_log_probs else None
+            extras = RolloutExtras(at_label_positions(sequences.rollout_log_probs), old)
         return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:
         """Return Batch.experts: the experts of each token of the row, -1 for padding."""
         row = np.full((_row_length(batch), *sequences.experts[0].shape[1:]), -1, np.int16)
-        for item, start, _ in _spans(batch):
+        for item, start, _ in _document_spans(batch):
             experts = sequences.experts[item]
             row[start : start + len(experts)] = experts
-        return torch.from_numpy(row[_local(batch)])
+        return torch.from_numpy(row[_local_index(batch)])
 
     def for_rank(self, rank: int, context_rank: int) -> "BatchPlan":
-        """Return the same plan as seen by another data- and context-parallel rank."""
+        """Return the same plan for another data- and context-parallel rank."""
         return replace(self, rank=rank, layout=replace(self.layout, context_parallel_rank=context_rank))
 
     def token_values_by_document(self, batch: Batch, values: np.ndarray) -> dict[int, np.ndarray]:
@@ -130,7 +132,7 @@ class BatchPlan:
         -1 where another context-parallel rank holds the token.
         """
         row = _full_row(batch, values, -1)
-        return {item: row[start : start + length] for item, start, length in _spans(batch)}
+        return {item: row[start : start + length] for item, start, length in _document_spans(batch)}
 
     def label_values_by_document(
         self, batches: Sequence[Batch], values: Sequence[torch.Tensor]
@@ -142,26 +144,26 @@ class BatchPlan:
         by_document = {}
         for batch, label_values in zip(batches, values, strict=True):
             row = _full_row(batch, label_values[0].float().cpu().numpy(), 0)
-            for item, start, length in _spans(batch):
+            for item, start, length in _document_spans(batch):
                 by_document[item] = np.concatenate([np.zeros(1, np.float32), row[start : start + length - 1]])
         return by_document
 
     def label_ids(self, batches: Sequence[Batch], starts: np.ndarray) -> list[np.ndarray]:
-        """Return the number of the trained label at each position of this rank's micro batches, -1 without one.
+        """Return the number of the trained label at each position of this rank's micro batches, -1 if there is none.
 
-        Labels are numbered by the token before them: token i of a document has the number `starts[document] + i`.
+        A label has the number of the token before it: token i of a document has the number `starts[document] + i`.
         Each array is int64 [local length].
         """
         ids = []
         for batch in batches:
             row = np.full(_row_length(batch), -1)
-            for item, start, length in _spans(batch):
+            for item, start, length in _document_spans(batch):
                 row[start : start + length] = starts[item] + np.arange(length)
-            ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local(batch)], -1))
+            ids.append(np.where(batch.loss_weights[0].numpy() != 0, row[_local_index(batch)], -1))
         return ids
 
 
-def _spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def _document_spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
     """Yield the number, the start in the full row, and the length of each document of a micro batch."""
     grouping, boundaries = batch.grouping, batch.cu_seqlens
     assert grouping is not None
@@ -175,13 +177,13 @@ def _row_length(batch: Batch) -> int:
     return int(batch.cu_seqlens[-1])
 
 
-def _local(batch: Batch) -> slice | np.ndarray:
+def _local_index(batch: Batch) -> slice | np.ndarray:
     """Return the index of this context-parallel rank's positions in the full row."""
     return slice(None) if batch.cp_index is None else batch.cp_index.numpy()
 
 
 def _full_row(batch: Batch, values: np.ndarray, fill: int) -> np.ndarray:
-    """Return values of this rank's positions in the full row, with `fill` at those of other ranks."""
+    """Return values of this rank's positions in the full row, with `fill` at other ranks' positions."""
     row = np.full((_row_length(batch), *values.shape[1:]), fill, values.dtype)
-    row[_local(batch)] = values
+    row[_local_index(batch)] = values
     return row

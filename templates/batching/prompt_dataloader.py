@@ -1,4 +1,4 @@
-"""Prompts in the order of the epochs, with the position of the run among them."""
+"""Prompts of all epochs in order, and the run's position in them."""
 
 import math
 from collections.abc import Iterator
@@ -13,32 +13,37 @@ from .sample_order import Epochs
 
 
 class Prompt(NamedTuple):
-    """Prompt to complete, with the other columns of its row for reward functions."""
+    """Prompt to complete, with its row's columns for reward functions."""
 
-    source_row: str  # file and number of the row, for messages
+    source_row: str  # file and row number, for messages
     tokens: list[int]
-    columns: JsonObject  # of the row; `messages` are the prompt's
-    reference_document: Document | None = None  # conversation with the row's own answer, if it has one
+    columns: JsonObject  # of the row; `messages` are those of the prompt
+    reference_document: Document | None = None  # conversation with the answer in the row, if there is one
 
 
 class Prompts:
     """Prompts of a run, the same on every rank.
 
-    samples_each: completions per prompt, by which the steps of a run are counted
-    pending_samples: completions of consumed prompts that are not trained on yet; set by the trainer
+    completions_per_prompt: a run counts its steps in completions
+    pending_samples: completions of consumed prompts that are still to be trained on; set by the trainer
     """
 
     loss_tokens_are_local = False
     padding_share = None
 
-    def __init__(self, store: TokenStore, *, samples_each: int, shuffle: bool, seed: int):
-        self.store, self.samples_each, self.consumed, self.pending_samples = store, samples_each, 0, 0
+    def __init__(self, store: TokenStore, *, completions_per_prompt: int, shuffle: bool, seed: int):
+        self.store, self.completions_per_prompt, self.consumed, self.pending_samples = (
+            store,
+            completions_per_prompt,
+            0,
+            0,
+        )
         self.epochs = Epochs(store, BatchLayout(stage="prompts"), shuffle, seed)
 
     @property
     def samples(self) -> int:
-        """Completions that are trained on in an epoch."""
-        return len(self.store) * self.samples_each
+        """Number of completions trained on in an epoch."""
+        return len(self.store) * self.completions_per_prompt
 
     def next_batch(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts."""
@@ -46,7 +51,7 @@ class Prompts:
         self.consumed += count
         return [self._prompt(number) for number in self.epochs.numbers(positions).tolist()]
 
-    def once(self, count: int) -> Iterator[list[Prompt]]:
+    def one_pass(self, count: int) -> Iterator[list[Prompt]]:
         """Yield every prompt once, in order, at most `count` at a time."""
         for start in range(0, len(self.store), count):
             yield [self._prompt(number) for number in range(start, min(start + count, len(self.store)))]
@@ -57,11 +62,11 @@ class Prompts:
 
     @property
     def epoch(self) -> int:
-        """Epoch in training: the next one begins when all prompts of this one are trained on."""
-        return (self._total_consumed() - -(-self.pending_samples // self.samples_each)) // len(self.store)
+        """Current epoch. The next one begins when all prompts of this one are trained on."""
+        return (self._total_consumed() - -(-self.pending_samples // self.completions_per_prompt)) // len(self.store)
 
     def _total_consumed(self) -> int:
-        """Return the prompts consumed since the run began, before a resume too."""
+        """Return the number of prompts consumed since the start of the run, including before a resume."""
         position = self.epochs.position(self.consumed)
         return position["epoch"] * len(self.store) + sum(stretch.done for stretch in position["stretches"])
 
@@ -78,14 +83,14 @@ class Prompts:
         return self.epochs.resume(position)
 
     def samples_until(self, epochs: float) -> int:
-        """Return the completions left to train on until this many epochs are complete, pending ones included.
+        """Return the number of completions left to train on, with pending ones, until `epochs` epochs are complete.
 
         A rollout may have consumed prompts beyond those epochs.
         """
-        trained = self._total_consumed() * self.samples_each - self.pending_samples
+        trained = self._total_consumed() * self.completions_per_prompt - self.pending_samples
         return max(math.ceil(epochs * self.samples - 1e-6) - trained, 0)
 
     def _prompt(self, number: int) -> Prompt:
-        (ids, _), *answered = self.store.row(number)
+        (ids, _), *answered_documents = self.store.row(number)
         columns, source_row = self.store.columns(number), self.store.source_row(number)
-        return Prompt(source_row, ids.tolist(), columns, next(iter(answered), None))
+        return Prompt(source_row, ids.tolist(), columns, next(iter(answered_documents), None))

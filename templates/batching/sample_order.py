@@ -1,8 +1,8 @@
-"""Order of the samples of all epochs, and resumption at any position, also with other packs.
+"""Order of the samples of all epochs, and resumption at any position, also with a different packing.
 
-A position is counted in samples, so that it holds for any number of ranks and any batch size. If packs change within
-an epoch (their length, or the padding of their documents), the epoch becomes a chain of stretches: each packs anew the
-documents that the stretches before it have left. The remaining documents follow from the stretches alone.
+Positions count samples, so they are valid for any number of ranks and any batch size. If the packing changes within an
+epoch (the pack length, or the padding of documents), the epoch becomes a sequence of stretches. Each stretch packs the
+documents that the previous stretches left. The stretches alone determine the remaining documents.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import numpy as np
 
 from ..dataset.packing import Packs, pack
 from ..dataset.store import TokenStore
-from ..formats.schemas import ALONE
+from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
 from .collator import BatchLayout
 
-FINGERPRINTED = 64  # documents whose tokens enter the fingerprint
+FINGERPRINT_SAMPLES = 64  # samples whose tokens enter the fingerprint
 
 
 class PackingRule(NamedTuple):
@@ -76,7 +76,7 @@ class Samples:
 
 
 class Epochs:
-    """Samples of all epochs in order, from a position on: initially the beginning."""
+    """Samples of all epochs in order, from a position on, initially the start."""
 
     def __init__(self, store: TokenStore, layout: BatchLayout, shuffle: bool, seed: int):
         self.store, self.layout, self.shuffle, self.seed = store, layout, shuffle, seed
@@ -85,14 +85,14 @@ class Epochs:
         self._begin(0, [], 0, self.full_epoch)
 
     def _begin(self, epoch: int, stretches: list[Stretch], done: int, samples: Samples) -> None:
-        """Set the position: in `epoch`, after `stretches`, and after `done` of the remaining `samples`."""
-        self.epoch, self.stretches, self.done, self.first = epoch, stretches, done, samples
-        # Numbered together: those of a full epoch, then those of the first epoch if it is a partial one.
-        self.all = self.full_epoch + samples if stretches else self.full_epoch
-        self._order = -1, np.empty(0, np.int64)  # the last epoch that was ordered, and its order
+        """Set the position: `done` samples of the remaining `samples` after `stretches` of an epoch."""
+        self.epoch, self.stretches, self.done, self.first_epoch = epoch, stretches, done, samples
+        # Samples of a full epoch, then those of the first epoch if that is partial, with common numbers.
+        self.all_samples = self.full_epoch + samples if stretches else self.full_epoch
+        self._order = -1, np.empty(0, np.int64)  # cache: an epoch and its order
 
     def numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Return the numbers (in `all`) of the samples at sorted positions, counted from the current position."""
+        """Return the numbers (in `all_samples`) of the samples at sorted positions, from the current one on."""
         epochs, offsets = self._locate(positions)
         return np.concatenate([self.order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
@@ -104,9 +104,12 @@ class Epochs:
 
     def resume(self, position: JsonObject) -> list[str]:
         """Set the position. Return notes for the user; raise ValueError if the data is different."""
-        if differing := differences(position, self._fingerprint):
-            raise ValueError(f"the training data is not the checkpoint's: {differing}")
-        epoch, stretches = position["epoch"], [Stretch(PackingRule(*p), done) for p, done in position["stretches"]]
+        if mismatch := differences(position, self._fingerprint):
+            raise ValueError(f"the training data is not the checkpoint's: {mismatch}")
+        epoch, stretches = (
+            position["epoch"],
+            [Stretch(PackingRule(*rule), done) for rule, done in position["stretches"]],
+        )
         *earlier, last = stretches
         if last.rule == self.rule:
             self._begin(epoch, earlier, last.done, self._remaining(epoch, earlier))
@@ -118,25 +121,25 @@ class Epochs:
         return [f"the packing has changed: the documents left of this epoch ({share}) are packed anew"]
 
     def samples_until(self, epochs: float, consumed: int) -> int:
-        """Return the samples from `consumed` on until this many epochs are complete, at least 0."""
+        """Return the number of samples from `consumed` until `epochs` epochs are complete, at least 0."""
         epoch, done = (int(value) for value in self._locate(np.int64(consumed)))
-        samples = self.first if epoch == self.epoch else self.full_epoch
-        share = len(samples.documents.items) / len(self.store)  # of the epoch's documents, in `samples`
+        samples = self.first_epoch if epoch == self.epoch else self.full_epoch
+        share = len(samples.documents.items) / len(self.store)  # share of the epoch's documents that `samples` have
         in_epoch = min(max(epochs - epoch - (1 - share), 0), share) / share * len(samples)
         in_later_epochs = max(epochs - epoch - 1, 0) * len(self.full_epoch)
         return max(math.ceil(in_epoch - done + in_later_epochs - 1e-6), 0)
 
     def _locate(self, positions: np.ndarray | np.int64) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch of each position, and its offset in that epoch (in the first: among the remaining)."""
+        """Return the epoch of each position, and its offset there (in the first epoch: among the remaining)."""
         absolute = positions + self.done
-        full_epochs, offsets = np.divmod(absolute - len(self.first), len(self.full_epoch))
-        in_first = absolute < len(self.first)
+        full_epochs, offsets = np.divmod(absolute - len(self.first_epoch), len(self.full_epoch))
+        in_first = absolute < len(self.first_epoch)
         return np.where(in_first, self.epoch, self.epoch + 1 + full_epochs), np.where(in_first, absolute, offsets)
 
     def order(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             if epoch == self.epoch and self.stretches:
-                order = len(self.full_epoch) + self.permutation(len(self.first), epoch, len(self.stretches))
+                order = len(self.full_epoch) + self.permutation(len(self.first_epoch), epoch, len(self.stretches))
             else:
                 order = self.permutation(len(self.full_epoch), epoch)
             self._order = epoch, order
@@ -175,16 +178,16 @@ def fingerprint(store: TokenStore) -> str:
     """Return a hash of all lengths, weights and labels in order, and of the tokens of some samples."""
     digest = hashlib.blake2b(store.lengths.tobytes(), digest_size=16)
     digest.update(store.weights.tobytes())
-    if store.stage not in ALONE:
+    if store.stage not in UNGROUPED:
         digest.update(store.labels.tobytes())
-    for sample in np.linspace(0, len(store) - 1, FINGERPRINTED, dtype=np.int64).tolist():
+    for sample in np.linspace(0, len(store) - 1, FINGERPRINT_SAMPLES, dtype=np.int64).tolist():
         for ids, _ in store.row(sample):
             digest.update(ids.tobytes())
     return digest.hexdigest()
 
 
 def differences(saved: JsonObject, current: JsonObject) -> str:
-    """Return the entries of `current` that `saved` has otherwise, as text for a message; "" without any."""
+    """Return the entries of `current` that differ from `saved`, as text for a message; "" if they are equal."""
     return "; ".join(
         f"{key} was {saved.get(key)}, is {value}" for key, value in current.items() if saved.get(key) != value
     )

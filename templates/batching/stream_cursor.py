@@ -1,8 +1,8 @@
 """Cursors of the readers of a stream, and their redistribution to another number of readers.
 
-Each worker of each data-parallel rank reads a shard of the rows: lanes, one row of each in turn, normally one lane
-per source. A Cursor determines all that a shard has yet to yield: the documents that it has read and not yet yielded,
-by name, and the lanes that it continues to read.
+Each worker of each data-parallel rank reads a shard of the rows, in lanes: one row of each lane in turn, normally one
+lane per source. A Cursor holds what a shard has yet to yield: the names of documents that it has read but not yielded,
+and the lanes left to read.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-LANES = 4  # lanes per source and shard, at least, where the shards cannot all have the same number
+LANES = 4  # minimum of lanes per source and shard, if shards cannot have equal numbers of lanes
 
 
 class StreamLane(NamedTuple):
-    """Every `step`-th row, from row `start` on, of the shard `shard` of `shards` of a source."""
+    """Every `step`-th row from row `start` on, of shard `shard` of `shards` of a source."""
 
     epoch: int
     source: int
@@ -25,7 +25,7 @@ class StreamLane(NamedTuple):
     step: int = 1
 
     def split(self, parts: int) -> "list[StreamLane]":
-        """Return lanes that share these rows, each with every `parts`-th."""
+        """Return `parts` lanes that share these rows in turn."""
         return [self._replace(start=self.start + part * self.step, step=self.step * parts) for part in range(parts)]
 
 
@@ -44,21 +44,21 @@ class DocumentName(NamedTuple):
 class Cursor:
     """State of the reader of a shard.
 
-    `documents` holds, in order: those of packs that are ready, those that wait to be packed, the rest of the block.
+    `documents` holds, in order, the documents of ready packs, those that wait to be packed, and the rest of the block.
     """
 
     shard: int
     shards: int
     epoch: int = 0
     block: int = 0  # number of the next block to read in this epoch
-    lanes: tuple[StreamLane, ...] = ()  # of this epoch, in turn, and of the epochs before `regular_from`
-    regular_from: int = 0  # first epoch that is read from its beginning, in one lane per source
+    lanes: tuple[StreamLane, ...] = ()  # lanes of this epoch, in turn, and of later epochs before `regular_from`
+    regular_from: int = 0  # first epoch that is read from its start, in one lane per source
     documents: np.ndarray = field(default_factory=lambda: np.empty((0, len(DocumentName._fields)), np.int64))
     packs: tuple[int, ...] = ()  # documents of each ready pack
-    waiting: tuple[int, ...] = ()  # of each waiting document, how often it was left over by the packer
+    waiting: tuple[int, ...] = ()  # how often the packer left over each waiting document
 
     def lanes_of(self, epoch: int, sources: int) -> list[StreamLane]:
-        """Return the lanes that the shard has yet to read of an epoch."""
+        """Return the lanes of an epoch that the shard has yet to read."""
         if epoch >= self.regular_from:
             return [StreamLane(epoch, source, self.shard, self.shards) for source in range(sources)]
         return [lane for lane in self.lanes if lane.epoch == epoch]
@@ -88,8 +88,8 @@ class Cursor:
 class Block:
     """Documents that a shard has read and shuffled."""
 
-    first: int  # number of its first document; a shard numbers what it reads
-    cursor: Cursor  # before any of them is yielded
+    first: int  # number of its first document, in the order in which the shard reads
+    cursor: Cursor  # state before any of them is yielded
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class CursorUpdate:
     """State of a shard after a micro batch, sent with it. Documents are identified by their numbers."""
 
     shard: int
-    blocks: list[Block]  # begun since the previous micro batch
+    blocks: list[Block]  # started since the previous micro batch
     pending: tuple[int, ...]  # documents in ready packs, one pack after another, then the waiting ones
     packs: tuple[int, ...]  # documents of each ready pack
-    waiting: tuple[int, ...]  # of each waiting document, how often it was left over
+    waiting: tuple[int, ...]  # how often the packer left over each waiting document
     next_document: int
 
 
@@ -109,8 +109,8 @@ class CursorTracker:
 
     def __init__(self, cursor: Cursor):
         self.blocks = [Block(0, cursor)]
-        taken = sum(cursor.packs) + len(cursor.waiting)
-        self.last = CursorUpdate(cursor.shard, [], tuple(range(taken)), cursor.packs, cursor.waiting, taken)
+        pending = sum(cursor.packs) + len(cursor.waiting)
+        self.last = CursorUpdate(cursor.shard, [], tuple(range(pending)), cursor.packs, cursor.waiting, pending)
 
     def update(self, update: CursorUpdate) -> None:
         self.last = update
@@ -124,14 +124,16 @@ class CursorTracker:
         block, last = self.blocks[-1], self.last
         names = np.concatenate([block.cursor.documents for block in self.blocks])
         pending = names[np.array(last.pending, np.int64) - self.blocks[0].first]
-        rest = block.cursor.documents[last.next_document - block.first :]
-        return replace(block.cursor, documents=np.concatenate([pending, rest]), packs=last.packs, waiting=last.waiting)
+        unread = block.cursor.documents[last.next_document - block.first :]
+        return replace(
+            block.cursor, documents=np.concatenate([pending, unread]), packs=last.packs, waiting=last.waiting
+        )
 
 
 def reshard(cursors: list[Cursor], sources: int, shards: int) -> list[Cursor]:
-    """Redistribute all that these shards have yet to yield to another number of shards.
+    """Redistribute what these shards have yet to yield to another number of shards.
 
-    Epochs that only some of them have completed come first, with the remaining rows of each.
+    Epochs that only some shards have completed come first, with their remaining rows.
     """
     first, regular_from = min(cursor.epoch for cursor in cursors), max(cursor.regular_from for cursor in cursors)
     lanes: list[list[StreamLane]] = [[] for _ in range(shards)]
@@ -156,7 +158,7 @@ def reshard(cursors: list[Cursor], sources: int, shards: int) -> list[Cursor]:
 
 
 def _split_evenly(lanes: list[StreamLane], shards: int) -> list[StreamLane]:
-    """Split lanes so that the shards get about the same number. Each lane costs a pass over its source."""
+    """Split lanes so that shards get similar numbers. Each lane costs a pass over its source."""
     if not lanes:
         return []
     parts = min(shards // math.gcd(len(lanes), shards), -(-LANES * shards // len(lanes)))

@@ -1,7 +1,7 @@
-"""Streamed data: rows are read, tokenized and packed during training, by each data-parallel rank on its own.
+"""Streamed data: each data-parallel rank reads, tokenizes and packs its rows during training.
 
-Worker w of rank r reads every (ranks x workers)-th row, so no process is a bottleneck, and the order depends on the
-seed, the ranks and the workers alone. Each micro batch comes with the state of its shard (stream_cursor.py).
+Each worker of each rank reads every (ranks x workers)-th row, so no process is a bottleneck, and the order depends only
+on the seed and the numbers of ranks and workers. Each micro batch comes with the state of its shard (stream_cursor.py).
 """
 
 import logging
@@ -27,15 +27,15 @@ from .stream_cursor import Block, Cursor, CursorTracker, CursorUpdate, DocumentN
 logger = logging.getLogger(__name__)
 
 CHUNK = 64  # rows tokenized at a time
-PACKS_AHEAD = 16  # packs' worth of tokens from which the best fit is chosen
-MOST_LEFT_OVER = 16  # times that the packer may leave a document over: one that fits nowhere would wait forever
+PACKS_AHEAD = 16  # packs to be filled by the documents among which best fit chooses
+MAX_LEFT_OVER = 16  # times that the packer may leave over a document, which could otherwise wait forever
 
 NumberedRows = Iterator[tuple[int, Row]]  # rows with their numbers within a shard of a source
 NumberedSample = tuple[int, TokenizedSample]
 
 
 class TokenStream:
-    """Sources whose rows are tokenized as they are read, each with the number of rows to take (None: all)."""
+    """Sources whose rows are tokenized when read, each with the number of rows to take (None: all)."""
 
     def __init__(
         self, sources: list[tuple[RowSource, int | None]], encoder: Encoder, shuffle_buffer: int, strict: bool
@@ -50,7 +50,7 @@ class TokenStream:
     def open(self, lane: StreamLane, start: int) -> NumberedRows:
         """Yield the rows of the lane's shard of its source, from number `start` on."""
         source, limit = self.sources[lane.source]
-        return enumerate(_head(source.stream(lane.shard, lane.shards, start), limit), start)
+        return enumerate(_limit_rows(source.stream(lane.shard, lane.shards, start), limit), start)
 
     @property
     def fingerprint(self) -> JsonObject:
@@ -60,7 +60,7 @@ class TokenStream:
         return {"--dataset": names, "--columns": self.encoder.columns, **options}
 
 
-def _head(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
+def _limit_rows(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
     for row in rows:
         if limit is not None and row[0] >= limit:
             return
@@ -70,7 +70,7 @@ def _head(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
 class StreamShard:
     """Endless documents of a shard from a cursor on, numbered from the cursor.
 
-    They are read and shuffled block by block; the next block is read while one is yielded.
+    Documents are read and shuffled in blocks. The next block is read while the current one is yielded.
     Raises ValueError if an epoch yields no document, or with --strict true if a row is dropped.
     """
 
@@ -78,15 +78,15 @@ class StreamShard:
         self.stream, self.cursor, self.shuffle, self.seed = stream, cursor, shuffle, seed
         self._new_blocks: list[Block] = []
         self._dropped = DroppedRows()
-        self._opened: dict[StreamLane, NumberedRows] = {}  # sources that are open at a lane's start, or before it
+        self._opened: dict[StreamLane, NumberedRows] = {}  # sources opened at the lane's start or before it
 
     def pop_blocks(self) -> list[Block]:
-        """Return the blocks begun since the last call."""
+        """Return the blocks started since the last call."""
         blocks, self._new_blocks = self._new_blocks, []
         return blocks
 
     def __iter__(self) -> Iterator[NumberedSample]:
-        number, documents = 0, self._reread()
+        number, documents = 0, self._read_named_documents()
         blocks = self._blocks()
         while True:
             next_block = None
@@ -99,7 +99,7 @@ class StreamShard:
             self._new_blocks.append(Block(number, cursor))
 
     def _blocks(self) -> Iterator[tuple[Cursor, list[TokenizedSample]] | None]:
-        """Yield each block with the cursor before it, and None after each chunk of rows read for it."""
+        """Yield each block with the cursor before it, and None after each chunk of rows that it reads."""
         start = self.cursor
         rows = max(self.stream.shuffle_buffer, 1) if self.shuffle else CHUNK
         for epoch in count(start.epoch):
@@ -141,18 +141,18 @@ class StreamShard:
                 )
 
     def _rows(self, lane: StreamLane) -> NumberedRows:
-        opened = self._opened.pop(lane, None)
-        for number, row in opened if opened is not None else self.stream.open(lane, lane.start):
+        open_rows = self._opened.pop(lane, None)
+        for number, row in open_rows if open_rows is not None else self.stream.open(lane, lane.start):
             if number >= lane.start and (number - lane.start) % lane.step == 0:
                 yield number, row
 
-    def _reread(self) -> list[TokenizedSample]:
-        """Return the documents that the cursor names, without tokenizing the other rows before it."""
+    def _read_named_documents(self) -> list[TokenizedSample]:
+        """Return the documents that the cursor names. Tokenizes only their rows."""
         documents: dict[DocumentName, TokenizedSample] = {}
         names = [DocumentName(*name) for name in self.cursor.documents.tolist()]
-        for key, group in groupby(sorted(names), lambda name: name[:4]):
+        for lane_key, group in groupby(sorted(names), lambda name: name[:4]):
             numbers = {name.row for name in group}
-            lane, last = StreamLane(*key), max(numbers)
+            lane, last = StreamLane(*lane_key), max(numbers)
             rows = self.stream.open(lane, min(numbers))
             chunk = []
             for number, row in rows:
@@ -162,10 +162,10 @@ class StreamShard:
                     break
             for i in range(0, len(chunk), CHUNK):
                 documents |= self._encode(chunk[i : i + CHUNK])
-            # The lane continues with this open source, so that the rows before it are read once.
-            continued = [other for other in self.cursor.lanes if other[:4] == key and other.start > last]
-            if continued:
-                self._opened[continued[0]] = rows
+            # The lane continues with this open source, so that earlier rows are not read again.
+            continuing_lanes = [other for other in self.cursor.lanes if other[:4] == lane_key and other.start > last]
+            if continuing_lanes:
+                self._opened[continuing_lanes[0]] = rows
         if missing := next((name for name in names if name not in documents), None):
             source, _ = self.stream.sources[missing.source]
             raise ValueError(
@@ -174,7 +174,7 @@ class StreamShard:
         return [documents[name] for name in names]
 
     def _encode(self, rows: list[tuple[StreamLane, Row]]) -> list[tuple[DocumentName, TokenizedSample]]:
-        """Return the documents of rows, each given with the lane that starts at it."""
+        """Return the documents of rows. Each row comes with the lane that starts at it."""
         samples, dropped = self.stream.encoder.encode(
             [(number, location, columns) for number, (_, (_, location, columns)) in enumerate(rows)]
         )
@@ -203,7 +203,7 @@ def _decode_runs(runs: Runs) -> np.ndarray:
 
 
 def _round_robin(lanes: deque[tuple[StreamLane, NumberedRows]]) -> Iterator[tuple[StreamLane, Row]]:
-    """Yield one row of each lane in turn until all have ended, with the lane that starts at it. Advances `lanes`."""
+    """Yield a row of each lane in turn, with the lane that starts at it, until all lanes end. Advances `lanes`."""
     while lanes:
         lane, rows = lanes.popleft()
         if numbered := next(rows, None):
@@ -213,17 +213,17 @@ def _round_robin(lanes: deque[tuple[StreamLane, NumberedRows]]) -> Iterator[tupl
 
 
 class _SamplePacker:
-    """Samples of a shard: its documents, or packs of the best fit among the next ones.
+    """Samples of a shard: its documents, or best-fit packs of the next documents.
 
-    The documents of the last pack, which is the emptiest, wait to be packed with later ones.
+    The last pack is the emptiest: its documents wait to be packed with later ones.
     """
 
     def __init__(self, shard: StreamShard, layout: BatchLayout, seed: int):
         self.shard, self.documents, self.layout, self.seed = shard, iter(shard), layout, seed
         self.next_document = 0
-        self.ready = deque([self._take() for _ in range(size)] for size in shard.cursor.packs)
-        self.waiting = [self._take() for _ in shard.cursor.waiting]
-        self.left_over = shard.cursor.waiting  # of each waiting document, how often it was left over
+        self.ready = deque([self._read_document() for _ in range(size)] for size in shard.cursor.packs)
+        self.waiting = [self._read_document() for _ in shard.cursor.waiting]
+        self.left_over = shard.cursor.waiting  # how often each waiting document was left over
 
     def __next__(self) -> list[TokenizedSample]:
         if not self.ready:
@@ -231,13 +231,13 @@ class _SamplePacker:
         return [document for _, document in self.ready.popleft()]
 
     def update(self) -> CursorUpdate:
-        """Return the state of the shard after the samples so far."""
+        """Return the state of the shard after the samples returned so far."""
         pending = tuple(number for documents in (*self.ready, self.waiting) for number, _ in documents)
         packs = tuple(len(documents) for documents in self.ready)
         blocks = self.shard.pop_blocks()
         return CursorUpdate(self.shard.cursor.shard, blocks, pending, packs, self.left_over, self.next_document)
 
-    def _take(self) -> NumberedSample:
+    def _read_document(self) -> NumberedSample:
         number, document = next(self.documents)
         self.next_document = number + 1
         return number, document
@@ -245,19 +245,19 @@ class _SamplePacker:
     def _fill(self) -> None:
         capacity = self.layout.pack_length
         if capacity is None:
-            self.ready.append([self._take()])
+            self.ready.append([self._read_document()])
             return
         documents = self.waiting
         tokens = sum(int(_lengths(sample).sum()) for _, sample in documents)
         while tokens < PACKS_AHEAD * capacity:
-            documents.append(self._take())
+            documents.append(self._read_document())
             tokens += int(_lengths(documents[-1][1]).sum())
         lengths = [self.layout.padded(_lengths(sample)).sum() for _, sample in documents]
         packs = pack(np.array(lengths), capacity, self.seed)
         self.ready.extend([documents[i] for i in packs[number].tolist()] for number in range(len(packs)))
         earlier = dict(enumerate(self.left_over))
         left_over = tuple(earlier.get(i, 0) + 1 for i in packs[len(packs) - 1].tolist())
-        if max(left_over) <= MOST_LEFT_OVER:
+        if max(left_over) <= MAX_LEFT_OVER:
             self.waiting, self.left_over = self.ready.pop(), left_over
         else:
             self.waiting, self.left_over = [], ()
@@ -270,7 +270,7 @@ def _lengths(sample: TokenizedSample) -> np.ndarray:
 class StreamedBatches(IterableDataset):
     """Endless micro batches of one data-parallel rank, each with the state of its shard after it.
 
-    Their loss_tokens count their own tokens only.
+    `loss_tokens` counts the tokens of the micro batch only.
     """
 
     samples = steps_per_epoch = None
@@ -292,13 +292,13 @@ class StreamedBatches(IterableDataset):
         self._begin([Cursor(division.rank * workers + worker, readers) for worker in range(workers)], 0)
 
     def _begin(self, cursors: list[Cursor], turn: int) -> None:
-        """Set the cursors of this rank's workers, and the worker that is next."""
+        """Set the cursors of this rank's workers, and which worker is next."""
         self.starts, self.turn = cursors, turn
         self.trackers = {cursor.shard: CursorTracker(cursor) for cursor in cursors}
 
     def __iter__(self) -> Iterator[tuple[Batch, CursorUpdate]]:
         worker = get_worker_info()
-        # The loader begins with its first process, which therefore reads the shard that is next.
+        # The loader takes the first batch from its first process, which therefore reads the shard that is next.
         cursor = self.starts[(self.turn + (worker.id if worker else 0)) % self.workers]
         samples = _SamplePacker(StreamShard(self.stream, cursor, self.shuffle, self.seed), self.layout, self.seed)
         while True:
@@ -326,25 +326,25 @@ class StreamedBatches(IterableDataset):
         """Return the cursors of this rank's workers after the micro batches passed to `trackers`."""
         arrays = {}
         for worker, tracker in enumerate(self.trackers.values()):
-            arrays |= tracker.cursor.to_arrays(_name(self.division.rank, worker))
+            arrays |= tracker.cursor.to_arrays(_cursor_name(self.division.rank, worker))
         return arrays
 
     def resume(self, position: JsonObject, arrays: dict[str, np.ndarray]) -> list[str]:
         """Set the position. Return notes for the user; raise ValueError if the data is different."""
-        if differing := differences(position, self._fingerprint):
-            raise ValueError(f"the stream is not the checkpoint's: {differing}")
+        if mismatch := differences(position, self._fingerprint):
+            raise ValueError(f"the stream is not the checkpoint's: {mismatch}")
         ranks, workers = position["ranks"], position["workers"]
         current = {"ranks": self.division.ranks, "workers": self.workers, "packing": list(PackingRule.of(self.layout))}
-        if not (differing := differences(position, current)):
-            names = [_name(self.division.rank, worker) for worker in range(workers)]
+        if not (mismatch := differences(position, current)):
+            names = [_cursor_name(self.division.rank, worker) for worker in range(workers)]
             self._begin([Cursor.from_arrays(arrays, name) for name in names], position["turn"])
             return []
-        names = [_name(rank, worker) for rank in range(ranks) for worker in range(workers)]
+        names = [_cursor_name(rank, worker) for rank in range(ranks) for worker in range(workers)]
         cursors = [Cursor.from_arrays(arrays, name) for name in names]
         resharded = reshard(cursors, len(self.stream.sources), self.division.ranks * self.workers)
         first = self.division.rank * self.workers
         self._begin(resharded[first : first + self.workers], 0)
-        return [f"the rows left of this epoch of the stream are redistributed ({differing})"]
+        return [f"the rows left of this epoch of the stream are redistributed ({mismatch})"]
 
     @property
     def _fingerprint(self) -> JsonObject:
@@ -355,5 +355,5 @@ class StreamedBatches(IterableDataset):
         }
 
 
-def _name(rank: int, worker: int) -> str:
+def _cursor_name(rank: int, worker: int) -> str:
     return f"data/{rank}/{worker}"

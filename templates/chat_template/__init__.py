@@ -1,1 +1,1 @@
-"""Rendering conversations by a tokenizer's chat template, and finding what to learn in them."""
+"""Rendering of conversations by chat templates, and location of the text to train on."""

@@ -1,4 +1,4 @@
-"""Literals by which a chat template marks the assistant's turns, learned from rendered probe conversations."""
+"""Literals that mark the assistant's turns in a chat template's text, learned from probe conversations."""
 
 import json
 import re
@@ -31,11 +31,11 @@ Spans = list[tuple[int, int]]  # [start, end) in characters
 class AssistantMarkers:
     """Literals around an assistant turn."""
 
-    header: str  # opens an assistant turn
-    prompt: str  # generation prompt: the header, and the template's beginning of the answer
-    ends: tuple[str, ...]  # close a turn; the first to occur counts
-    opener: str  # opens a turn of any role: no turn contains it
-    # Tokens of the next turn that also end this one, after an answer and after calls; "": none, or unknown.
+    header: str  # starts an assistant turn
+    prompt: str  # generation prompt: the header, and the start of the answer that the template writes
+    ends: tuple[str, ...]  # end a turn; the first occurrence counts
+    opener: str  # starts a turn of any role; no turn contains it
+    # Tokens that start the next turn and also end this one, after an answer and after calls; "": none or unknown.
     closers: tuple[str, str] = ("", "")
 
     @property
@@ -68,22 +68,22 @@ def learn_markers(render: Render, special: re.Pattern[str], bos: str | None) -> 
     call_end, call_closer = _learn_calls(render, special)
     closers = ("", "")
     if not special.search(text, text.index(words[3])):
-        gap = special.match(text[text.index(words[1]) + len(words[1]) : text.index(words[2])].lstrip())
-        if not gap or gap.group() == bos or text.find(gap.group()) > text.index(words[0]):
+        separator = special.match(text[text.index(words[1]) + len(words[1]) : text.index(words[2])].lstrip())
+        if not separator or separator.group() == bos or text.find(separator.group()) > text.index(words[0]):
             return None
-        closers, call_end = (gap.group(), call_closer), ""
+        closers, call_end = (separator.group(), call_closer), ""
         text += closers[0]
     prompts, headers, ends = [], [], [call_end, closers[1]]
     for turn in (1, 3):
         prompted = render(PROBE[:turn], prompt=True)
         # Some templates add an end token to everything but a prompt (Phi-3).
-        before = _common_prefix(render(PROBE[:turn]), prompted)
+        context = _common_prefix(render(PROBE[:turn]), prompted)
         start, stop = text.index(words[turn]), text.index(words[turn]) + len(words[turn])
         end = special.search(text, stop)
-        if not (text.startswith(before) and words[turn - 1] in before and end):
+        if not (text.startswith(context) and words[turn - 1] in context and end):
             return None
-        prompts.append(prompted[len(before) :])
-        headers.append(_common_tokens(text[len(before) : start], prompts[-1], special))
+        prompts.append(prompted[len(context) :])
+        headers.append(_common_tokens(text[len(context) : start], prompts[-1], special))
         ends.append(text[stop : end.end()])
     header = _common_prefix(*headers)
     if not header or prompts[0] != prompts[1]:
@@ -94,19 +94,19 @@ def learn_markers(render: Render, special: re.Pattern[str], bos: str | None) -> 
 
 
 def _learn_calls(render: Render, special: re.Pattern[str]) -> tuple[str, str]:
-    """Return the token that ends a turn of tool calls, and the one that opens their results; "" if not rendered."""
-    for calls in (CALLS, CALLS[:1]):  # some templates refuse two
+    """Return the tokens that end a turn of tool calls and start their results; "" if the template renders none."""
+    for calls in (CALLS, CALLS[:1]):  # some templates refuse two calls
         messages = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
             text = render(messages)
         except UnusableRow:
             continue
-        shown = [text.index(mark) for n in range(len(calls)) if (mark := f"xxcall{n}xx") in text]
-        if not shown:
+        call_positions = [text.index(mark) for n in range(len(calls)) if (mark := f"xxcall{n}xx") in text]
+        if not call_positions:
             continue
-        specials = [match.group() for match in special.finditer(text, shown[-1])]
+        specials = [match.group() for match in special.finditer(text, call_positions[-1])]
         end = specials[-1] if specials else ""
-        if text.count(end, shown[0]) > 1:  # it ends each call
+        if text.count(end, call_positions[0]) > 1:  # it ends each call, not the turn
             end = ""
         try:
             with_results = render([*messages, *RESULTS[: len(calls)]])
@@ -118,7 +118,7 @@ def _learn_calls(render: Render, special: re.Pattern[str]) -> tuple[str, str]:
 
 
 def merge_adjacent(turns: Spans, text: str, header: str) -> Spans:
-    """Merge turns that follow each other directly: gpt-oss gives a thought and its answer a header each."""
+    """Merge adjacent turns: gpt-oss writes a header before the thought and another before the answer."""
     merged: Spans = []
     for start, end in turns:
         if merged and text.startswith(header, merged[-1][1]):
@@ -131,8 +131,8 @@ def merge_adjacent(turns: Spans, text: str, header: str) -> Spans:
 def format_calls(messages: list[JsonObject], as_text: bool, null_content: bool) -> list[JsonObject]:
     """Return messages with tool calls in the form that a template takes.
 
-    as_text: arguments are JSON, not a dict
-    null_content: empty content beside calls is None
+    as_text: arguments are JSON text, not a dict
+    null_content: empty content of a message with calls is None
     """
     formatted = []
     for message in messages:

@@ -1,21 +1,21 @@
 """Rendering of conversations by the tokenizer's chat template, and location of the assistant's turns in the text.
 
-A turn of the assistant extends from the end of the generation prompt to the token that ends the turn, included: all
-that the model must generate by itself. It is located in one of three ways:
+An assistant turn extends from the end of the generation prompt through the token that ends the turn: all that the
+model must generate. It is located in one of three ways:
 
 1. By `{% generation %}` in the template.
 2. By the template's literals (`<|im_start|>assistant\\n` ... `<|im_end|>`), learned once from a probe conversation.
-   This takes one rendering, and holds for templates that rewrite content or drop the thinking of earlier turns.
-   If a row's own text contains such a literal, a copy of the row with the literals masked, at the same length, is
-   rendered too: it shows which literals are the template's.
+   This takes one rendering, and works for templates that rewrite content or drop the thinking of earlier turns.
+   If a row's text contains such a literal, a copy of the row with literals masked by text of the same length is
+   rendered too, which shows the literals of the template.
 3. By rendering the conversation up to each turn, each of which must be a prefix of the full text.
 
-A row that none of them explains is dropped: training on the wrong tokens would go unnoticed.
+A row whose turns cannot be located is dropped, because training on wrong tokens would go unnoticed.
 
-The trained text is the template's, except for two habits that would teach a model the wrong thing:
-- If the token that opens the next turn also ends a turn (GLM-4.5), it is part of the turn, and is appended to the last
-  turn: the model stops by it.
-- If the template omits the thought of a turn after the last question (DeepSeek-R1), it is inserted again.
+The trained text is the template's, with two corrections:
+- If the token that starts the next turn also ends a turn (GLM-4.5), it is part of the turn, and is appended to the last
+  turn, because the model stops by generating it.
+- If the template omits the thought of a turn after the last question (DeepSeek-R1), the thought is inserted.
 """
 
 import json
@@ -65,7 +65,7 @@ class ChatTemplate:
     def render(
         self, conversation: Conversation, *, messages: list[JsonObject] | None = None, prompt: bool = False
     ) -> str:
-        """Return the conversation, or other messages with its tools, as text; `prompt` adds the generation prompt."""
+        """Return the conversation, or `messages` with its tools, as text; `prompt` adds the generation prompt."""
         return self._render(conversation, messages or conversation.messages, prompt, tagged=False)[0]
 
     def assistant_turns(self, conversation: Conversation) -> tuple[str, Spans]:
@@ -74,21 +74,21 @@ class ChatTemplate:
         Raises UnusableRow if the template refuses the conversation or omits trained content, or if a turn cannot be
         located.
         """
-        text, turns = self._turns(conversation)
+        text, turns = self._locate_turns(conversation)
         roles = [message["role"] for message in conversation.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
         answers = [i for i, role in enumerate(roles) if role == "assistant"]
-        thoughtless = []
-        for i, part in zip(answers, self._parts(conversation, text, turns), strict=True):
+        omitted = []
+        for i, turn_text in zip(answers, self._turn_texts(conversation, text, turns), strict=True):
             message = conversation.messages[i]
-            if not shows_calls(part, message):
+            if not shows_calls(turn_text, message):
                 raise UnusableRow(
                     "the chat template omits tool calls (all, or all but a turn's first, or those beside a text): "
                     "write each call as a turn of its own, without text, or use a template that renders them"
                 )
-            if i > last_user and conversation.weights[i] != 0 and thought_of(message) not in part:
-                thoughtless.append(i)
-        return self._with_thoughts(conversation, answers, thoughtless) if thoughtless else (text, turns)
+            if i > last_user and conversation.weights[i] != 0 and thought_of(message) not in turn_text:
+                omitted.append(i)
+        return self._insert_thoughts(conversation, answers, omitted) if omitted else (text, turns)
 
     def notes(self) -> list[str]:
         """Return notes for the log on deviations of the trained text from the template's."""
@@ -104,9 +104,9 @@ class ChatTemplate:
         return notes
 
     def answer_prefix(self, conversation: Conversation) -> str:
-        """Return what the generation prompt adds behind the assistant's header, such as `<think>\\n`.
+        """Return what the generation prompt adds after the assistant's header, such as `<think>\\n`.
 
-        A thought that the template inserts into every turn counts too.
+        This includes a thought that the template inserts into every turn.
         """
         try:
             probe = replace(conversation, messages=PROBE[:1])
@@ -118,45 +118,43 @@ class ChatTemplate:
         thought = prompted[thought.start() :] if thought else ""
         return max(prefix, thought, key=len)
 
-    def _turns(self, conversation: Conversation) -> tuple[str, Spans]:
+    def _locate_turns(self, conversation: Conversation) -> tuple[str, Spans]:
         count = sum(message["role"] == "assistant" for message in conversation.messages)
-        if self._is_tagged(conversation):
+        if self._has_generation_tags(conversation):
             text, turns = self._render(conversation, conversation.messages, False, tagged=True)
             if len(turns) != count:
                 raise UnusableRow(f"the chat template marks {len(turns)} generations in {count} turns")
             return text, turns
         markers = self._markers(conversation)
         text = self._closed_text(conversation, markers)
-        turns = markers and self._by_literals(text, conversation, markers)
+        turns = markers and self._locate_by_literals(text, conversation, markers)
         if markers and turns and len(turns) != count:
             turns = merge_adjacent(turns, text, markers.header)
         if not turns or len(turns) != count:
-            turns = self._by_prefixes(text, conversation, markers)
+            turns = self._locate_by_prefixes(text, conversation, markers)
         return text, turns
 
-    def _is_tagged(self, conversation: Conversation) -> bool:
+    def _has_generation_tags(self, conversation: Conversation) -> bool:
         return _marks_generations(self._tokenizer.get_chat_template(None, conversation.tools))
 
     def _closed_text(self, conversation: Conversation, markers: AssistantMarkers | None) -> str:
-        """Return the text, with the token of a next turn that ends its last one."""
+        """Return the text, with the token of the next turn that ends the last turn."""
         text, last = self.render(conversation), conversation.messages[-1]
         if markers is None or last["role"] != "assistant":
             return text
         return text + markers.closers[bool(last.get("tool_calls"))]
 
-    def _parts(self, conversation: Conversation, text: str, turns: Spans) -> list[str]:
-        """Return the text around each turn: `{% generation %}` need not enclose all of it."""
-        if not self._is_tagged(conversation):
+    def _turn_texts(self, conversation: Conversation, text: str, turns: Spans) -> list[str]:
+        """Return the text of each turn and around it: `{% generation %}` need not enclose the whole turn."""
+        if not self._has_generation_tags(conversation):
             return [text[start:end] for start, end in turns]
         edges = [0, *(edge for turn in turns for edge in turn), len(text)]
         return [text[edges[2 * n] : edges[2 * n + 3]] for n in range(len(turns))]
 
-    def _with_thoughts(
-        self, conversation: Conversation, answers: list[int], thoughtless: list[int]
-    ) -> tuple[str, Spans]:
-        """Return text and turns with the thoughts of the `thoughtless` messages inserted.
+    def _insert_thoughts(self, conversation: Conversation, answers: list[int], omitted: list[int]) -> tuple[str, Spans]:
+        """Return text and turns with the thoughts of the messages `omitted` inserted.
 
-        The template renders placeholders for their contents.
+        The template renders placeholders instead of their contents.
         """
         refusal = UnusableRow(
             "the chat template omits the thinking of a turn after the last question: remove it from the row "
@@ -166,13 +164,13 @@ class ChatTemplate:
         if CLOSING.search(prefix) or (markers and CLOSING.search(markers.header)):
             raise refusal  # thinking is disabled
         messages, contents = list(conversation.messages), {}
-        for i in thoughtless:
+        for i in omitted:
             if (content := with_thought(messages[i], prefix)) is None:
                 raise refusal
             contents[i] = f"xxthought{i}xx", content
             messages[i] = without_thought(messages[i], contents[i][0])
-        text, turns = self._turns(replace(conversation, messages=messages))
-        moved, shift = [], 0
+        text, turns = self._locate_turns(replace(conversation, messages=messages))
+        shifted_turns, shift = [], 0
         for i, (start, end) in zip(answers, turns, strict=True):
             start, end = start + shift, end + shift
             if i in contents:
@@ -181,14 +179,14 @@ class ChatTemplate:
                 if position < 0 or text.count(word) != 1 or not shows_calls(text[start:end], messages[i]):
                     raise refusal
                 # DeepSeek-V3.1 closes the thinking of each turn.
-                begin = start if is_closed(text[start:position]) else position
-                text = text[:begin] + content + text[position + len(word) :]
-                growth = len(content) - len(word) - (position - begin)
+                insertion = start if is_closed(text[start:position]) else position
+                text = text[:insertion] + content + text[position + len(word) :]
+                growth = len(content) - len(word) - (position - insertion)
                 shift, end = shift + growth, end + growth
-                if begin == start and markers and text.startswith(markers.prompt, start - len(markers.header)):
+                if insertion == start and markers and text.startswith(markers.prompt, start - len(markers.header)):
                     start += len(markers.prompt) - len(markers.header)
-            moved.append((start, end))
-        return text, moved
+            shifted_turns.append((start, end))
+        return text, shifted_turns
 
     def _render(
         self, conversation: Conversation, messages: list[JsonObject], prompt: bool, tagged: bool
@@ -219,7 +217,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        turns: Any  # transformers' annotation lacks the spans
+        turns: Any  # transformers' annotation omits the spans
 
         try:
             texts, turns = render_jinja_template(
@@ -250,7 +248,7 @@ class ChatTemplate:
                 self._markers_by_probe[key] = None
         return self._markers_by_probe[key]
 
-    def _by_literals(self, text: str, conversation: Conversation, markers: AssistantMarkers) -> Spans | None:
+    def _locate_by_literals(self, text: str, conversation: Conversation, markers: AssistantMarkers) -> Spans | None:
         strings = _strings([*conversation.messages, *(conversation.tools or [])])
         if any(literal in string for string in strings for literal in markers.literals):
             masks = {literal: chr(0xE000 + i) * len(literal) for i, literal in enumerate(markers.literals)}
@@ -281,7 +279,7 @@ class ChatTemplate:
             header = next_header
         return turns
 
-    def _by_prefixes(self, text: str, conversation: Conversation, markers: AssistantMarkers | None) -> Spans:
+    def _locate_by_prefixes(self, text: str, conversation: Conversation, markers: AssistantMarkers | None) -> Spans:
         turns = []
         for i, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
@@ -289,7 +287,9 @@ class ChatTemplate:
             prompt = self.render(conversation, messages=conversation.messages[:i], prompt=True) if i else ""
             prefix = self.render(conversation, messages=conversation.messages[: i + 1])
             if markers and not text.startswith(prompt) and prompt.endswith(markers.prompt):
-                prompt = prompt.removesuffix(markers.prompt) + markers.header  # a call lacks the answer's prefix
+                prompt = (
+                    prompt.removesuffix(markers.prompt) + markers.header
+                )  # a turn of calls lacks the answer's prefix
             if not (text.startswith(prompt) and text.startswith(prefix) and len(prompt) <= len(prefix)):
                 raise UnusableRow(_rewrite_reason(text, prompt, conversation))
             turn = prefix[len(prompt) :]
@@ -307,7 +307,7 @@ class ChatTemplate:
 
 
 def _rewrite_reason(text: str, prompt: str, conversation: Conversation) -> str:
-    """Return the reason that a text does not begin with the prompt of one of its turns."""
+    """Return the reason why a text does not start with the prompt of one of its turns."""
     first = conversation.messages[0]
     system = first["content"].strip() if first["role"] == "system" else ""
     if system and system in prompt and system not in text:
@@ -344,7 +344,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def _template_file(tokenizer: Tokenizer, name: str = "") -> Path:
-    """Return the file of a tokenizer's chat template, or of the additional one of this name."""
+    """Return the file of a tokenizer's chat template, or of its additional template `name`."""
     folder = Path(tokenizer.name_or_path or "?")
     files = f"additional_chat_templates/{name}.jinja", "chat_template.jinja"
     return next((folder / file for file in files if (folder / file).is_file()), folder / "tokenizer_config.json")

@@ -1,8 +1,8 @@
 """Continuation of a conversation: the tokens of the chat template between two answers of the model.
 
-The model's tokens stay as they were sampled, so the conversation is not rendered anew: messages are rendered after a
-short conversation of placeholder words, and all that follows its answer is theirs. A template that changes earlier
-turns (Qwen3's removes their thinking) changes the placeholders only.
+The sampled tokens must not change, so the conversation is not rendered again. Messages are rendered after a short
+conversation of placeholders, and the text after its answer is tokenized. A template that changes earlier turns (Qwen3's
+removes their thinking) changes only the placeholders.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,11 +18,11 @@ QUESTION = {"role": "user", "content": "xxuserxx"}
 
 
 class Continuation:
-    """Tokens between two answers.
+    """Function that returns the tokens between two answers.
 
     Arguments:
-        tokenizer: a fast one, with a chat template
-        ends: tokens by which the model ends an answer
+        tokenizer: a fast tokenizer, with a chat template
+        ends: tokens with which the model ends an answer
         tools: for rows without a column `tools`
         template_kwargs: arguments of the chat template, as for the rows' prompts
     """
@@ -40,50 +40,52 @@ class Continuation:
         self._special = special_tokens(tokenizer)
 
     def __call__(self, messages: Sequence[JsonObject], columns: JsonObject, answer: Sequence[int]) -> list[int]:
-        """Return the tokens after the model's last `answer`: the end of its turn if it lacks one, `messages`, prompt.
+        """Return the tokens after the model's `answer`: the end of its turn if missing, `messages`, generation prompt.
 
         columns: of the row
         Raises UnusableRow if the template refuses the messages.
         """
         last = answer[-1] if len(answer) else None
-        closing, tail = self._parts(list(messages), columns)
+        closing, tail = self._closing_and_tail(list(messages), columns)
         encoding = self._tokenizer(closing + tail, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoding["input_ids"]
         if closing and last in self._ends:
             offsets = encoding["offset_mapping"]
             return [token for token, (start, _) in zip(ids, offsets, strict=True) if start >= len(closing)]
-        # Some models end their turn by the token that opens the next one (GLM-4's <|user|>).
+        # Some models end their turn with the token that starts the next one (GLM-4's <|user|>).
         return ids[1:] if not closing and ids[:1] == [last] else ids
 
-    def _parts(self, messages: list[JsonObject], columns: JsonObject) -> tuple[str, str]:
-        """Return the special token that ends a turn ("" without one), and the text that follows it."""
+    def _closing_and_tail(self, messages: list[JsonObject], columns: JsonObject) -> tuple[str, str]:
+        """Return the special token that ends a turn ("" without one), and the text after it."""
         refusal: UnusableRow | None = None
-        for answer, mark in self._probes(messages):
-            # All but the messages is as in the row's own prompt.
+        for answer, last_word in self._probes(messages):
+            # Tools and template arguments are those of the row's prompt.
             probe = with_columns(Conversation([QUESTION, answer], [None, None]), columns | {"system": None})
             probe.tools = probe.tools or self._tools
             try:
-                alone = self._template.render(probe)
-                full = self._template.render(probe, messages=[*probe.messages, *messages], prompt=True)
+                answer_text = self._template.render(probe)
+                full_text = self._template.render(probe, messages=[*probe.messages, *messages], prompt=True)
             except UnusableRow as error:
                 refusal = refusal or error
                 continue
-            if mark not in alone or mark not in full:
+            if last_word not in answer_text or last_word not in full_text:
                 continue
-            alone, full = (text[text.index(mark) + len(mark) :] for text in (alone, full))
-            count = sum(1 for _ in self._special.finditer(alone))  # a call has special tokens of its own
+            answer_text, full_text = (
+                text[text.index(last_word) + len(last_word) :] for text in (answer_text, full_text)
+            )
+            count = sum(1 for _ in self._special.finditer(answer_text))  # a call contains special tokens
             if not count:
-                return "", full.removeprefix(alone.rstrip())
-            specials = [special for special, _ in zip(self._special.finditer(full), range(count), strict=False)]
+                return "", full_text.removeprefix(answer_text.rstrip())
+            specials = [special for special, _ in zip(self._special.finditer(full_text), range(count), strict=False)]
             if len(specials) == count:
-                return specials[-1].group(), full[specials[-1].end() :]
+                return specials[-1].group(), full_text[specials[-1].end() :]
         raise refusal or UnusableRow("the chat template does not show where an answer ends")
 
     @staticmethod
     def _probes(messages: list[JsonObject]) -> list[tuple[JsonObject, str]]:
         """Return answers to render before the messages, each with its last word.
 
-        Some templates require tool calls before results.
+        Some templates require tool calls before tool results.
         """
         plain = {"role": "assistant", "content": ANSWER}, ANSWER
         results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))

@@ -1,4 +1,4 @@
-"""Answer prefixes: text that a chat template's generation prompt adds behind the assistant's header."""
+"""Answer prefixes: text that a chat template's generation prompt adds after the assistant's header."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .chat import ChatTemplate
 
 
 class GenerationPrompts:
-    """Answer prefixes of a tokenizer's chat template. Arguments as of `Continuation`."""
+    """Function that returns a chat template's answer prefix. Arguments as in `Continuation`."""
 
     def __init__(
         self,
@@ -22,15 +22,15 @@ class GenerationPrompts:
         self._template = ChatTemplate(tokenizer, **template_kwargs)
 
     def __call__(self, columns: JsonObject, before: Sequence[int]) -> str:
-        """Return the prefix of an answer, without special tokens; "" for blanks alone.
+        """Return the prefix of an answer, without special tokens; "" if it is blank.
 
         columns: of the row
-        before: the tokens before the answer
+        before: tokens before the answer
         """
         probe = with_columns(Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None})
         probe.tools = probe.tools or self._tools
         prefix = self._template.answer_prefix(probe)
-        # Some templates omit it after a tool's result. The slice is long enough: a token has at least one byte.
+        # Some templates omit it after a tool result. The slice is long enough: a token has at least one byte.
         if not prefix or not self._tokenizer.decode(before[-len(prefix.encode()) :]).endswith(prefix):
             return ""
         tokens = self._tokenizer.encode(prefix, add_special_tokens=False)

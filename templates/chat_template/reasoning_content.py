@@ -1,4 +1,4 @@
-"""Thoughts and tool calls of messages: what some chat templates omit from a turn though it is to be learned."""
+"""Thoughts and tool calls of messages, which some chat templates omit although the model must learn them."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ KEYS = ("reasoning_content", "thinking")  # keys of a message that hold a though
 
 
 def thought_of(message: JsonObject) -> str:
-    """Return the thought of a message, from a key or from between tags in its content; "" without one."""
+    """Return the thought of a message, from a key or between tags in its content; "" without one."""
     if thought := _separate_thought(message):
         return thought.strip()
     content = message["content"]
@@ -22,7 +22,7 @@ def thought_of(message: JsonObject) -> str:
 def with_thought(message: JsonObject, prefix: str) -> str | None:
     """Return the content with its thought, or None if the model's form of a thought is unknown.
 
-    prefix: text by which the generation prompt opens a thought; "" if it does not
+    prefix: text with which the generation prompt starts a thought; "" if it does not
     """
     content, tag = message["content"], OPENING.search(prefix)
     if thought := _separate_thought(message):
@@ -47,7 +47,7 @@ def is_closed(text: str) -> bool:
 
 
 def shows_calls(text: str, message: JsonObject) -> bool:
-    """Return whether text contains the name of each tool call of the message, as often as it is called."""
+    """Return whether text contains the name of each tool call of the message, as often as the message calls it."""
     names = Counter(call["function"]["name"] for call in message.get("tool_calls") or [])
     return all(text.count(name) >= count for name, count in names.items())
 

@@ -1,19 +1,19 @@
-"""Rendering of rows by stage: the texts of their documents, spans in them, and labels.
+"""Rendering of rows by stage to the texts of their documents, with spans and labels.
 
-A reranker's documents have the form that Qwen3-Reranker was published with (Zhang et al. 2025, arXiv:2506.05176).
+A reranker's documents have the form of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
 """
 
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..formats.dataset_names import text_of
+from ..formats.dataset_names import resolve_text
 from ..formats.paired_rows import (
     Passage,
-    binary,
-    label_of_one,
-    number,
-    numbers,
+    label_of_pair,
+    parse_binary,
+    parse_number,
+    parse_numbers,
     to_answer,
     to_answered,
     to_contrastive,
@@ -51,16 +51,16 @@ class Text(NamedTuple):
     turns: Sequence[Span] = ()  # of the assistant
     weights: Sequence[float] = ()  # loss weight of each turn
     base_weight: float = 1.0  # loss weight outside the turns
-    answer: Span | None = None  # preference, kto, answered: all after the prompt
-    body: Span | None = None  # part that may be truncated; None: all
-    special: bool = False  # to be tokenized with the tokenizer's special tokens, which are not truncated
+    answer: Span | None = None  # preference, kto, answered: text after the prompt
+    body: Span | None = None  # text that may be truncated; None: all
+    special: bool = False  # whether the tokenizer adds its special tokens, which are not truncated
 
 
 Rendered = tuple[list[Text], list[float]]  # a sample: documents and label
 
 
 class Renderer:
-    """Renderer of rows. Raises ValueError if the options, the stage and the tokenizer do not fit together."""
+    """Renderer of rows. Raises ValueError if options, stage and tokenizer do not fit together."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: TemplateOptions, stage: Stage, tools: list[JsonObject] | None = None
@@ -74,8 +74,8 @@ class Renderer:
                 "--enable_thinking: cannot be used with --task_type embedding, which uses no chat template. Remove it."
             )
         self.stage: Stage = stage
-        self.tools = tools  # for prompts whose rows have none
-        self.loss_scale, self.system = options.loss_scale, text_of("--system", options.system)
+        self.tools = tools  # for prompts without tools in their row
+        self.loss_scale, self.system = options.loss_scale, resolve_text("--system", options.system)
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
         self.chat = None
         if stage not in ("pt", "embedding") and (tokenizer.chat_template or stage != "seq_cls"):
@@ -85,54 +85,54 @@ class Renderer:
         """Return the samples of a row. Raises UnusableRow."""
         match self.stage:
             case "sft":
-                return [([self._scored(to_conversation(row))], [])]
+                return [([self._with_loss_weights(to_conversation(row))], [])]
             case "pt":
                 if not (text := to_text(row)).strip():
                     raise UnusableRow("it is empty")
                 return [([Text(text, special=True)], [])]
             case "preference":
                 margin = row.get("margin")
-                texts = [self._scored(conversation) for conversation in to_pair(row)]
-                return [(texts, [] if margin is None else [number(margin, "margin")])]
+                texts = [self._with_loss_weights(conversation) for conversation in to_pair(row)]
+                return [(texts, [] if margin is None else [parse_number(margin, "margin")])]
             case "kto":
-                return [([self._scored(to_answer(row))], [binary(row.get("label"))])]
+                return [([self._with_loss_weights(to_answer(row))], [parse_binary(row.get("label"))])]
             case "seq_cls":
-                return [([self._classified(row)], numbers(row.get("label"), "label"))]
+                return [([self._classification_text(row)], parse_numbers(row.get("label"), "label"))]
             case "embedding":
-                return self._embedded(row)
+                return self._embedding_samples(row)
             case "reranker":
-                return self._ranked(row)
+                return self._reranker_samples(row)
             case "prompts" | "answered" | "asked":
-                prompt = Text(self._template.render(self._prompt(row), prompt=True))
-                answered = None
+                prompt = Text(self._template.render(self._prompt_conversation(row), prompt=True))
+                conversation = None
                 if self.stage != "prompts":
-                    answered = to_answered(row, needed=self.stage == "answered")
-                return [([prompt, *([self._scored(answered)] if answered else [])], [])]
+                    conversation = to_answered(row, is_required=self.stage == "answered")
+                return [([prompt, *([self._with_loss_weights(conversation)] if conversation else [])], [])]
 
     def columns(self, row: JsonObject) -> bytes:
-        """Return the row of a prompt as JSON, for reward functions; its messages are those of the prompt."""
+        """Return the row of a prompt as JSON, for reward functions, with the messages of the prompt."""
         others = {name: value for name, value in drop_missing(row).items() if name not in MESSAGES}
-        messages = self._prompt(row).messages
+        messages = self._prompt_conversation(row).messages
         return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
 
     def notes(self) -> list[str]:
         """Return notes for the log on deviations of the trained text from the chat template's."""
         return self.chat.notes() if self.chat and self.stage not in (*POOLED, "prompts") else []
 
-    def _prompt(self, row: JsonObject) -> Conversation:
+    def _prompt_conversation(self, row: JsonObject) -> Conversation:
         conversation = to_prompt(row)
         conversation.tools = conversation.tools or self.tools
         self._add_system(conversation)
         return conversation
 
-    def _scored(self, conversation: Conversation) -> Text:
-        """Return a conversation with the loss weights of its answers: a message's own, else by --loss_scale."""
+    def _with_loss_weights(self, conversation: Conversation) -> Text:
+        """Return a conversation's text with the loss weights of its answers, from messages or --loss_scale."""
         self._add_system(conversation)
         roles = [message["role"] for message in conversation.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-        first = last_user if self.loss_scale == "last_round" else -1
+        context_end = last_user if self.loss_scale == "last_round" else -1
         weights = [
-            float(i > first) if weight is None else weight
+            float(i > context_end) if weight is None else weight
             for i, (role, weight) in enumerate(zip(roles, conversation.weights, strict=True))
             if role == "assistant"
         ]
@@ -144,7 +144,7 @@ class Renderer:
             answer = turns[roles[: last_user + 1].count("assistant")][0], len(text)
         return Text(text, turns, weights, float(self.loss_scale == "all"), answer)
 
-    def _classified(self, row: JsonObject) -> Text:
+    def _classification_text(self, row: JsonObject) -> Text:
         if row.get("text") is not None and row.get("messages") is None:
             if not (text := to_text(row)).strip():
                 raise UnusableRow("it is empty")
@@ -153,30 +153,30 @@ class Renderer:
         self._add_system(conversation)
         return Text(self._template.render(conversation))
 
-    def _embedded(self, row: JsonObject) -> list[Rendered]:
-        """Return the texts that sentence-transformers' encode tokenizes: the prompt, if any, followed by the text."""
+    def _embedding_samples(self, row: JsonObject) -> list[Rendered]:
+        """Return the texts that sentence-transformers' encode tokenizes: the prompt, if any, and the text."""
         contrastive = to_contrastive(row)
-        label = label_of_one(row, contrastive, "label", "score")
+        label = label_of_pair(row, contrastive, "label", "score")
         anchor = contrastive.anchor._replace(system=contrastive.anchor.system or self.system or "")
         anchor, *negatives = (Text("".join(passage), special=True) for passage in (anchor, *contrastive.negatives))
         positives = [Text("".join(passage), special=True) for passage in contrastive.positives]
-        labels = [] if label is None else [number(label, "label")]
+        labels = [] if label is None else [parse_number(label, "label")]
         return [([anchor, positive, *negatives], labels) for positive in positives]
 
-    def _ranked(self, row: JsonObject) -> list[Rendered]:
+    def _reranker_samples(self, row: JsonObject) -> list[Rendered]:
         contrastive = to_contrastive(row)
-        label = label_of_one(row, contrastive, "label")
+        label = label_of_pair(row, contrastive, "label")
         positives, negatives = (
-            [self._reranked(contrastive.anchor, passage) for passage in passages]
+            [self._reranker_text(contrastive.anchor, passage) for passage in passages]
             for passages in (contrastive.positives, contrastive.negatives)
         )
         if label is not None:
-            return [(positives, [binary(label)])]
+            return [(positives, [parse_binary(label)])]
         if not negatives:
             raise UnusableRow("it has neither negative texts nor a label: add negative_messages, negative or label")
         return [([positive, *negatives], [1.0, *(0.0 for _ in negatives)]) for positive in positives]
 
-    def _reranked(self, query: Passage, document: Passage) -> Text:
+    def _reranker_text(self, query: Passage, document: Passage) -> Text:
         if document.system:
             raise UnusableRow("a document has a system prompt: move the instructions to the query's")
         instruct = query.system or self.system or INSTRUCT
@@ -198,7 +198,7 @@ class Renderer:
 
 
 def _check_answers(conversation: Conversation, weights: list[float]) -> None:
-    """Raise UnusableRow if the model would learn to answer nothing."""
+    """Raise UnusableRow for an empty answer that would be trained on."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     if any(weight and is_empty_answer(answer) for answer, weight in zip(answers, weights, strict=True)):
         raise UnusableRow("its answer is empty" if len(answers) == 1 else "one of its answers is empty")

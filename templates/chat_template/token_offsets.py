@@ -1,7 +1,7 @@
-"""Tokens of spans of characters.
+"""Tokens of character spans.
 
-A tokenizer reports offsets at a fifth more time. The tokens of a byte-level BPE (Qwen's, Llama 3's) are the bytes of
-the text, so their lengths give the offsets as well; that they add up to the text is checked for each one.
+A tokenizer takes a fifth more time if it also returns offsets. The tokens of a byte-level BPE (Qwen's, Llama 3's) are
+the bytes of the text, so their lengths give the offsets. Each text is checked to have the length of its tokens.
 """
 
 import json
@@ -17,12 +17,12 @@ Span = tuple[int, int]
 
 
 class Offsets:
-    """Tokenization of texts together with the tokens of given spans of characters."""
+    """Tokenizer of texts that also locates the tokens of character spans."""
 
     def __init__(self, backend: "Tokenizer"):
         self.backend = backend
         config = json.loads(backend.to_str())
-        self._lengths = None  # bytes of each token, if known
+        self._lengths = None  # bytes of each token; None: not a byte-level BPE
         keeps_text = config["normalizer"] is None or config["normalizer"]["type"] == "NFC"
         if keeps_text and config["decoder"] and config["decoder"]["type"] == "ByteLevel":
             lengths = np.zeros(max(backend.get_vocab().values()) + 1, np.int64)
@@ -51,11 +51,11 @@ class Offsets:
         self, text: str, ids: np.ndarray, spans: list[Span], lengths: np.ndarray
     ) -> tuple[np.ndarray, list[Span]]:
         ends = np.cumsum(lengths[ids])  # byte at which each token ends
-        ascii = text.isascii()
-        size = len(text) if ascii else len(text.encode())
-        if not len(ids) or ends[-1] != size or not (ascii or is_normalized("NFC", text)):
+        is_ascii = text.isascii()
+        size = len(text) if is_ascii else len(text.encode())
+        if not len(ids) or ends[-1] != size or not (is_ascii or is_normalized("NFC", text)):
             return _by_encoding(self.backend.encode(text, add_special_tokens=False), spans)
-        edges = [edge if ascii else len(text[:edge].encode()) for span in spans for edge in span]
+        edges = [edge if is_ascii else len(text[:edge].encode()) for span in spans for edge in span]
         firsts = np.searchsorted(ends, edges[::2], side="right").tolist()
         lasts = np.searchsorted(ends, edges[1::2], side="left").tolist()
         tokens = zip(spans, firsts, lasts, strict=True)

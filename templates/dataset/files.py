@@ -1,8 +1,8 @@
-"""Sources of rows behind one interface, and the file formats that they are in.
+"""Sources of rows with a common interface, and readers of file formats.
 
-A source has a number of rows and a fingerprint of its content, returns rows by number, and iterates over all of them
-for streaming. Fingerprints and row counts of files are cached beside the tokens, so that a large file is read for them
-only once.
+A source has a number of rows and a fingerprint of its content, returns rows by number, and iterates over all rows for
+streaming. Fingerprints and row counts of files are cached with the tokens, so that a large file is read only once for
+them.
 """
 
 import csv
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # first bytes of a line that may be blank
 BLOCK = 1 << 26  # bytes of a file to scan at a time
-STREAMED = 1000  # rows of a stream converted to Python at a time: a batch may be as large as its file
-DEPTH = 900  # levels of JSON; Python's parser supports about 1000
+STREAM_ROWS = 1000  # rows of a stream converted to Python at a time, because a batch may be as large as its file
+MAX_DEPTH = 900  # nesting of JSON; Python's parser supports about 1000 levels
 
 
 class FileFacts(TypedDict):
@@ -63,11 +63,11 @@ class RowSource(ABC):
 
     @abstractmethod
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        """Yield the rows of these sorted numbers."""
+        """Yield the rows with these sorted numbers."""
 
     @abstractmethod
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
-        """Yield every `shards`-th row from number `shard` on, without the first `start` of these.
+        """Yield every `shards`-th row from row `shard` on, except the first `start` of these.
 
         Other rows are parsed as little as possible.
         """
@@ -82,22 +82,22 @@ class File(RowSource):
     @cached_property
     def _facts(self) -> FileFacts:
         stat = self.path.stat()
-        # ctime too: copies may keep the time of the last change (cp -p, rsync).
+        # ctime as well, because copies may preserve mtime (cp -p, rsync).
         identity = f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
         key = hashlib.blake2b(identity.encode(), digest_size=16)
-        memo = cache_root() / "files" / f"{key.hexdigest()}.json"
+        cache_file = cache_root() / "files" / f"{key.hexdigest()}.json"
         with suppress(OSError, ValueError):
-            return json.loads(memo.read_text())
+            return json.loads(cache_file.read_text())
         with self.path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         facts: FileFacts = {"fingerprint": digest.hexdigest() + extension(self.path), "rows": self.count()}
         # A file may change again within one tick of the clock.
         if time.time_ns() - stat.st_ctime_ns > 2e9:
             with suppress(OSError):
-                memo.parent.mkdir(parents=True, exist_ok=True)
-                temporary = memo.with_suffix(f".{process_scope()}-{os.getpid()}")
+                cache_file.parent.mkdir(parents=True, exist_ok=True)
+                temporary = cache_file.with_suffix(f".{process_scope()}-{os.getpid()}")
                 temporary.write_text(json.dumps(facts))
-                temporary.rename(memo)
+                temporary.rename(cache_file)
         return facts
 
     @property
@@ -112,7 +112,7 @@ class File(RowSource):
 
     @abstractmethod
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        """Yield as above. Returns the number of rows of the shard, skipped ones included."""
+        """Yield as in RowSource. Return the number of rows of the shard, including skipped ones."""
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -129,22 +129,22 @@ class File(RowSource):
 
 
 class ParsedFile(File):
-    """File that is parsed in one piece."""
+    """File that is parsed as a whole."""
 
     def count(self) -> int:
-        return len(self._all)
+        return len(self._parsed_rows)
 
     @abstractmethod
     def parse(self) -> Iterator[tuple[int, JsonObject]]:
         """Yield (line number, columns) of all rows."""
 
     @cached_property
-    def _all(self) -> list[tuple[int, JsonObject]]:
+    def _parsed_rows(self) -> list[tuple[int, JsonObject]]:
         return list(self.parse())
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         for number in numbers.tolist():
-            line, row = self._all[number]
+            line, row = self._parsed_rows[number]
             yield number, f"{self.name} line {line}", row
 
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
@@ -156,7 +156,7 @@ class ParsedFile(File):
 
 
 class LineFile(File):
-    """File with one row, JSON or plain text, per line that is not blank."""
+    """File with a row of JSON or plain text in each line that is not blank."""
 
     def __init__(self, path: Path, read: Callable[[str], JsonObject]):
         super().__init__(path)
@@ -172,11 +172,15 @@ class LineFile(File):
         ends = np.concatenate([*ends, [len(data)]]).astype(np.int64)
         starts = np.concatenate([[0], ends[:-1] + 1])
         index = np.stack([starts, ends, np.arange(1, len(ends) + 1)], axis=1)
-        empty = starts == ends
-        spaced = ~empty
-        spaced[spaced] = np.isin(data[starts[spaced]], SPACE)
-        blank = [i for i in np.flatnonzero(empty | spaced).tolist() if not bytes(data[starts[i] : ends[i]]).strip()]
-        return np.delete(index, blank, axis=0)
+        is_empty = starts == ends
+        starts_with_space = ~is_empty
+        starts_with_space[starts_with_space] = np.isin(data[starts[starts_with_space]], SPACE)
+        blank_lines = [
+            i
+            for i in np.flatnonzero(is_empty | starts_with_space).tolist()
+            if not bytes(data[starts[i] : ends[i]]).strip()
+        ]
+        return np.delete(index, blank_lines, axis=0)
 
     def count(self) -> int:
         return len(self._index)
@@ -218,11 +222,11 @@ class LineFile(File):
 
 
 class GzipLineFile(LineFile):
-    """Gzip file of lines. Reading a row reads all rows before it."""
+    """Gzip-compressed file of lines. Reading a row also reads all rows before it."""
 
     def __init__(self, path: Path, read: Callable[[str], JsonObject]):
         super().__init__(path, read)
-        self._reader: Iterator[tuple[int, int, bytes]] | None = None  # of `rows`, kept between calls
+        self._reader: Iterator[tuple[int, int, bytes]] | None = None  # iterator of `rows`, kept between calls
         self._next = 0  # number of the reader's next row
 
     def count(self) -> int:
@@ -299,13 +303,15 @@ class Csv(ParsedFile):
                         )
                     yield reader.line_num, row
             except UnicodeDecodeError as error:
-                raise ValueError(f"{self.name} line {self._undecodable()} is not UTF-8: {error.reason}") from error
+                raise ValueError(
+                    f"{self.name} line {self._first_undecodable_line()} is not UTF-8: {error.reason}"
+                ) from error
             except csv.Error as error:
                 kind = "CSV" if self.delimiter == "," else "TSV"
                 raise ValueError(f"{self.name} line {reader.line_num + 1} is not {kind}: {error}") from error
 
-    def _undecodable(self) -> int:
-        """Return the first line that is not UTF-8, which the decoder does not report."""
+    def _first_undecodable_line(self) -> int:
+        """Return the number of the first line that is not UTF-8, which the decoder does not report."""
         with self.open() as file:
             for number, line in enumerate(file, 1):
                 try:
@@ -329,9 +335,9 @@ class TableFile(File):
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         starts = self._starts
         for batch in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
-            inside = numbers[(numbers >= starts[batch]) & (numbers < starts[batch + 1])]
-            rows = self._batch(batch).take(inside - starts[batch]).to_pylist()
-            for number, row in zip(inside.tolist(), rows, strict=True):
+            selected = numbers[(numbers >= starts[batch]) & (numbers < starts[batch + 1])]
+            rows = self._batch(batch).take(selected - starts[batch]).to_pylist()
+            for number, row in zip(selected.tolist(), rows, strict=True):
                 yield number, f"{self.name} row {number + 1}", ArrowRow(row)
 
 
@@ -365,13 +371,13 @@ class Arrow(TableFile):
 
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
         numbers = np.arange(shard, self.count(), shards)[start:]
-        for first in range(0, len(numbers), STREAMED):
-            yield from self.rows(numbers[first : first + STREAMED])
+        for first in range(0, len(numbers), STREAM_ROWS):
+            yield from self.rows(numbers[first : first + STREAM_ROWS])
         return _shard_size(self.count(), shard, shards)
 
 
 class Parquet(TableFile):
-    """Parquet file, read by row groups; the last one read is kept."""
+    """Parquet file, read by row groups, of which the last one read is kept."""
 
     @cached_property
     def _file(self) -> "pq.ParquetFile":
@@ -409,7 +415,7 @@ class Parquet(TableFile):
 
 
 class Concatenation(RowSource):
-    """Several files, one after another."""
+    """Files read one after another."""
 
     def __init__(self, name: str, sources: list[File]):
         self.name, self.sources = name, sources
@@ -427,8 +433,8 @@ class Concatenation(RowSource):
 
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
         for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
-            inside = numbers[(numbers >= start) & (numbers < stop)] - start
-            for number, location, row in source.rows(inside) if len(inside) else ():
+            selected = numbers[(numbers >= start) & (numbers < stop)] - start
+            for number, location, row in source.rows(selected) if len(selected) else ():
                 yield number + int(start), location, row
 
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
@@ -441,7 +447,7 @@ def _deepest_line(text: str) -> int:
     depth = 0
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
-        if depth > DEPTH:
+        if depth > MAX_DEPTH:
             return text.count("\n", 0, token.start()) + 1
     return 1
 

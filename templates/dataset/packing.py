@@ -1,8 +1,8 @@
 """Best-fit-decreasing packing from a table of lengths.
 
-The classical algorithm goes from the longest item to the shortest and puts each into the fullest pack that still has
-room for it (Johnson 1973; for language models Ding et al. 2024, arXiv:2404.10830). Lengths are small integers, so packs
-with the same room left are interchangeable: all items of one length are placed together, a group of packs at a time.
+The algorithm takes items from the longest to the shortest, and puts each into the fullest pack with room for it
+(Johnson 1973; for language models Ding et al. 2024, arXiv:2404.10830). Lengths are small integers, so packs with the
+same room left are interchangeable: items of the same length are placed together, a group of packs at a time.
 A million items take a second or less in plain Python and numpy.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packs:
-    """Items of each pack: pack i holds `items[starts[i] : starts[i + 1]]`, the longest first."""
+    """Items of each pack. Pack i holds `items[starts[i] : starts[i + 1]]`, the longest first."""
 
     items: np.ndarray  # int64 [items], a permutation of the items' numbers
     starts: np.ndarray  # int64 [packs + 1]
@@ -49,11 +49,11 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
     values, counts = np.unique(lengths, return_counts=True)
 
     pack_of = np.empty(len(lengths), np.int64)  # by position in `order`
-    rooms: list[int] = []  # sorted: room left in open packs
-    open_packs: dict[int, list[np.ndarray]] = {}  # room -> numbers of the packs that have exactly this room
+    rooms: list[int] = []  # room left in open packs, sorted
+    open_packs: dict[int, list[np.ndarray]] = {}  # room -> numbers of the packs with exactly this room
     packs = position = 0
 
-    def put(packs_with_room: np.ndarray, room: int, length: int, count: int) -> None:
+    def fill(packs_with_room: np.ndarray, room: int, length: int, count: int) -> None:
         """Put `count` items of `length` into these packs, filling one pack before the next."""
         nonlocal position
         per_pack = room // length
@@ -61,11 +61,11 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
         pack_of[position : position + count] = np.repeat(packs_with_room[:used], per_pack)[:count]
         position += count
         last = count - (used - 1) * per_pack  # items in the last pack used
-        leave(packs_with_room[: used - 1], room - per_pack * length)
-        leave(packs_with_room[used - 1 : used], room - last * length)
-        leave(packs_with_room[used:], room)
+        keep_open(packs_with_room[: used - 1], room - per_pack * length)
+        keep_open(packs_with_room[used - 1 : used], room - last * length)
+        keep_open(packs_with_room[used:], room)
 
-    def leave(numbers: np.ndarray, room: int) -> None:
+    def keep_open(numbers: np.ndarray, room: int) -> None:
         if len(numbers) and room:
             if room not in open_packs:
                 insort(rooms, room)
@@ -83,7 +83,7 @@ def pack(lengths: np.ndarray, capacity: int, seed: int = 0) -> Packs:
                 numbers = np.arange(packs, packs + -(-count // (capacity // length)))
                 packs += len(numbers)
             placed = min(count, len(numbers) * (room // length))
-            put(numbers, room, length, placed)
+            fill(numbers, room, length, placed)
             count -= placed
 
     by_pack = np.argsort(pack_of, kind="stable")

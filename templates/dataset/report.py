@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage
+from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage
 from ..plural import plural
 from ..tokenizer import Tokenizer
 from .packing import Packs
 from .store import Document, DroppedRows, TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens
-SHOWN = 4000  # characters of a document of the first sample
-NAMES: dict[Stage, tuple[str, ...]] = {  # of a sample's documents; the last one repeats
+SHOWN = 4000  # most characters of a document in the report
+NAMES: dict[Stage, tuple[str, ...]] = {  # names of a sample's documents; the last one repeats
     "preference": ("chosen", "rejected"),
     "kto": ("answer", "answer to another prompt"),
     "seq_cls": ("text",),
@@ -30,7 +30,7 @@ def describe_source(name: str, rows: int, documents: int, dropped: DroppedRows) 
 def describe_store(store: TokenStore) -> str:
     tokens = int(store.lengths.sum())
     share = f"{store.trained_tokens / tokens:.1%} trained on"
-    if store.stage not in ALONE:
+    if store.stage not in UNGROUPED:
         share = f"in {plural(int(store.document_counts.sum()), 'document')}"
     shortest, longest = int(store.lengths.min()), int(store.lengths.max())
     lengths = plural(longest, "token")
@@ -40,25 +40,25 @@ def describe_store(store: TokenStore) -> str:
 
 
 def describe_packs(packs: Packs, lengths: np.ndarray, capacity: int) -> str:
-    full = lengths.sum() / (len(packs) * capacity)
+    fill = lengths.sum() / (len(packs) * capacity)
     rows = f"{plural(len(packs), 'pack')} of {plural(capacity, 'token')}"
-    return f"  packed into {rows}, {full:.2%} full: {1 - full:.2%} is padding"
+    return f"  packed into {rows}, {fill:.2%} full: {1 - fill:.2%} is padding"
 
 
 def describe_sample(documents: list[Document], label: np.ndarray, stage: Stage, tokenizer: Tokenizer) -> str:
     """Return the first sample as text, document by document."""
-    is_marked = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
-    brackets = f" ({OPEN}{CLOSE}: trained on)" if any(is_marked) else ""
-    labelled = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
-    texts = [_text(document, tokenizer, mark=mark) for document, mark in zip(documents, is_marked, strict=True)]
-    if stage not in ALONE:
+    marks = [stage not in POOLED and (stage not in PROMPTED or number > 0) for number in range(len(documents))]
+    brackets = f" ({OPEN}{CLOSE}: trained on)" if any(marks) else ""
+    label_text = f", label {' '.join(f'{number:g}' for number in label)}" if len(label) else ""
+    texts = [_text(document, tokenizer, mark=mark) for document, mark in zip(documents, marks, strict=True)]
+    if stage not in UNGROUPED:
         names = NAMES[stage]
         texts = [f"--- {names[min(i, len(names) - 1)]}\n{text}" for i, text in enumerate(texts)]
-    return "\n".join([f"The first sample{labelled}{brackets}:", *texts])
+    return "\n".join([f"The first sample{label_text}{brackets}:", *texts])
 
 
 def _text(document: Document, tokenizer: Tokenizer, *, mark: bool) -> str:
-    """Return a document with brackets around its trained tokens. A long one is shortened in the middle."""
+    """Return a document with brackets around its trained tokens, shortened in the middle if it is long."""
     ids, weights = document
     edges = np.flatnonzero(np.diff(weights > 0)) + 1
     parts = []

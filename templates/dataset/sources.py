@@ -20,11 +20,11 @@ METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "sta
 
 
 class HubDataset(RowSource):
-    """datasets.Dataset or, for `stream` only, datasets.IterableDataset."""
+    """Dataset of the library `datasets`: a Dataset, or for `stream` only an IterableDataset."""
 
     def __init__(self, name: str, dataset: "Dataset | IterableDataset"):
         self.name = name
-        self.dataset: Any = dataset  # an IterableDataset has no length and no rows by number
+        self.dataset: Any = dataset  # an IterableDataset has neither a length nor rows by number
 
     @property
     def fingerprint(self) -> str:
@@ -38,12 +38,12 @@ class HubDataset(RowSource):
             yield number, f"{self.name} row {number + 1}", row
 
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
-        """Yield the rows of a shard. If the number of files is a multiple of `shards`, it downloads only its own."""
+        """Yield the rows of a shard. Downloads only its files if their number is a multiple of `shards`."""
         from datasets import Dataset
         from datasets.distributed import split_dataset_by_node
 
         dataset = self.dataset.to_iterable_dataset() if isinstance(self.dataset, Dataset) else self.dataset
-        # `iter`, because plain iteration would divide the rows among the loader's workers again.
+        # `iter`, because plain iteration would divide the rows among the loader's workers a second time.
         batches = split_dataset_by_node(dataset, shard, shards).iter(batch_size=100)
         rows = (row for batch in batches for row in _rows(batch))
         for number, row in enumerate(islice(rows, start, None), start):
@@ -64,7 +64,7 @@ def open_source(name: str, *, use_hf: bool = False, hub_token: str | None = None
         return _folder(path)
     if path.is_file():
         return _file(path)
-    return HubDataset(name, _from_hub(name, use_hf, hub_token, streaming))
+    return HubDataset(name, _load_from_hub(name, use_hf, hub_token, streaming))
 
 
 def _file(path: Path) -> File:
@@ -113,12 +113,12 @@ def _folder(path: Path) -> RowSource:
     return Concatenation(str(path), [_file(file) for file in files])
 
 
-def _from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
+def _load_from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
     """Load the training split of `id` or `id:subset`: `hf::id` from Hugging Face, `ms::id` from ModelScope."""
-    hub, _, rest = name.rpartition("::")
-    repository, _, subset = rest.partition(":")
+    hub, _, dataset_id = name.rpartition("::")
+    repository, _, subset = dataset_id.partition(":")
     if hub == "hf" or (use_hf and hub != "ms"):
-        return _train_split(name, _from_hugging_face(name, repository, subset or None, token, streaming))
+        return _train_split(name, _load_from_hugging_face(name, repository, subset or None, token, streaming))
     try:
         from modelscope import MsDataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -133,7 +133,7 @@ def _from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
     return dataset.to_hf_dataset() if hasattr(dataset, "to_hf_dataset") else dataset
 
 
-def _from_hugging_face(name: str, repository: str, subset: str | None, token: str | None, streaming: bool):
+def _load_from_hugging_face(name: str, repository: str, subset: str | None, token: str | None, streaming: bool):
     import datasets
 
     try:

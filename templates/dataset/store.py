@@ -1,4 +1,4 @@
-"""Token cache on disk: written once, memory-mapped, keyed by the data and the options that made it.
+"""Token cache on disk: written once, memory-mapped, keyed by the data and the options that determine the tokens.
 
 A cache entry is a folder of two files: `tokens.arrow` (an Arrow file, one row per sample) and `manifest.json` (its
 size and checksum, and the dropped rows with their reasons). It is written under a temporary name and renamed, so it is
@@ -41,15 +41,15 @@ SCHEMA = pa.schema(
         "run_weights": pa.list_(pa.float32()),
         "document_lengths": pa.list_(pa.int32()),
         "label": pa.list_(pa.float32()),
-        "columns": pa.list_(pa.uint8()),  # prompts: other columns of the row, as JSON
+        "columns": pa.list_(pa.uint8()),  # prompts: columns of the row, as JSON
         "length": pa.int32(),
         "weight": pa.float64(),  # first document: sum of the loss weights without its first token's
-        "trained": pa.int32(),  # first document: trained tokens without its first one, which nothing predicts
+        "trained": pa.int32(),  # first document: trained tokens except the first token, which is not predicted
         "row": pa.int64(),  # number of the sample's row in the source
     }
 )
-LISTS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
-NUMBERS = {
+LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
+NUMPY_TYPES = {
     pa.uint8(): np.uint8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64
 }  # fmt: skip
 
@@ -59,7 +59,7 @@ Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [le
 
 
 class EncodedSample(NamedTuple):
-    """Sample to be stored: its documents as (token ids, loss weights), and its label."""
+    """Sample to store: documents as (token ids, loss weights), and a label."""
 
     row: int  # number of its row in the source
     documents: list[tuple[np.ndarray, Runs]]
@@ -68,7 +68,7 @@ class EncodedSample(NamedTuple):
 
 
 class TokenizedSample(NamedTuple):
-    """Sample to be collated."""
+    """Sample to collate."""
 
     documents: list[Document]
     label: np.ndarray  # float32 [numbers]
@@ -77,7 +77,7 @@ class TokenizedSample(NamedTuple):
 
 @dataclass
 class DroppedRows:
-    """Dropped rows by reason: their number, the first few locations, and the fewest and most tokens."""
+    """Dropped rows by reason: their number, first locations, and minimum and maximum of tokens."""
 
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class DroppedRows:
 
 def record_batch(samples: list[EncodedSample]) -> pa.RecordBatch:
     """Convert samples to Arrow."""
-    firsts = [sample.documents[0][1] for sample in samples]
+    first_runs = [sample.documents[0][1] for sample in samples]
     lengths = [[len(ids) for ids, _ in sample.documents] for sample in samples]
     lists = {
         "input_ids": [_concatenate([ids for ids, _ in sample.documents]) for sample in samples],
@@ -121,14 +121,14 @@ def record_batch(samples: list[EncodedSample]) -> pa.RecordBatch:
         "label": [sample.label for sample in samples],
         "columns": [np.frombuffer(sample.columns, np.uint8) for sample in samples],
     }
-    numbers = {
+    scalars = {
         "length": [sum(documents) for documents in lengths],
-        "weight": [sum(tokens * weight for tokens, weight in runs) - runs[0][1] for runs in firsts],
-        "trained": [sum(tokens for tokens, weight in runs if weight) - (runs[0][1] > 0) for runs in firsts],
+        "weight": [sum(tokens * weight for tokens, weight in runs) - runs[0][1] for runs in first_runs],
+        "trained": [sum(tokens for tokens, weight in runs if weight) - (runs[0][1] > 0) for runs in first_runs],
         "row": [sample.row for sample in samples],
     }
-    columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LISTS]
-    columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in numbers.items()]
+    columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LIST_COLUMNS]
+    columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]
     return pa.record_batch(columns, schema=SCHEMA)
 
 
@@ -138,26 +138,26 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 def _lists(lists: Sequence[Sequence], kind: pa.ListType) -> pa.ListArray:
     offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
-    dtype = NUMBERS[kind.value_type]
+    dtype = NUMPY_TYPES[kind.value_type]
     values = _to_arrow(np.concatenate([np.empty(0, dtype), *lists], dtype=dtype), kind.value_type)
     return pa.ListArray.from_buffers(kind, len(lists), [None, pa.py_buffer(offsets)], children=[values])
 
 
-# pyarrow's own conversions from and to NumPy import pandas, which takes longer than all the rest here.
+# pyarrow's conversions from and to NumPy import pandas, which takes longer than everything else here.
 def _to_arrow(values: Sequence | np.ndarray, kind: pa.DataType) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.asarray(values, NUMBERS[kind]))])
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.asarray(values, NUMPY_TYPES[kind]))])
 
 
 def _to_numpy(values: pa.Array) -> np.ndarray:
-    """Return a view."""
-    start, dtype = values.offset, NUMBERS[values.type]
+    """Return a view of an Arrow array."""
+    start, dtype = values.offset, NUMPY_TYPES[values.type]
     return np.frombuffer(values.buffers()[1] or b"", dtype)[start : start + len(values)]
 
 
 class TokenFile:
     """Memory-mapped cache entry. Raises OSError, ValueError or KeyError if it is damaged.
 
-    verify: compare the checksum, which reads the entire file; an entry of version 0.1 has none
+    verify: compare the checksum, which reads the entire file; entries of version 0.1 have none
     """
 
     def __init__(self, folder: Path, *, verify: bool = False):
@@ -172,7 +172,7 @@ class TokenFile:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
-        self._lists = [tuple(_flat(batch.column(i)) for i in range(len(LISTS))) for batch in self._batches]
+        self._lists = [tuple(_flat(batch.column(i)) for i in range(len(LIST_COLUMNS))) for batch in self._batches]
         self.lengths = self._column("length").astype(np.int64)
         self.weights = self._column("weight")
         self.trained = self._column("trained")
@@ -195,26 +195,26 @@ class TokenFile:
 
     def label(self, i: int) -> np.ndarray:
         """Return the label of sample i: float32 [numbers]."""
-        return self._row(i)[LISTS.index("label")]
+        return self._row(i)[LIST_COLUMNS.index("label")]
 
     def columns(self, i: int) -> JsonObject:
         """Return the columns of the row of prompt i."""
-        return json.loads(self._row(i)[LISTS.index("columns")].tobytes())
+        return json.loads(self._row(i)[LIST_COLUMNS.index("columns")].tobytes())
 
     @cached_property
-    def filled(self) -> dict[str, np.ndarray]:
-        """Columns that any prompt's row has, each with the samples that have it: bool [samples]. Reads all rows."""
-        filled: dict[str, np.ndarray] = {}
+    def column_masks(self) -> dict[str, np.ndarray]:
+        """Columns of the prompts' rows, with whether each sample's row has them: bool [samples]. Reads all rows."""
+        column_masks: dict[str, np.ndarray] = {}
         sample = 0
         for offsets, values in self._batches_of("columns"):
             for start, stop in pairwise(offsets.tolist()):
                 for name in json.loads(values[start:stop].tobytes()):
-                    filled.setdefault(name, np.zeros(len(self), bool))[sample] = True
+                    column_masks.setdefault(name, np.zeros(len(self), bool))[sample] = True
                 sample += 1
-        return filled
+        return column_masks
 
     def padded_lengths(self, multiple: int, separate_rows: bool) -> np.ndarray:
-        """Return lengths like TokenStore.padded_lengths."""
+        """Return lengths as TokenStore.padded_lengths does."""
         combine = np.maximum if separate_rows else np.add
         documents = self._batches_of("document_lengths")
         padded = [
@@ -244,12 +244,12 @@ class TokenFile:
         return [values[offsets[row] : offsets[row + 1]] for offsets, values in self._lists[batch]]
 
     def _batches_of(self, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return offsets and values of a list column, batch by batch."""
-        return [lists[LISTS.index(name)] for lists in self._lists]
+        """Return offsets and values of a list column for each batch."""
+        return [lists[LIST_COLUMNS.index(name)] for lists in self._lists]
 
     def _column(self, name: str) -> np.ndarray:
         columns = [_to_numpy(batch.column(name)) for batch in self._batches]
-        return np.concatenate([np.empty(0, NUMBERS[SCHEMA.field(name).type]), *columns])
+        return np.concatenate([np.empty(0, NUMPY_TYPES[SCHEMA.field(name).type]), *columns])
 
 
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,12 +257,12 @@ def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TokenStore:
-    """Samples of several token files, selected and ordered by number."""
+    """Selection of samples from several token files, in a given order."""
 
     def __init__(self, files: list[TokenFile], samples: np.ndarray, stage: Stage, names: list[str] | None = None):
         """Arguments:
         samples: numbers in the concatenation of the files; a number may occur more than once
-        names: of each file's source, for messages
+        names: names of the files' sources, for messages
         """
         self.files, self.samples, self._names = files, samples, names or [""] * len(files)
         self.stage: Stage = stage
@@ -285,7 +285,7 @@ class TokenStore:
 
     @cached_property
     def label_width(self) -> int:
-        """Most numbers of any label."""
+        """Length of the longest label."""
         return int(self._selected([file.sizes("label") for file in self.files]).max(initial=0))
 
     @cached_property
@@ -296,7 +296,7 @@ class TokenStore:
     def padded_lengths(self, multiple: int, separate_rows: bool) -> np.ndarray:
         """Return the tokens of each sample with its documents padded to a multiple: int64 [samples].
 
-        The sum over its documents or, if they lie in separate rows, the maximum.
+        The sum over its documents or, if those are in separate rows, the maximum.
         """
         return self._selected([file.padded_lengths(multiple, separate_rows) for file in self.files])
 
@@ -317,7 +317,7 @@ class TokenStore:
 
     def has(self, column: str) -> np.ndarray:
         """Return whether the row of each prompt has a value in a column: bool [samples]."""
-        return self._selected([file.filled.get(column, np.zeros(len(file), bool)) for file in self.files])
+        return self._selected([file.column_masks.get(column, np.zeros(len(file), bool)) for file in self.files])
 
     def source_row(self, i: int) -> str:
         """Return the name of the row of sample i, for messages."""
@@ -335,7 +335,7 @@ class TokenStore:
 
 
 def cache_root() -> Path:
-    """Return the folder of cached tokens: shared by the nodes if the user's hub cache is."""
+    """Return the folder of cached tokens, which nodes share if they share the user's hub cache."""
     if root := os.environ.get("MODELSCOPE_CACHE") or os.environ.get("HF_HOME"):
         return Path(root).expanduser() / "megaswift"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megaswift"
@@ -351,7 +351,7 @@ def open_or_build(
     """Return the cache entry `folder`, built first if it is absent or damaged, or if `rebuild`.
 
     verify: check the checksum too, which reads the entire file
-    Concurrent runs may build the same entry: the first to finish renames its own.
+    Concurrent runs may build the same entry; the first to finish renames its copy into place.
     Raises OSError with the folder and the fix if the disk is full or cannot be written.
     """
     if folder.exists():
@@ -367,7 +367,7 @@ def open_or_build(
         temporary.mkdir(parents=True, exist_ok=True)
         with closing(build()) as batches:  # also ends its worker processes on an error
             _write(temporary, batches)
-        file = TokenFile(temporary)  # before the renaming, after which another run may remove it to rebuild
+        file = TokenFile(temporary)  # before the renaming, because another run may then remove it to rebuild
         try:
             temporary.rename(folder)
         except OSError as error:
@@ -375,7 +375,7 @@ def open_or_build(
                 raise
             # Another run has built the same entry.
     except OSError as error:
-        raise _with_fix(error, folder.parent) from error
+        raise _add_fix(error, folder.parent) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     file.folder = folder
@@ -388,8 +388,8 @@ def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, DroppedRows]]) 
     with path.open("wb") as stream:
         sink = _ChecksumWriter(stream)
         with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for batch, dropped_now in batches:
-                dropped.merge(dropped_now)
+            for batch, batch_dropped in batches:
+                dropped.merge(batch_dropped)
                 if batch.num_rows:
                     writer.write_batch(batch)
     manifest = {"bytes": path.stat().st_size, CHECKSUM: sink.sum.hexdigest(), "refusals": vars(dropped)}
@@ -397,7 +397,7 @@ def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, DroppedRows]]) 
 
 
 class _ChecksumWriter:
-    """File written sequentially, with a checksum of its content."""
+    """Sequential writer of a file that computes its checksum."""
 
     def __init__(self, stream: BinaryIO):
         self._stream, self.sum = stream, xxh3_128()
@@ -418,29 +418,29 @@ class _ChecksumWriter:
 
 
 def _checksum(path: Path) -> str:
-    total = xxh3_128()
+    checksum = xxh3_128()
     with path.open("rb") as stream:
         while block := stream.read(BLOCK):
-            total.update(block)
-    return total.hexdigest()
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove partial copies of this entry that killed runs of this machine have left."""
+    """Remove partial copies of this entry that killed runs on this machine left behind."""
     for entry in folder.parent.glob(f".{folder.name}-{process_scope()}-*"):
         if not is_alive(int(entry.name.removesuffix("-old").rpartition("-")[2])):
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Remove an entry. Renamed first: a reader sees all of it or nothing, and keeps the pages that it has mapped."""
+    """Remove an entry. It is renamed first, so that a reader finds all of it or nothing, and keeps its mapped pages."""
     old = folder.with_name(f".{folder.name}-{process_scope()}-{os.getpid()}-old")
     with suppress(FileNotFoundError):
         folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _with_fix(error: OSError, folder: Path) -> OSError:
+def _add_fix(error: OSError, folder: Path) -> OSError:
     fix = "set MODELSCOPE_CACHE (or HF_HOME) to a folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OSError(f"no space left for tokens in {folder}. Free some, or {fix} on a larger disk.")

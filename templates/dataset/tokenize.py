@@ -12,7 +12,7 @@ import numpy as np
 
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
-from ..formats.schemas import ALONE, POOLED, PROMPTED, Stage, UnusableRow, rename_columns, row_errors
+from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, rename_columns, row_errors
 from ..json_types import JsonObject
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from .store import FORMAT, DroppedRows, EncodedSample, Runs
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 
-GROUP = 1 << 20  # characters tokenized at a time: the tokenizer's result is a hundred times as large
+GROUP_CHARACTERS = 1 << 20  # characters tokenized at a time, because the tokenizer's result is a hundred times as large
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class _Document(NamedTuple):
 
 
 class Encoder:
-    """Encoder of rows to tokens. Raises ValueError if the options and the tokenizer do not fit together.
+    """Encoder of rows to tokens. Raises ValueError if options and tokenizer do not fit together.
 
-    columns: names to replace, as of --columns
-    sample_length: bound of a sample's documents together; None: no bound
-    tools: for prompts whose rows have none
+    columns: columns to rename, as in --columns
+    sample_length: most tokens of a sample's documents together; None: unlimited
+    tools: tools for prompts without tools in their row
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Encoder:
             )
         self.tokenizer, self.options, self.columns = tokenizer, options, columns
         self.stage: Stage = stage
-        # KTO's two documents lie in separate rows.
-        self.sample_length = None if stage in (*ALONE, "kto") else sample_length
+        # KTO's two documents are in separate rows.
+        self.sample_length = None if stage in (*UNGROUPED, "kto") else sample_length
         self.renderer = Renderer(tokenizer, options, stage, tools)
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
@@ -79,7 +79,7 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that determines the tokens of a row."""
+        """Hash of all that determines the tokens of a row."""
         import tokenizers
         import transformers
 
@@ -95,7 +95,7 @@ class Encoder:
     def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:
         """Return the samples of rows in order, and the dropped rows.
 
-        kto: each prompt is paired with the answer of another of these rows.
+        kto: each prompt is paired with the answer of another row among these.
         """
         dropped = DroppedRows()
         rendered: list[_RenderedSample] = []
@@ -113,9 +113,9 @@ class Encoder:
             except UnusableRow as reason:
                 dropped.add(reason, sample.location)
         if self.stage == "kto":
-            matched = [documents[0] for _, documents in samples]
+            first_documents = [documents[0] for _, documents in samples]
             for number, (_, documents) in enumerate(samples):
-                documents.append(self._mismatched(documents[0], matched[number - 1]))
+                documents.append(self._mismatched(documents[0], first_documents[number - 1]))
         encoded = [
             EncodedSample(
                 sample.row, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
@@ -129,48 +129,54 @@ class Encoder:
             columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
             samples = self.renderer(row)
             for text in (text.text for texts, _ in samples for text in texts):
-                if not text.isascii():  # ASCII is always valid, and needs no copy
+                if not text.isascii():  # ASCII is always valid; the check avoids a copy
                     text.encode()
         return [_RenderedSample(number, location, *sample, columns) for sample in samples]
 
     def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
         for group in _groups(texts):
-            plain, others = ([text for text in group if text.special is special] for special in (True, False))
-            encodings = iter(self.tokenizer.backend_tokenizer.encode_batch_fast([text.text for text in plain]))
-            spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in others]
-            located = iter(self.offsets.tokenize([text.text for text in others], spans))
+            with_special, with_turns = (
+                [text for text in group if text.special is special] for special in (True, False)
+            )
+            encodings = iter(self.tokenizer.backend_tokenizer.encode_batch_fast([text.text for text in with_special]))
+            spans = [[*text.turns, *(span for span in (text.answer, text.body) if span)] for text in with_turns]
+            located = iter(self.offsets.tokenize([text.text for text in with_turns], spans))
             for text in group:
-                yield self._plain(next(encodings).ids) if text.special else self._with_runs(text, *next(located))
+                yield (
+                    self._document_with_special_tokens(next(encodings).ids)
+                    if text.special
+                    else self._document_with_turns(text, *next(located))
+                )
 
-    def _plain(self, ids: list[int]) -> _Document:
-        """Return a text with the tokenizer's special tokens; pt also appends eos."""
+    def _document_with_special_tokens(self, ids: list[int]) -> _Document:
+        """Return a text tokenized with special tokens; pt also appends eos."""
         if self.stage == "pt":
             eos = self.tokenizer.eos_token_id
             assert eos is not None
             ids = ids if ids[-1:] == [eos] else [*ids, eos]
             return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
-        before, after = self._special
+        before, after = self._special_counts
         return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (before, len(ids) - after))
 
     @cached_property
-    def _special(self) -> Span:
+    def _special_counts(self) -> Span:
         """Number of special tokens that the tokenizer adds before and after a text."""
         mask = self.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         return mask.index(0), mask[::-1].index(0)
 
-    def _with_runs(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
-        turns, further = spans[: len(text.turns)], spans[len(text.turns) :]
+    def _document_with_turns(self, text: Text, ids: np.ndarray, spans: list[Span]) -> _Document:
+        turns, other_spans = spans[: len(text.turns)], spans[len(text.turns) :]
         runs = _runs(len(ids), turns, text.weights, text.base_weight)
         return _Document(
             ids,
             runs,
-            body=further[0] if text.body else (0, len(ids)),
-            prompt=further[0][0] if text.answer else 0,
+            body=other_spans[0] if text.body else (0, len(ids)),
+            prompt=other_spans[0][0] if text.answer else 0,
         )
 
     def _truncate_sample(self, documents: list[_Document]) -> list[list[_Document]]:
-        """Return the documents of a sample within --max_length; a split document makes several samples."""
-        if self.stage in ALONE:
+        """Return the documents of a sample within --max_length. A split document becomes several samples."""
+        if self.stage in UNGROUPED:
             samples = [[piece] for piece in self._pieces(documents[0]) if _is_trained(piece)]
             if not samples:
                 raise UnusableRow("none of its tokens is trained on")
@@ -192,21 +198,21 @@ class Encoder:
         return [_Document(ids, [(len(ids), 1.0)], (0, len(ids))) for ids in pieces]
 
     def _truncate(self, document: _Document) -> _Document:
-        ids, runs, (first, after), prompt = document
+        ids, runs, (start, end), prompt = document
         limit = self.options.max_length
-        if limit is None or (over := len(ids) - limit) <= 0:
+        if limit is None or (excess := len(ids) - limit) <= 0:
             return document
         if self.options.truncation_strategy == "delete":
             raise UnusableRow(f"longer than --max_length {limit}", tokens=len(ids))
-        if over >= after - first:
+        if excess >= end - start:
             raise UnusableRow(
                 f"longer than --max_length {limit} even without all text that may be truncated", tokens=len(ids)
             )
         left = self.options.truncation_strategy == "left"
-        start = first if left else after - over
-        ids = np.concatenate([ids[:start], ids[start + over :]])
-        runs = _slice(runs, 0, start) + _slice(runs, start + over, len(ids) + over)
-        return _Document(ids, runs, (first, after - over), max(prompt - over, 0) if left else prompt)
+        cut = start if left else end - excess
+        ids = np.concatenate([ids[:cut], ids[cut + excess :]])
+        runs = _slice(runs, 0, cut) + _slice(runs, cut + excess, len(ids) + excess)
+        return _Document(ids, runs, (start, end - excess), max(prompt - excess, 0) if left else prompt)
 
     def _check_answers(self, documents: list[_Document]) -> None:
         for document in documents:
@@ -219,7 +225,7 @@ class Encoder:
             raise UnusableRow("its chosen and rejected answers are the same")
 
     def _mismatched(self, document: _Document, other: _Document) -> _Document:
-        """Return the prompt of a document with the answer of another (kto)."""
+        """Return the prompt of a document with the answer of another one (kto)."""
         ids = np.concatenate([document.ids[: document.prompt], other.ids[other.prompt :]])
         runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
         limit = self.options.max_length or len(ids)
@@ -227,19 +233,19 @@ class Encoder:
 
 
 def _is_trained(document: _Document) -> bool:
-    """Return whether any token is trained on, apart from the first, which nothing predicts."""
+    """Return whether any token is trained on, except the first, which is not predicted."""
     return any(weight for _, weight in _slice(document.runs, 1, len(document.ids)))
 
 
 def _runs(length: int, spans: list[Span], weights: Sequence[float], base_weight: float) -> Runs:
-    """Return the loss weights of a document: those of its turns, and `base_weight` outside of them."""
-    runs, done = [], 0
+    """Return the loss weights of a document: those of its turns, and `base_weight` elsewhere."""
+    runs, position = [], 0
     for (first, after), weight in zip(spans, weights, strict=True):
-        first = max(first, done)
+        first = max(first, position)
         if after > first:
-            runs += [(first - done, base_weight), (after - first, weight)]
-            done = after
-    return [run for run in (*runs, (length - done, base_weight)) if run[0]]
+            runs += [(first - position, base_weight), (after - first, weight)]
+            position = after
+    return [run for run in (*runs, (length - position, base_weight)) if run[0]]
 
 
 def _groups(texts: list[Text]) -> Iterator[list[Text]]:
@@ -248,7 +254,7 @@ def _groups(texts: list[Text]) -> Iterator[list[Text]]:
     for text in texts:
         group.append(text)
         size += len(text.text)
-        if size >= GROUP:
+        if size >= GROUP_CHARACTERS:
             yield group
             group, size = [], 0
     if group:
@@ -259,8 +265,8 @@ def _slice(runs: Runs, start: int, stop: int) -> Runs:
     """Return the runs of the tokens [start, stop)."""
     sliced, position = [], 0
     for tokens, weight in runs:
-        inside = min(position + tokens, stop) - max(position, start)
-        if inside > 0:
-            sliced.append((inside, weight))
+        overlap = min(position + tokens, stop) - max(position, start)
+        if overlap > 0:
+            sliced.append((overlap, weight))
         position += tokens
     return sliced

@@ -1,20 +1,20 @@
-"""Names of datasets and of text files, resolved by name and disk alone; free of torch, for the command line."""
+"""Names of datasets and text files, resolved from the name and the disk. Imports no torch, for the command line."""
 
 from pathlib import Path
 
-LINES = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # text formats
-EXTENSIONS = (*LINES, ".parquet", ".arrow", *(f"{kind}.gz" for kind in LINES))
-TEXT_FILES = (".txt", ".md", ".jinja", ".j2", ".prompt")  # of a system prompt
+TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # text formats
+EXTENSIONS = (*TEXT_FORMATS, ".parquet", ".arrow", *(f"{kind}.gz" for kind in TEXT_FORMATS))
+TEXT_FILES = (".txt", ".md", ".jinja", ".j2", ".prompt")  # extensions of a system prompt's file
 
 
 def extension(path: Path) -> str:
-    """Return what a file's name ends in, in lower case: `.jsonl`, `.jsonl.gz`."""
+    """Return the extension of a file in lower case: `.jsonl`, `.jsonl.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
 
 
 def expand_user(name: str) -> Path:
-    """Return the path of a name, with `~` expanded if there is such a home folder."""
+    """Return the path of a name, with `~` expanded if that home folder exists."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -24,12 +24,12 @@ def expand_user(name: str) -> Path:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long a name
+    except OSError:  # the name is too long
         return False
 
 
 def split_count(name: str) -> tuple[str, int | None]:
-    """Split `name#500` into (name, 500). Raises ValueError if the part after # is no number of rows."""
+    """Split `name#500` into (name, 500). Raises ValueError if the part after # is not a number of rows."""
     path, hash_sign, count = name.rpartition("#")
     if not hash_sign or _exists(Path(name)):
         return name, None
@@ -39,7 +39,7 @@ def split_count(name: str) -> tuple[str, int | None]:
 
 
 def check_exists(name: str) -> None:
-    """Raise ValueError if a name without `#rows` is that of a file or folder which does not exist, or of a pipe."""
+    """Raise ValueError if a name (without `#rows`) is of a missing file or folder, or of a pipe."""
     if not name:
         raise ValueError("has an empty name. Set a file, a folder or a hub id.")
     path = expand_user(name)
@@ -53,8 +53,8 @@ def check_exists(name: str) -> None:
         )
 
 
-def text_of(flag: str, value: str | None) -> str | None:
-    """Return the text of a flag that takes a text or a file of it.
+def resolve_text(flag: str, value: str | None) -> str | None:
+    """Return the text of a flag that takes either a text or the name of a text file.
 
     A value names a file if it ends in one of TEXT_FILES, or is the path of an existing file.
     Raises ValueError if the file does not exist or holds no text.
@@ -64,7 +64,7 @@ def text_of(flag: str, value: str | None) -> str | None:
     path = expand_user(value)
     try:
         is_file, is_path = path.is_file(), path.exists()
-    except OSError:  # a text too long for a name
+    except OSError:  # a text that is too long for a file name
         return value
     if extension(path) not in TEXT_FILES and not (is_file and value.startswith(("/", "./", "../", "~/"))):
         return value

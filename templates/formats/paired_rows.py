@@ -1,4 +1,4 @@
-"""Rows with more than one conversation or with a label.
+"""Conversion of rows with several conversations or a label.
 
 - preference: any conversation that ends with an answer, and the rejected one as `rejected_response` or a full
   conversation as `rejected_messages`; or TRL's `prompt`, `chosen`, `rejected`; optionally a `margin`
@@ -22,13 +22,13 @@ from .schemas import (
     Conversation,
     UnusableRow,
     content_of,
-    from_json,
     from_messages,
     is_empty_answer,
     message_list,
+    parse_json,
+    require_string,
     require_text_only,
     role_of,
-    string,
     to_conversation,
     with_columns,
 )
@@ -37,14 +37,14 @@ BINARY = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 class Passage(NamedTuple):
-    """Text with the system prompt before it, "" without one."""
+    """Text with the system prompt before it, or ""."""
 
     system: str
     text: str
 
 
 class ContrastiveRow(NamedTuple):
-    """Text or query, with the texts that are similar or relevant to it, and those that are not."""
+    """Text or query, with similar or relevant texts, and with others."""
 
     anchor: Passage
     positives: list[Passage]
@@ -52,7 +52,7 @@ class ContrastiveRow(NamedTuple):
 
 
 def to_pair(row: JsonObject) -> tuple[Conversation, Conversation]:
-    """Return the conversations with the chosen and with the rejected answer."""
+    """Return the conversations with the chosen and the rejected answer."""
     row = require_text_only(row)
     if "chosen" in row and "rejected" in row:
         chosen, rejected = _conversation(row, "chosen"), _conversation(row, "rejected")
@@ -76,44 +76,44 @@ def to_answer(row: JsonObject) -> Conversation:
     return _with_answer(conversation, "its answer")
 
 
-def to_answered(row: JsonObject, *, needed: bool) -> Conversation | None:
-    """Return a conversation that ends with an answer, or None without an answer. Raises UnusableRow if it is needed."""
+def to_answered(row: JsonObject, *, is_required: bool) -> Conversation | None:
+    """Return a conversation that ends with an answer, or None. Raises UnusableRow if an answer is needed."""
     conversation = to_conversation(row, answered=False)
     last = conversation.messages[-1]
     if last["role"] == "assistant" and not is_empty_answer(last):
         return conversation
-    if needed:
+    if is_required:
         raise UnusableRow("it has no answer: add one, or use --lmbda 1 or --seq_kd true")
     return None
 
 
 def to_contrastive(row: JsonObject) -> ContrastiveRow:
-    """Return the texts of a row for an embedding or a reranker."""
+    """Return the texts of a row for embeddings or rerankers."""
     row = require_text_only(row)
     if messages := message_list(row, MESSAGES):
         anchor = _passage(messages, "messages")
     elif column := next((column for column in ("anchor", "query") if column in row), None):
-        anchor = _passage([{"role": "user", "content": string(row[column], column)}], column)
+        anchor = _passage([{"role": "user", "content": require_string(row[column], column)}], column)
     else:
         raise UnusableRow(f"it has no text to compare: its columns are {', '.join(row)}; add messages, anchor or query")
     if row.get("system") and not anchor.system:
-        anchor = anchor._replace(system=string(row["system"], "system"))
+        anchor = anchor._replace(system=require_string(row["system"], "system"))
     positives, negatives = _passages(row, "positive"), _passages(row, "negative")
     if not positives:
         raise UnusableRow("it has no positive text: add positive_messages or positive")
     return ContrastiveRow(anchor, positives, negatives)
 
 
-def label_of_one(row: JsonObject, contrastive: ContrastiveRow, *columns: str) -> Json:
-    """Return the label of a row that compares two texts, or None without one."""
+def label_of_pair(row: JsonObject, contrastive: ContrastiveRow, *columns: str) -> Json:
+    """Return the label of a row that compares two texts, or None."""
     label = next((row[column] for column in columns if row.get(column) is not None), None)
     if label is not None and (len(contrastive.positives) > 1 or contrastive.negatives):
         raise UnusableRow("it has a label, which is for one positive text and no negatives")
     return label
 
 
-def binary(label: Json) -> float:
-    """Convert true, false, 1 or 0, or one of these as text (CSV), to a float."""
+def parse_binary(label: Json) -> float:
+    """Convert true, false, 1 or 0, also as text (CSV), to a float."""
     if label is None:
         raise UnusableRow("it has no label: true, false, 1 or 0 is expected")
     if (value := BINARY.get(str(label).lower())) is None:
@@ -121,22 +121,22 @@ def binary(label: Json) -> float:
     return value
 
 
-def numbers(value: Json, column: str) -> list[float]:
-    """Convert a number or a list of numbers, or one of these as text (CSV), to floats."""
+def parse_numbers(value: Json, column: str) -> list[float]:
+    """Convert a number or a list of numbers, also as text (CSV), to floats."""
     if value is None:
         raise UnusableRow(f"it has no {column}: a number or a list of numbers is expected")
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     values = value if isinstance(value, list) else [value]
-    finite = [float(number) for number in values if isinstance(number, int | float) and math.isfinite(number)]
+    finite = [float(item) for item in values if isinstance(item, int | float) and math.isfinite(item)]
     if len(finite) < len(values):
         raise UnusableRow(f"its {column} is {_brief(value)}, where a number or a list of numbers is expected")
     return finite
 
 
-def number(value: Json, column: str) -> float:
-    values = numbers(value, column)
+def parse_number(value: Json, column: str) -> float:
+    values = parse_numbers(value, column)
     if len(values) != 1:
         raise UnusableRow(f"its {column} is {_brief(value)}, where one number is expected")
     return values[0]
@@ -148,7 +148,7 @@ def _brief(value: Json) -> str:
 
 
 def _with_answer(conversation: Conversation, name: str) -> Conversation:
-    """Return the conversation. Raises UnusableRow if it does not end with an answer, which has this name."""
+    """Return the conversation. Raises UnusableRow, with `name`, if it does not end with an answer."""
     last = conversation.messages[-1]
     if last["role"] != "assistant":
         raise UnusableRow(f"{name} is missing: the last message is of the role {last['role']}")
@@ -158,13 +158,13 @@ def _with_answer(conversation: Conversation, name: str) -> Conversation:
 
 
 def _replace_answer(conversation: Conversation, answer: Json) -> Conversation:
-    """Return the conversation with another answer: a text for its last message, or all messages after the user's."""
+    """Return the conversation with another answer: the text of the last message, or all messages after the user's."""
     messages, weights = conversation.messages, conversation.weights
     if isinstance(answer, list):
         replacement = from_messages(message_list({"rejected_response": answer}, ("rejected_response",)) or [])
         keep = 1 + max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     else:
-        text = string(answer, "rejected_response")
+        text = require_string(answer, "rejected_response")
         replacement = Conversation([{"role": "assistant", "content": text}], weights[-1:])
         keep = len(messages) - 1
     return Conversation(
@@ -176,10 +176,12 @@ def _replace_answer(conversation: Conversation, answer: Json) -> Conversation:
 
 
 def _conversation(row: JsonObject, column: str) -> Conversation:
-    """Return the conversation of a column: all of it, or an answer (a text, or messages) to the row's prompt."""
+    """Return the conversation of a column: a whole one, or an answer (text or messages) to the row's prompt."""
     answer = row[column]
     if not isinstance(answer, list):
-        answer = [answer if isinstance(answer, dict) else {"role": "assistant", "content": string(answer, column)}]
+        answer = [
+            answer if isinstance(answer, dict) else {"role": "assistant", "content": require_string(answer, column)}
+        ]
     messages = message_list({column: answer}, (column,)) or []
     if role_of(messages[0]) in ("system", "user"):
         before = []
@@ -195,15 +197,15 @@ def _conversation(row: JsonObject, column: str) -> Conversation:
 
 
 def _passages(row: JsonObject, kind: str) -> list[Passage]:
-    """Return the positive or negative texts of a row: lists of messages, a text, or several."""
+    """Return the positive or negative texts of a row: lists of messages, a text, or several texts."""
     column = f"{kind}_messages"
-    if value := from_json(row.get(column), column):
+    if value := parse_json(row.get(column), column):
         conversations = value if isinstance(value, list) and all(isinstance(item, list) for item in value) else [value]
         lists = [message_list({column: messages}, (column,)) or [] for messages in conversations]
     else:
         texts = row.get(kind, [])
         lists = [
-            [{"role": "user", "content": string(text, kind)}]
+            [{"role": "user", "content": require_string(text, kind)}]
             for text in (texts if isinstance(texts, list) else [texts])
         ]
         column = kind

@@ -1,4 +1,4 @@
-"""Conversion of dataset rows, in any of the usual formats, to conversations and texts.
+"""Conversion of dataset rows in all common formats to conversations and texts.
 
 The format is detected by the columns:
 - `messages` (role, content) or `conversations` (sharegpt: from, value; or pairs of human, assistant)
@@ -6,7 +6,7 @@ The format is detected by the columns:
 - `query`, `response` and their aliases, with `history` and `system`
 - `text`: plain text, for pre-training
 
-paired_rows.py has rows of several documents and rows with a label.
+paired_rows.py converts rows of several documents and rows with a label.
 """
 
 import json
@@ -21,9 +21,9 @@ from ..json_types import Json, JsonObject
 Stage = Literal[
     "sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts", "answered", "asked"
 ]  # fmt: skip
-ALONE = ("sft", "pt")  # a sample is one document without a label
-POOLED = ("seq_cls", "embedding", "reranker")  # no token is predicted: a document yields one vector or a few scores
-# A sample is a prompt and, always for "answered", if the row has an answer for "asked", the answered conversation.
+UNGROUPED = ("sft", "pt")  # stages whose sample is one document without a label
+POOLED = ("seq_cls", "embedding", "reranker")  # stages that predict no tokens: a document yields a vector or scores
+# A sample is a prompt, followed by the conversation with its answer: always in "answered", if there is one in "asked".
 PROMPTED = ("prompts", "answered", "asked")
 
 QUERY = ("query", "prompt", "input", "instruction", "question", "problem")
@@ -55,11 +55,11 @@ FORMATS = (
 
 
 class ArrowRow(dict):
-    """Row of an Arrow table, whose structs have nulls for keys that only other rows have."""
+    """Row of an Arrow table. Its structs have nulls for keys that occur only in other rows."""
 
 
 class UnusableRow(ValueError):
-    """Reason to drop a row. Rows of one reason are counted together, so it names no row and quotes little.
+    """Reason to drop a row. Rows with the same reason are counted together, so its text names no row.
 
     tokens: length of a row that is too long
     """
@@ -103,7 +103,7 @@ def json_type(value: object) -> str:
 
 
 def is_missing(value: object) -> bool:
-    """Return whether a value is null or NaN, which pandas writes for null."""
+    """Return whether a value is null, or NaN, as pandas writes it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -124,10 +124,10 @@ class Conversation:
 
 
 def to_text(row: JsonObject) -> str:
-    """Return the text of a row for pre-training: a column of text, or a single message of the assistant."""
+    """Return the text of a row for pre-training: a text column, or a single assistant message."""
     row = drop_missing(row)
     if text := next((column for column in TEXT if column in row), None):
-        return string(row[text], text)
+        return require_string(row[text], text)
     if not any(column in row for column in QUERY) and (response := _one_of(row, RESPONSE)) is not None:
         return response
     if messages := message_list(row):
@@ -144,8 +144,8 @@ def to_text(row: JsonObject) -> str:
 def to_conversation(row: JsonObject, *, answered: bool = True, strict: bool = True) -> Conversation:
     """Return the conversation of a row.
 
-    answered: require an answer; else the conversation may end with the user
-    strict: refuse a row with several columns that may be the query or the response; else use the first of QUERY and of
+    answered: require an answer; else the conversation may end with the user's message
+    strict: refuse a row in which several columns may be the query or the response; else use the first of QUERY and of
         RESPONSE, which may be a number
     """
     original, row = row, require_text_only(row)
@@ -157,7 +157,7 @@ def to_conversation(row: JsonObject, *, answered: bool = True, strict: bool = Tr
     elif (query := _query(row, strict)) is not None and (
         (response := _one_of(row, RESPONSE, strict)) is not None or not answered
     ):
-        conversation = _from_turns(_list(row, "history"), query, response or "")
+        conversation = _from_turns(_parse_list(row, "history"), query, response or "")
         if response is None:
             del conversation.messages[-1], conversation.weights[-1]
     elif any(column in row for column in TEXT):
@@ -172,9 +172,9 @@ def to_conversation(row: JsonObject, *, answered: bool = True, strict: bool = Tr
 
 
 def to_prompt(row: JsonObject) -> Conversation:
-    """Return the conversation of a row without the answer that it ends with.
+    """Return the conversation of a row without its final answer.
 
-    An answer in a separate column may have any form: only rewards read it.
+    An answer in a separate column may have any form, because only reward functions read it.
     """
     unread = {column: "" for column in RESPONSE if not is_missing(row.get(column))}
     conversation = to_conversation(type(row)(row | unread), answered=False, strict=False)
@@ -191,11 +191,11 @@ def rename_columns(row: JsonObject, columns: dict[str, str]) -> JsonObject:
 
 
 def with_columns(conversation: Conversation, row: JsonObject) -> Conversation:
-    """Set the system prompt if there is none, the tools and the template's arguments from other columns of the row."""
-    if not is_missing(system := row.get("system")) and (system := string(system, "system")):
+    """Set system prompt (if missing), tools and template arguments of a conversation from its row."""
+    if not is_missing(system := row.get("system")) and (system := require_string(system, "system")):
         conversation.add_system(system)
     tools: list[JsonObject] = []
-    for tool in (from_json(item, "tools") for item in _list(row, "tools")):
+    for tool in (parse_json(item, "tools") for item in _parse_list(row, "tools")):
         if not isinstance(tool, dict):
             raise UnusableRow(f"its tools hold {json_type(tool)}, where objects (JSON schemas) are expected")
         tools.append(tool)
@@ -206,7 +206,7 @@ def with_columns(conversation: Conversation, row: JsonObject) -> Conversation:
 
 def _template_kwargs(row: JsonObject) -> JsonObject:
     column = "chat_template_kwargs"
-    kwargs = None if is_missing(row.get(column)) else from_json(row[column], column)
+    kwargs = None if is_missing(row.get(column)) else parse_json(row[column], column)
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict):
@@ -217,9 +217,9 @@ def _template_kwargs(row: JsonObject) -> JsonObject:
 
 
 def drop_missing(row: JsonObject) -> JsonObject:
-    """Return the columns that have a value: Arrow and CSV write null for a missing one, pandas NaN.
+    """Return the columns that have a value: Arrow and CSV write null for a missing value, pandas NaN.
 
-    Arrow writes nulls within columns too: those that the chat template gets lose them. In JSON such a null is meant.
+    Nulls within Arrow columns stand for missing keys: they are removed for the chat template. In JSON they are values.
     """
     columns = {column: value for column, value in row.items() if not is_missing(value)}
     if isinstance(row, ArrowRow):
@@ -244,12 +244,12 @@ def require_text_only(row: JsonObject) -> JsonObject:
 
 def _query(row: JsonObject, strict: bool) -> str | None:
     if "instruction" in row and "input" in row:
-        return "\n".join(part for name in ("instruction", "input") if (part := string(row[name], name)))
+        return "\n".join(part for name in ("instruction", "input") if (part := require_string(row[name], name)))
     return _one_of(row, QUERY, strict)
 
 
 def _one_of(row: JsonObject, columns: tuple[str, ...], strict: bool = True) -> str | None:
-    """Return the text of the only one of these columns that the row has; the first of them takes precedence."""
+    """Return the text of the first of these columns, or else of the only other one that the row has."""
     matches = [column for column in columns if column in row]
     if strict and columns[0] not in matches:
         matches = [column for column in matches if row[column] != ""] or matches[:1]
@@ -258,16 +258,16 @@ def _one_of(row: JsonObject, columns: tuple[str, ...], strict: bool = True) -> s
                 f"any of its columns {', '.join(matches)} may be the {columns[0]}: select one by --columns, as in "
                 f"""--columns '{{"{matches[0]}": "{columns[0]}"}}'"""
             )
-    return string(row[matches[0]], matches[0]) if matches else None
+    return require_string(row[matches[0]], matches[0]) if matches else None
 
 
 def _missing(row: JsonObject, columns: tuple[str, ...]) -> str | None:
-    """Return the first of these columns that the row has without a value."""
+    """Return the first of these columns that is in the row without a value."""
     return next((column for column in columns if column in row and is_missing(row[column])), None)
 
 
-def _list(row: JsonObject, column: str) -> list[Json]:
-    value = None if is_missing(row.get(column)) else from_json(row[column], column)
+def _parse_list(row: JsonObject, column: str) -> list[Json]:
+    value = None if is_missing(row.get(column)) else parse_json(row[column], column)
     if value is None:
         return []
     if not isinstance(value, list):
@@ -275,14 +275,14 @@ def _list(row: JsonObject, column: str) -> list[Json]:
     return value
 
 
-def string(value: object, column: str) -> str:
+def require_string(value: object, column: str) -> str:
     if not isinstance(value, str):
         quotes = ": write it as text" if isinstance(value, bool | int | float) else ""
         raise UnusableRow(f"its {column} is {json_type(value)}, where text is expected{quotes}")
     return value
 
 
-def from_json(value: Json, column: str) -> Json:
+def parse_json(value: Json, column: str) -> Json:
     if not isinstance(value, str):
         return value
     if not value:
@@ -299,7 +299,7 @@ def message_list(row: JsonObject, columns: tuple[str, ...] = MESSAGES) -> list[J
     """Return the messages in the first of these columns that the row has."""
     for column in columns:
         if column in row:
-            messages = from_json(row[column], column)
+            messages = parse_json(row[column], column)
             objects = [item for item in messages if isinstance(item, dict)] if isinstance(messages, list) else []
             if not isinstance(messages, list) or len(objects) < len(messages):
                 raise UnusableRow(f"its column {column} is not a list of messages")
@@ -310,7 +310,7 @@ def message_list(row: JsonObject, columns: tuple[str, ...] = MESSAGES) -> list[J
 
 
 def is_empty_answer(message: JsonObject) -> bool:
-    """Return whether a message of the assistant has neither text nor tool calls nor a thought."""
+    """Return whether an assistant message has no text, tool calls or thought."""
     return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
@@ -355,7 +355,7 @@ def _text_of_block(block: Json) -> str:
         raise UnusableRow(f"the content of a message is a list of objects without a type; expected is text, {BLOCKS}")
     if kind != "text":
         raise UnusableRow(f"a message has {kind[:40]} content, and this version trains on text only")
-    return string(block.get("text"), "text")
+    return require_string(block.get("text"), "text")
 
 
 def _from_turns(history: list[Json], query: str, response: str) -> Conversation:
@@ -373,20 +373,20 @@ def from_messages(rows: list[JsonObject]) -> Conversation:
     for row in rows:
         role, weight = role_of(row), _weight(row)
         if role == "tool_call":
-            call = {"type": "function", "function": _function_call(from_json(content_of(row), "tool_call"))}
-            if messages and messages[-1]["role"] == "assistant":  # one turn, of text and of one call or more
+            call = {"type": "function", "function": _function_call(parse_json(content_of(row), "tool_call"))}
+            if messages and messages[-1]["role"] == "assistant":  # one turn has the text and all calls
                 messages[-1].setdefault("tool_calls", []).append(call)
                 weights[-1] = weight if weights[-1] is None else weights[-1]
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
             message: JsonObject = {"role": role, "content": content_of(row)}
-            if calls := _list(row, "tool_calls"):
+            if calls := _parse_list(row, "tool_calls"):
                 message["tool_calls"] = [_tool_call(call) for call in calls]
             for key in ("reasoning_content", "thinking", "name", "tool_call_id"):
                 if not is_missing(row.get(key)):
-                    message[key] = string(row[key], key)
-            # Templates read one or the other.
+                    message[key] = require_string(row[key], key)
+            # Templates read either of these keys.
             if thought := message.get("reasoning_content") or message.get("thinking"):
                 for key in ("reasoning_content", "thinking"):
                     message[key] = message.get(key) or thought
@@ -403,7 +403,7 @@ def _tool_call(call: Json) -> JsonObject:
 
 
 def _function_call(call: Json) -> JsonObject:
-    """Return a function call with its arguments as a dict, the form that every chat template takes."""
+    """Return a function call with its arguments as a dict, which every chat template takes."""
     if not isinstance(call, dict) or "name" not in call:
         raise UnusableRow("a tool call has no name")
     if not isinstance(call["name"], str):

@@ -231,7 +231,7 @@ def test_the_page(tmp_path):
     assert "- 2026-01-03 03:04, NVIDIA H200: `run`; torch 2.11.0" in text
     page.write_text("no markers")
     with pytest.raises(ValueError, match=r"page\.md has no <!-- bench -->"):
-        report.put(page, "x")
+        report.insert(page, "x")
 
 
 def test_the_command_goes_on_behind_what_fails(tmp_path, monkeypatch, capsys):

@@ -34,7 +34,7 @@ MIXTURE = DENSE | {
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the machine's own launcher or GPUs in these tests."""
+    """Hide the machine's launcher variables and GPUs from these tests."""
     for name in list(os.environ):
         if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES", "NODE_RANK",
                     "MAX_RESTARTS",
@@ -45,7 +45,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_model(folder: Path, config: dict) -> Path:
-    """Write config.json and a file of its weights, all zero, which takes no room on the disk."""
+    """Write config.json and a sparse file of zero weights, which takes no disk space."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
@@ -60,7 +60,7 @@ def write_model(folder: Path, config: dict) -> Path:
 
 
 def shapes(config: dict) -> dict[str, list[int]]:
-    """Return the tensors of a Qwen3 model, dense or with experts; none of another family."""
+    """Return the tensor shapes of a Qwen3 model, dense or MoE; {} for other families."""
     if config.get("model_type") not in ("qwen3", "qwen3_moe"):
         return {}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -110,7 +110,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Bytes and ChatML's special tokens."""
+    """Write a tokenizer of bytes and ChatML's special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

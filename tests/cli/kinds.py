@@ -1,4 +1,4 @@
-"""What the command line makes of one type of task."""
+"""Options and checks of a command line for one task type."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ LORA = "--tuner_type lora"
 
 
 def line(kind: str, words: str = "") -> list[str]:
-    """A command line for one type."""
+    """Return a command line for a task type."""
     return [{"rlhf_type": "rlhf", "task_type": "sft"}[CHOICE[kind]], f"--{CHOICE[kind]}", kind, *words.split()]
 
 

@@ -1,4 +1,4 @@
-"""scripts/check_megatron_env.py: what is there, what is not, and the cure."""
+"""scripts/check_megatron_env.py: installed packages, missing packages, and fixes."""
 
 import importlib.metadata
 import runpy

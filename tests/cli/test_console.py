@@ -1,4 +1,4 @@
-"""What a terminal shows, and its copy in the run folder: console.log."""
+"""Terminal output and its copy in the run folder, console.log."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What a dry run finds, as the run itself would: weights, columns, vocabularies, the output folder."""
+"""Errors that a dry run finds as the run would: weights, columns, vocabularies, output folder."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dry(capsys, words: str) -> tuple[int, str]:
-    """The exit code, and what was printed."""
+    """Return the exit code and the output."""
     code = main("megatron", [*words.split(), "--dry_run", "true", "--use_vllm", "false"])
     printed = capsys.readouterr()
     return code, printed.out + printed.err

@@ -1,4 +1,4 @@
-"""The guide's examples of pt, sft and DPO, as dry runs: a small local model and dataset in the place of the hub's."""
+"""Dry runs of the guide's examples of pt, sft and DPO, with a small local model and dataset."""
 
 import json
 import re
@@ -27,7 +27,7 @@ STEPS = {  # rows / global batch, rounded up; packed: what the packs give
 
 
 def parse(name: str) -> tuple[dict[str, str], list[str]]:
-    """Environment and arguments of an example."""
+    """Return the environment and the arguments of an example."""
     lines = [line for line in EXAMPLES[name].splitlines() if not line.startswith("#")]
     words = shlex.split("\n".join(lines).replace("\\\n", " "))
     start = words.index("megatron")

@@ -1,4 +1,4 @@
-"""From what the user types to options, and where each value came from."""
+"""Options from command lines and config files, and each value's source."""
 
 import json
 import os
@@ -147,11 +147,11 @@ def test_uploads(name: str) -> None:
 
 def test_names_of_other_trainers_lead_to_flags() -> None:
     from megaswift.cli.foreign_flags import FOREIGN_FLAGS
-    from megaswift.cli.legacy_flags import ALWAYS, LATER, NEEDLESS, RENAMED
+    from megaswift.cli.legacy_flags import ALWAYS_TRUE, NO_EFFECT, RENAMED, UNSUPPORTED
 
     known = {flag for _, _, flag in every_flag()}
     assert not {entry.flag for entry in FOREIGN_FLAGS.values()} - known - {""}
-    assert not set(FOREIGN_FLAGS) & {*RENAMED, *ALWAYS, *NEEDLESS, *LATER}  # which come first
+    assert not set(FOREIGN_FLAGS) & {*RENAMED, *ALWAYS_TRUE, *NO_EFFECT, *UNSUPPORTED}  # which come first
     assert not (set(FOREIGN_FLAGS) & known) - {"dataset"}
     for entry in FOREIGN_FLAGS.values():
         named = set(re.findall(r"--(\w+)", entry.note))
@@ -160,7 +160,7 @@ def test_names_of_other_trainers_lead_to_flags() -> None:
 
 
 def every_flag() -> list[tuple[str, str, str]]:
-    """Each flag with its program and command."""
+    """Yield each flag with its program and command."""
     return [
         (program, name, flag)
         for program, commands in COMMANDS.items()

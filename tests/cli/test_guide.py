@@ -1,12 +1,12 @@
-"""Names and defaults are the guide's, save where docs/flags.md says otherwise."""
+"""Names and defaults are those of the guide, except where docs/flags.md says otherwise."""
 
 import re
 from pathlib import Path
 
 from megaswift.bridge.option_groups import flag_value
 from megaswift.cli.flags import flags_of
-from megaswift.cli.flags_doc import DEPARTURES, PAGE, page
-from megaswift.cli.legacy_flags import ALWAYS, INVERTED, LATER, NEEDLESS, OLD_VALUES, RENAMED, REWRITTEN
+from megaswift.cli.flags_doc import DIFFERENT_DEFAULTS, PAGE, page
+from megaswift.cli.legacy_flags import ALWAYS_TRUE, INVERTED, NO_EFFECT, OLD_VALUES, RENAMED, REWRITTEN, UNSUPPORTED
 from megaswift.cli.main import COMMANDS
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.options import SftOptions
@@ -20,11 +20,11 @@ FLAGS = {
     for kind in command.kinds.values()
     for flag in flags_of(getattr(option_sets, kind.options))
 }
-KNOWN = {*FLAGS, *LATER, *ALWAYS, *NEEDLESS}
+KNOWN = {*FLAGS, *UNSUPPORTED, *ALWAYS_TRUE, *NO_EFFECT}
 
 
 def guide() -> dict[str, str]:
-    """Default of each flag of the guide's tables, as it is written there."""
+    """Return the default of each flag in the guide's tables, as written there."""
     rows = re.findall(r"^\| `--(\w+)` \| .* \| (.+) \|$", (HERE / "guide.md").read_text(), re.MULTILINE)
     return {name: default.strip("`") for name, default in rows}
 
@@ -46,12 +46,12 @@ def test_defaults_are_the_guides() -> None:
             if (type(ours)(wanted) if isinstance(ours, int | float) else wanted) != ours:
                 different.add(name)
     assert different == {"moe_permute_fusion"}
-    assert different <= set(DEPARTURES) <= FLAGS
+    assert different <= set(DIFFERENT_DEFAULTS) <= FLAGS
 
 
 def test_what_is_known_by_another_name_is_known_once() -> None:
     """No name is in two tables, and what older names stand for is there."""
-    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS, NEEDLESS, LATER))]
+    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS_TRUE, NO_EFFECT, UNSUPPORTED))]
     assert len(set().union(*tables)) == sum(map(len, tables))
     assert FLAGS & set().union(*tables) == {"vllm_enable_lora", "vllm_max_lora_rank"}  # not needed by `swift infer`
     assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN

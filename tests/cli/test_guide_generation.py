@@ -64,7 +64,7 @@ QWEN2 = test_generation.QWEN
 
 
 def words_of(example: str, **values: str) -> tuple[dict[str, str], list[str]]:
-    """Environment and command, with other values of some flags; those that are not there are added."""
+    """Return environment and command with some flags replaced or added."""
     words = shlex.split(example.replace("\\\n", " "))
     start = next(at for at, word in enumerate(words) if "=" not in word)
     environment, words = dict(word.split("=", 1) for word in words[:start]), words[start:]

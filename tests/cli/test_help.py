@@ -15,7 +15,7 @@ MEGATRON = str(Path(sys.executable).with_name("megatron"))
 
 
 def seconds(*command: str) -> float:
-    """CPU time of the quickest of five runs: what else the machine is doing does not count."""
+    """Return the CPU time of the fastest of five runs, which excludes other load on the machine."""
     times = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

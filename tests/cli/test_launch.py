@@ -1,4 +1,4 @@
-"""How the processes of a run are counted, started and ended. The task is a stand-in; all before it is real."""
+"""Number, start and end of the processes of a run, with a stand-in for the task."""
 
 import os
 import re
@@ -99,7 +99,7 @@ if "STAND_IN" in os.environ:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which each process of the stand-in task leaves its pid, world size and OMP_NUM_THREADS."""
+    """Return a folder in which each stand-in process writes its pid, world size and OMP_NUM_THREADS."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -113,7 +113,7 @@ def line(model: Path, *words: str) -> list[str]:
 
 
 def started(folder: Path, ranks: int) -> list[int]:
-    """The pids of the processes, once all have begun."""
+    """Return the pids of the processes when all have started."""
     files = [folder / f"rank-{rank}" for rank in range(ranks)]
     deadline = time.monotonic() + 900  # a busy machine starts them slowly
     while not all(file.exists() and file.read_text().endswith("\n") for file in files):
@@ -123,7 +123,7 @@ def started(folder: Path, ranks: int) -> list[int]:
 
 
 def begin(does: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[subprocess.Popen, list[int]]:
-    """torchrun with two processes of the stand-in that do something, and their pids, once both have begun."""
+    """Start torchrun with two stand-in processes. Return it and their pids when both have started."""
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setenv("STAND_IN_DOES", does)
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where pytest runs under nohup
@@ -279,7 +279,7 @@ def environment_of(pid: int) -> list[str]:
 
 
 def listens(pid: int) -> bool:
-    """Whether a process listens for TCP connections."""
+    """Return whether a process listens for TCP connections."""
     files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
     return any(row[3] == "0A" and f"socket:[{row[9]}]" in files for row in rows)

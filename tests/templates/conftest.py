@@ -1,4 +1,4 @@
-"""A tiny tokenizer under several chat templates. The templates are small ones of the dialects of known models."""
+"""Tiny tokenizer with several chat templates, which are small versions of known models' templates."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ SPECIAL += ["<|eom_id|>", "<|python_tag|>", "<think>", "</think>"]
 
 @pytest.fixture(scope="session")
 def backend() -> str:
-    """A byte-level BPE in tokenizer.json's form."""
+    """Return a byte-level BPE in the format of tokenizer.json."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,7 +123,7 @@ def backend() -> str:
 
 @pytest.fixture(scope="session")
 def make_tokenizer(backend):
-    """make_tokenizer(name of a template) -> a tokenizer of its own."""
+    """Return a function from the name of a template to a new tokenizer with it."""
 
     def make(name: str | None = "chatml", **options) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast(
@@ -139,6 +139,6 @@ def make_tokenizer(backend):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache for each test."""
+    """Set an empty token cache for each test."""
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Counts as a reader expects them."""
+"""Counts with nouns in messages."""
 
 import pytest
 from megaswift.templates.plural import plural

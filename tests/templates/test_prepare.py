@@ -1,4 +1,4 @@
-"""From files to stores: caches, selections, splits, what is refused and what is said."""
+"""Preparation of data from files to stores: cache, selection, split, errors and report."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ from megaswift.templates.prepare import prepare
 
 @pytest.fixture
 def data(tmp_path):
-    """A dataset of 60 rows, each with its number in it."""
+    """Return a dataset of 60 rows that contain their numbers."""
     path = tmp_path / "data.jsonl"
     path.write_text(
         "".join(json.dumps({"query": f"row {i}?", "response": f"{i}. " * (i % 5 + 1)}) + "\n" for i in range(60))
@@ -33,7 +33,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Counts the rows that are tokenised."""
+    """Count the rows that are tokenized."""
     counted = []
     original = module.encode_all
 

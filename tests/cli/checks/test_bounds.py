@@ -1,4 +1,4 @@
-"""Every numeric flag has bounds, and numbers outside of them are refused by name before anything starts."""
+"""Every numeric flag has bounds, and numbers outside of them are refused with the name of the flag."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +21,7 @@ EXTREME = ("-1", "0", "1.5", *NEVER, *LONG)
 
 
 def numbers(name: str) -> Iterator[Flag]:
-    """The numeric flags of an option class."""
+    """Return the numeric flags of an option class."""
     for flag in flags_of(getattr(options, name)).values():
         if (get_args(flag.type)[0] if flag.is_list else flag.type) in (int, float):
             yield flag
@@ -46,7 +46,7 @@ def test_extreme_numbers_are_accepted_or_refused_by_name(name: str) -> None:
 
 
 def attempt(flag: Flag, value: str) -> tuple[str, Any]:
-    """The refusal of a value, or what it becomes."""
+    """Return the converted value, or the error message."""
     try:
         return "", convert(flag, value, "command line")
     except UsageError as error:

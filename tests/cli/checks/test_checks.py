@@ -1,4 +1,4 @@
-"""What cannot run is refused before anything heavy is imported, with the flag, the value and the cure."""
+"""Unusable options are refused before heavy imports, with flag, value and fix."""
 
 import json
 import os

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from megaswift.bridge.option_groups import compose
 from megaswift.cli.checks.common import check_rollout
-from megaswift.cli.checks.generation import _offload, check_generation
+from megaswift.cli.checks.generation import _check_offload, check_generation
 from megaswift.cli.checks.teacher import check_teacher
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
@@ -133,13 +133,13 @@ def test_weights_in_fp8_stay() -> None:
     with pytest.raises(
         UsageError, match=r"--offload_model true cannot be used with --fp8_param_gather true, whose weights"
     ):
-        _offload(options)
+        _check_offload(options)
 
 
 def test_nothing_leaves_where_the_student_generates_nothing() -> None:
     options = compose(GkdOptions, offload_optimizer=True, lmbda=0.0)
     with pytest.raises(UsageError, match=r"--offload_optimizer true cannot be used with --lmbda 0: the student"):
-        _offload(options)
+        _check_offload(options)
 
 
 @pytest.mark.parametrize("asked", ["--vllm_mode colocate", "--use_vllm true"])

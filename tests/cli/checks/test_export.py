@@ -1,4 +1,4 @@
-"""What `swift export` and `megatron export` say before they start, and the guide's own commands."""
+"""Checks of `swift export` and `megatron export`, and the guide's commands."""
 
 import json
 import os
@@ -33,7 +33,7 @@ swift export \\
 
 
 def mcore(folder: Path, config: dict | None = DENSE) -> Path:
-    """What looks like a megatron-core checkpoint, without any tensor."""
+    """Make a folder that looks like a megatron-core checkpoint, without tensors."""
     inside = folder / "iter_0000007"
     inside.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
@@ -46,7 +46,7 @@ def mcore(folder: Path, config: dict | None = DENSE) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The options of what would have been run."""
+    """Return the options of the run after the checks."""
     ran: list = []
     monkeypatch.setattr(cli, "_run", lambda command, options, sources: ran.append(options) or 0)
     return ran

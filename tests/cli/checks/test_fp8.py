@@ -1,4 +1,4 @@
-"""FP8 flags that cannot be followed are refused with flag, value and cure, and lengths fit its matrix products."""
+"""Unusable FP8 flags are refused with flag, value and fix, as are lengths that FP8 matrix products do not support."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tasks that generate: the guide's GRPO examples, and what completions, rewards, policies and engines cannot be."""
+"""Tasks that generate: the guide's GRPO examples, and unusable options of completions, rewards and engines."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""What adapters and frozen weights cannot be is said before anything is loaded; what an adapter says is taken over."""
+"""Checks of adapters and frozen weights before anything is loaded; an adapter's settings are copied to the options."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def adapter(dense: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The options of what would have been run."""
+    """Return the options of the run after the checks."""
     ran: list = []
     monkeypatch.setattr(cli, "_run", lambda command, options, sources: ran.append(options) or 0)
     return ran

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what the flags of GRPO cannot be."""
+"""Unusable flags of multi-turn episodes."""
 
 from pathlib import Path
 

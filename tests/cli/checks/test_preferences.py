@@ -1,4 +1,4 @@
-"""What `megatron rlhf` with pairs of answers and a reference can be, and what it cannot."""
+"""Usable and unusable options of `megatron rlhf` with preference pairs and a reference."""
 
 import json
 from pathlib import Path

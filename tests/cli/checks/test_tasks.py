@@ -1,4 +1,4 @@
-"""`megatron rlhf --rlhf_type` and `megatron sft --task_type`: each has its options, and what cannot be is refused."""
+"""Options of `megatron rlhf --rlhf_type` and `megatron sft --task_type`, and refusals of unusable ones."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""--vllm_enable_lora true: adapters alone to vLLM, and what it cannot be used with."""
+"""Checks of --vllm_enable_lora true, which sends only adapters to vLLM."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -73,7 +73,7 @@ def made_with_data(
     complete.of = lambda tokens, limits: complete(tokens)  # type: ignore[attr-defined]
     worker = RolloutWorker(
         options,
-        Prompts(data.train, samples_each=2, shuffle=False, seed=0),  # type: ignore[arg-type]
+        Prompts(data.train, completions_per_prompt=2, shuffle=False, seed=0),  # type: ignore[arg-type]
         complete,  # type: ignore[arg-type]
         multi_turn.Texts(run, options),
         multi_turn.MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None,
@@ -111,7 +111,7 @@ def test_every_answer_of_an_episode(tokenizer, tmp_path):
     try:
         rows = [{"query": "?"}, {"query": "!", "level": 3}]
         worker = made(tokenizer, tmp_path, rows, reward_funcs=["format"], multi_turn_scheduler="once more", max_turns=3)
-        prompts = Prompts(worker.prompts.store, samples_each=1, shuffle=False, seed=0).next_batch(2)
+        prompts = Prompts(worker.prompts.store, completions_per_prompt=1, shuffle=False, seed=0).next_batch(2)
         (episode,), _ = rollout(worker, prompts, 1)
     finally:
         del multi_turns["once more"]
@@ -132,7 +132,7 @@ def test_columns_that_some_rows_lack(tokenizer, tmp_path):
     for prompt, accuracy in zip(worker.prompts.next_batch(3), (None, 1.0, None), strict=True):
         ((episode, _),) = rollout(worker, [prompt], 2)
         assert episode.rewards == {"accuracy": accuracy, "format": 1.0}
-    (prompts,) = Prompts(data.val, samples_each=1, shuffle=False, seed=0).once(8)
+    (prompts,) = Prompts(data.val, completions_per_prompt=1, shuffle=False, seed=0).one_pass(8)
     (episode,) = rollout(worker, prompts, 1)[0]
     assert episode.rewards["accuracy"] is None
     assert worker.scorer.columns == ["level", "query", "solution"]
@@ -154,7 +154,7 @@ def test_the_row_that_an_error_names(tokenizer, tmp_path):
     more = [{"query": f"v{n}", "line": n} for n in range(1, 4)]
     worker, data = made_with_data(tokenizer, tmp_path, rows, more, reward_funcs=["format"], val_dataset_shuffle=True)
     for name in ("train", "val"):
-        prompts = Prompts(getattr(data, name), samples_each=1, shuffle=True, seed=3)
+        prompts = Prompts(getattr(data, name), completions_per_prompt=1, shuffle=True, seed=3)
         for prompt in prompts.next_batch(len(prompts.store)):
             assert prompt.source_row == f"row {prompt.columns['line']} of {tmp_path / name}.jsonl"
     assert [prompt.columns["line"] for prompt in worker.prompts.next_batch(10)] != list(range(2, 12))

@@ -1,4 +1,4 @@
-"""Documents that say where they are from, and what of a run's data a checkpoint would hold."""
+"""Documents with identifiable tokens, and the data state that a run saves in a checkpoint."""
 
 import json
 from dataclasses import fields
@@ -6,12 +6,12 @@ from itertools import islice
 
 import numpy as np
 import torch
-from megaswift.templates.batching.collator import BatchLayout, Portable, StepDivision
+from megaswift.templates.batching.collator import BatchLayout, StepDivision, TensorDataclass
 from megaswift.templates.batching.dataloader import Batches
 
 
 class Documents:
-    """A store in memory. Document n holds the tokens 1000 n, 1000 n + 1, ...: each token says where it is from."""
+    """In-memory store. Document n holds tokens 1000 (n + 1), 1000 (n + 1) + 1, ..., which identify it."""
 
     stage = "sft"
 
@@ -40,7 +40,7 @@ class Documents:
 
 
 class Groups:
-    """Samples of several documents in memory. Document p of sample n holds the tokens 1000 (10 n + p + 1), and on."""
+    """In-memory store of multi-document samples. Document p of sample n holds tokens from 1000 (10 n + p + 1) on."""
 
     def __init__(self, stage, count=37, longest=24, seed=0):
         random = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def make(store, rank=0, ranks=1, **options) -> Batches:
 
 
 def make_batches(store, rank=0, ranks=1, *, packing=False, max_length=None, **options) -> Batches:
-    """Batches of options that are fields of BatchLayout or StepDivision, or the loader's own."""
+    """Return Batches from options that are fields of BatchLayout or StepDivision, or arguments of Batches."""
     layout, division = (
         {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
         for kind in (BatchLayout, StepDivision)
@@ -100,7 +100,7 @@ def documents_of(batch) -> list[int]:
 
 
 def seen(steps) -> list[int]:
-    """Numbers of the documents in these steps' batches, in order."""
+    """Return the numbers of the documents in the batches of these steps, in order."""
     return [n for step in steps for batch in step for n in documents_of(batch)]
 
 
@@ -109,22 +109,22 @@ def same(first, second) -> bool:
 
 
 def plain(value):
-    """Tensors as nested lists, and what holds them as what is in it. NaN is like itself there."""
+    """Convert tensors and their dataclasses to nested lists and text, in which NaN equals NaN."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), str(value.tolist())
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return [plain(item) for item in vars(value).values()] if isinstance(value, Portable) else value
+    return [plain(item) for item in vars(value).values()] if isinstance(value, TensorDataclass) else value
 
 
 class Stopped:
-    """All data-parallel ranks of a run, stopped and started again."""
+    """Data-parallel ranks of a run that stops and resumes."""
 
     def __init__(self, store):
         self.store, self.position, self.cursors, self.notes = store, None, {}, []
 
     def run(self, steps: int, ranks: int = 1, **options) -> list[list]:
-        """Of each rank, the steps."""
+        """Run all ranks for `steps` steps. Return the steps of each rank."""
         everyone = [make(self.store, rank, ranks, **options) for rank in range(ranks)]
         if self.position is not None:
             for batches in everyone:
@@ -138,5 +138,5 @@ class Stopped:
 
 
 def in_order(taken: list[list]) -> list[list]:
-    """The ranks' batches as those of one rank: of each step, micro batch by micro batch, rank by rank."""
+    """Merge the ranks' batches into those of one rank: by step, then micro batch, then rank."""
     return [[batch for parts in zip(*step, strict=True) for batch in parts] for step in zip(*taken, strict=True)]

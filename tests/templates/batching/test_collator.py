@@ -1,4 +1,4 @@
-"""Micro batches beside a naive construction from the documents."""
+"""Micro batches, against a naive construction from the documents."""
 
 import pickle
 from itertools import pairwise
@@ -21,7 +21,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_labels_weights_and_positions(name):
-    """Against the definition: the label is the next token of the same document, and counts by that token's weight."""
+    """By definition, a label is the next token of the same document, with that token's loss weight."""
     store = Documents()
     batches = make(store, **LAYOUTS[name])
     for batch in (batch for step in take(batches, 2 * batches.steps_per_epoch) for batch in step):
@@ -44,7 +44,7 @@ def test_labels_weights_and_positions(name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_boundaries(name):
-    """cu_seqlens cuts the row into whole documents and tails of padding, and no position outlives its document."""
+    """cu_seqlens divides the row into whole documents and padding, and position_ids restart in each."""
     for batch in (batch for step in take(make(Documents(), **LAYOUTS[name]), 5) for batch in step):
         if batch.cu_seqlens is None:
             assert not LAYOUTS[name].get("padding_free", True)
@@ -73,7 +73,7 @@ def test_loss_tokens_are_the_global_batchs(name, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_once(name, ranks):
     store = Documents()
-    everyone = [list(make(store, rank, ranks, **LAYOUTS[name]).once()) for rank in range(ranks)]
+    everyone = [list(make(store, rank, ranks, **LAYOUTS[name]).one_pass()) for rank in range(ranks)]
     assert sorted(n for steps in everyone for n in seen(steps)) == list(range(len(store)))
     assert sum(steps[i][0].loss_tokens for steps in everyone[:1] for i in range(len(steps))) == store.weights.sum()
     assert {len(step) for steps in everyone for step in steps} == {8 // 2 // ranks}
@@ -107,7 +107,7 @@ def test_the_loader_leaves_the_random_numbers_alone():
 @pytest.mark.parametrize("name", ["end to end", "padded", "packed", "equal lengths"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallel_ranks_share_the_row(name, size):
-    """Put together by cp_index, the ranks' parts are the row; each holds two mirrored chunks of every document."""
+    """The shards combined by cp_index are the row. Each has two mirrored chunks of every document."""
     store = Documents()
     options = {**LAYOUTS[name], "length_multiple": 4 if name != "packed" else 1}
     ranks = [take(make(store, context_parallel_rank=r, context_parallel_size=size, **options), 3) for r in range(size)]

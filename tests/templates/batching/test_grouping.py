@@ -83,7 +83,7 @@ def test_groupings(stage, ranks, context, multiple, pack, micro, equal, count, s
         "length_multiple": multiple, "packing": pack is not None, "max_length": pack, "equal_lengths": equal,
     }  # fmt: skip
     everyone = [
-        [list(make(store, rank, ranks, context_parallel_rank=c, **options).once()) for c in range(context)]
+        [list(make(store, rank, ranks, context_parallel_rank=c, **options).one_pass()) for c in range(context)]
         for rank in range(ranks)
     ]
     seen = []
@@ -188,7 +188,7 @@ def test_the_padding_share():
     for stage in ("preference", "kto"):
         store, options = Groups(stage, count=40), {"context_parallel_size": 2, "global_batch_size": 8}
         batches = make(store, **options)
-        rows = [batch for step in batches.once() for batch in step]
+        rows = [batch for step in batches.one_pass() for batch in step]
         total = sum(2 * (b.tokens.numel() + (b.mismatched.tokens.numel() if b.mismatched else 0)) for b in rows)
         shuffled = make(store, shuffle=False, **options)  # `once` does not shuffle
         assert shuffled.padding_share == pytest.approx(1 - store.lengths.sum() / total)
@@ -227,7 +227,7 @@ def test_streams(tmp_path, make_tokenizer, stage, options):
 
     planned = prepare(PrepareOptions(**given), tokenizer, stage=stage).train
     sizes = {"micro_batch_size": 1, "global_batch_size": 1, "shuffle": False}
-    usual = sorted(samples([batch for step in make(planned, **sizes).once() for batch in step]))
+    usual = sorted(samples([batch for step in make(planned, **sizes).one_pass() for batch in step]))
     batches = make_batches(stream(), **sizes)
     whole = list(islice(batches.steps(), len(usual)))
     assert sorted(sample for step in whole for sample in samples(step)) == usual

@@ -1,4 +1,4 @@
-"""Prompts, with the rows' own answers where a stage keeps them; and micro batches of fewer documents than places."""
+"""Prompts, with answers of the rows in stages that keep them, and micro batches that are not full."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_they_are_taken_together(make_tokenizer, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in (SILENT, ANSWERED)))
     options = PrepareOptions(dataset=[str(file)], dataset_shuffle=False)
     prepared = prepare(options, make_tokenizer(), stage="asked")
-    prompts = Prompts(prepared.train, samples_each=1, shuffle=False, seed=0)  # type: ignore[arg-type]
+    prompts = Prompts(prepared.train, completions_per_prompt=1, shuffle=False, seed=0)  # type: ignore[arg-type]
     silent, answered = prompts.next_batch(2)
     assert silent.reference_document is None
     assert answered.reference_document is not None
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_makes_as_many_steps(rows, batch, generation, iterati
     """Wherever it was stopped: the last generation may be of more prompts than the epochs have."""
 
     def prompts() -> Prompts:
-        return Prompts(Documents(count=rows), samples_each=4 * iterations, shuffle=True, seed=0)  # type: ignore[arg-type]
+        return Prompts(Documents(count=rows), completions_per_prompt=4 * iterations, shuffle=True, seed=0)  # type: ignore[arg-type]
 
     run = prompts()
     whole, steps, waiting = math.ceil(epochs * run.samples / batch), 0, 0

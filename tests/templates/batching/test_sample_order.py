@@ -1,4 +1,4 @@
-"""Planned data, stopped and gone on with: beside a run that was never stopped, and by counting documents."""
+"""Resumed planned data, against an uninterrupted run and by counting documents."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A stream, stopped and gone on with: beside one that was never stopped, and by counting documents."""
+"""Resumed stream, against an uninterrupted one and by counting documents."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Streaming: every rank reads its own share, and nothing but the seed decides."""
+"""Streaming: every rank reads its shard, in an order that the seed determines."""
 
 import gzip
 import json
@@ -111,7 +111,7 @@ def test_what_streaming_cannot_do(data, make_tokenizer, caplog):
     with pytest.raises(ValueError, match="with pipeline parallelism needs rows of one length"):
         make(data, tokenizer, equal_lengths=True)
     with pytest.raises(ValueError, match="Set --val_dataset"):
-        next(make(data, tokenizer).once())
+        next(make(data, tokenizer).one_pass())
     short = make(data, tokenizer, options={"max_length": 4})
     with pytest.raises(ValueError, match=r"--dataset .*\.jsonl: shard 1 of 1 has no usable row"):
         next(short.steps())

@@ -1,4 +1,4 @@
-"""Conversation -> tokens and the trained part, beside transformers' apply_chat_template."""
+"""Tokens and trained spans of conversations, against transformers' apply_chat_template."""
 
 import re
 from itertools import product
@@ -35,7 +35,7 @@ TOOL_CONVERSATION = [
 
 
 def encode(tokenizer, row: dict, **options) -> tuple[list[int], np.ndarray]:
-    """Token ids and loss weights of one row, by the code under test."""
+    """Return the token ids and loss weights of a row from the code under test."""
     documents, dropped = Encoder(tokenizer, TemplateOptions(**options), "sft", {}).encode([(0, "row 1", row)])
     assert not dropped.counts, dropped
     [(ids, runs)] = documents[0].documents
@@ -43,7 +43,7 @@ def encode(tokenizer, row: dict, **options) -> tuple[list[int], np.ndarray]:
 
 
 def said(tokenizer, row: dict, **options) -> list[str]:
-    """The runs of text that are trained on."""
+    """Return the spans of text that are trained on."""
     ids, weights = encode(tokenizer, row, **options)
     edges = np.flatnonzero(np.diff(weights)) + 1
     return [
@@ -71,7 +71,7 @@ def test_tagged_templates_train_on_what_transformers_masks(make_tokenizer, name)
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_chatml_trains_on_what_its_tagged_sibling_masks(make_tokenizer, name):
-    """The same template with the generation tags: transformers' mask is the reference for the untagged one."""
+    """transformers' mask for the template with generation tags is the reference for the one without."""
     plain, tagged = make_tokenizer("chatml"), make_tokenizer("tagged")
     tagged.chat_template = tagged.chat_template.replace("message.content | trim", "message.content")
     messages = CONVERSATIONS[name]
@@ -83,17 +83,19 @@ def test_chatml_trains_on_what_its_tagged_sibling_masks(make_tokenizer, name):
 
 @pytest.mark.parametrize(("template", "name"), list(product(["chatml", "llama3"], CONVERSATIONS)))
 def test_literals_and_prefixes_agree(make_tokenizer, template, name):
-    """Two ways to find the turns that share no code: by literals, and by rendering the conversation up to each turn."""
+    """Turns located by literals equal those located by rendering the conversation up to each turn."""
     chat = ChatTemplate(make_tokenizer(template))
     conversation = to_conversation({"messages": CONVERSATIONS[name]})
     text = chat.render(conversation)
     markers = chat._markers(conversation)
     assert markers is not None
-    assert chat._by_literals(text, conversation, markers) == chat._by_prefixes(text, conversation, markers)
+    assert chat._locate_by_literals(text, conversation, markers) == chat._locate_by_prefixes(
+        text, conversation, markers
+    )
 
 
 def test_the_model_learns_what_it_must_produce(make_tokenizer):
-    """Each trained run follows the generation prompt and ends with the turn's end, through all rewriting of history."""
+    """Each trained span starts after the generation prompt and ends with its turn, even if history is rewritten."""
     qwen3 = make_tokenizer("qwen3")
     both = {"messages": CONVERSATIONS["thinking in both turns"]}
     assert said(qwen3, both) == ["Never.<|im_end|>", "<think>\nHard, so:\n</think>\n\nNever.<|im_end|>"]
@@ -203,7 +205,7 @@ def test_pretraining_text(make_tokenizer, post_processor):
 def test_long_rows_are_tokenized_in_groups(make_tokenizer, monkeypatch):
     rows = [(i, "", {"query": "Is it?" * i, "response": "Never. " * i}) for i in range(1, 9)]
     whole, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
-    monkeypatch.setattr("megaswift.templates.dataset.tokenize.GROUP", 150)
+    monkeypatch.setattr("megaswift.templates.dataset.tokenize.GROUP_CHARACTERS", 150)
     groups, _ = Encoder(make_tokenizer(), TemplateOptions(), "sft", {}).encode(rows)
     found, expected = (
         [(number, ids.tolist(), runs) for number, [(ids, runs)], *_ in samples] for samples in (groups, whole)
@@ -289,7 +291,7 @@ def test_how_long_dropped_rows_are(make_tokenizer):
 
 
 def test_a_template_whose_turns_cannot_be_told(make_tokenizer):
-    """It turns the conversation round: better no row than wrong ones."""
+    """A template that reverses the conversation: rows must be dropped."""
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = "{% for m in messages | reverse %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
     _, dropped = Encoder(tokenizer, TemplateOptions(), "sft", {}).encode([(0, "", {"messages": [U1, A1, U2, A2]})])

@@ -1,4 +1,4 @@
-"""What stands between two answers is what the chat templates of known models put there, and what TRL puts there."""
+"""Tokens between two answers, against the chat templates of known models and TRL."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def between(tokenizer, messages, answer, columns=None, **more) -> str:
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
 @pytest.mark.parametrize("messages", [USER, [*USER, *TOOL], TOOL])
 def test_the_whole_conversation_is_the_template_s(name, messages, make_tokenizer):
-    """Where an answer has nothing that the template would rewrite, prompt, answers and what is between render alike."""
+    """Prompt, answers and the tokens between them equal the rendered conversation if the template rewrites nothing."""
     tokenizer = make_tokenizer(name)
     end = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
@@ -64,7 +64,7 @@ def test_other_ends(make_tokenizer):
 
 
 def test_a_turn_that_the_next_one_s_header_ends(make_tokenizer):
-    """As of GLM-4: no token of its own ends a turn."""
+    """A template like GLM-4's, in which the next turn's first token ends a turn."""
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ ('<|python_tag|>' if m.role == 'assistant' else '<|eom_id|>') + m.content }}"

@@ -1,4 +1,4 @@
-"""How an answer begins, under the chat templates of known models."""
+"""Answer prefixes under the chat templates of known models."""
 
 from pathlib import Path
 

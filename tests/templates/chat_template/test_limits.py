@@ -1,4 +1,4 @@
-"""What a chat template may take: memory and CPU time, in a process of its own."""
+"""Limits of memory and CPU time for chat templates, in a separate process."""
 
 import json
 

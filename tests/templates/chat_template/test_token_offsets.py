@@ -1,4 +1,4 @@
-"""Tokens of spans, beside the tokenizer's own offsets."""
+"""Tokens of character spans, against the tokenizer's offsets."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Values of every type in every field of a row: each is read or dropped with a reason in a user's words."""
+"""Values of every type in every field of a row, which is either read or dropped with a clear reason."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The way to every value in a row, at any depth."""
+    """Yield the path to every value in a row, at any depth."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield (*path, key)

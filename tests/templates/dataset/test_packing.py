@@ -6,7 +6,7 @@ from megaswift.templates.dataset.packing import pack
 
 
 def best_fit_decreasing(lengths, capacity) -> int:
-    """The textbook's loop: how many packs it takes."""
+    """Return the number of packs of the textbook's algorithm."""
     rooms = []
     for length in sorted(lengths.tolist(), reverse=True):
         room = min((room for room in rooms if room >= length), default=None)

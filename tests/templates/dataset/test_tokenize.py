@@ -1,4 +1,4 @@
-"""Rows -> the documents and labels of each stage, beside transformers and by hand; and the store that holds them."""
+"""Documents and labels of each stage, against transformers and by hand, and the token store."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PAIR = {"messages": [*EARLIER, USER, GOOD], "rejected_response": BAD["content"]}
 
 
 def encode(tokenizer, stage, rows, sample_length=None, **options) -> tuple[list, str]:
-    """Of each sample its documents as (ids, weights), and its label; and what was refused."""
+    """Return the documents as (ids, weights) and the label of each sample, and the dropped rows."""
     options = TemplateOptions(**{"loss_scale": "last_round", **options})
     encoder = Encoder(tokenizer, options, stage, {}, sample_length)
     samples, dropped = encoder.encode([(number, f"row {number}", row) for number, row in enumerate(rows)])
@@ -291,7 +291,7 @@ def test_what_does_not_fit_together(make_tokenizer, tmp_path):
 
 
 def test_the_store_gives_back_what_it_was_given(tmp_path):
-    """Documents, labels and lengths beside plain Python, over several record batches and files, in any order."""
+    """Documents, labels and lengths against plain Python, over several record batches and files, in any order."""
     random = np.random.default_rng(0)
 
     def sample(number):
@@ -337,7 +337,7 @@ def test_filled_columns_count_on_through_batches(tmp_path):
     rows = [{"solution": "1"} if number % 3 else {"other": None} for number in range(20)]
     samples = [EncodedSample(n, [document], [], json.dumps(row).encode()) for n, row in enumerate(rows)]
     file = TokenFile(open_or_build(tmp_path / "a", lambda: written(samples), rebuild=False).folder)
-    assert {name: places.nonzero()[0].tolist() for name, places in file.filled.items()} == {
+    assert {name: places.nonzero()[0].tolist() for name, places in file.column_masks.items()} == {
         "solution": [number for number in range(20) if number % 3],
         "other": [number for number in range(20) if not number % 3],
     }

@@ -1,14 +1,14 @@
-"""Files of text that a flag names, and texts that only look like one."""
+"""Flags with a text or a text file, and texts that look like file names."""
 
 import pytest
-from megaswift.templates.formats.dataset_names import text_of
+from megaswift.templates.formats.dataset_names import resolve_text
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "Be brief.", "/no_think", "Write\nto notes.txt", "See " + "very " * 99 + "long.txt", "v1.5", "."]
 )
 def test_texts_are_taken_as_they_are(text):
-    assert text_of("--system", text) == text
+    assert resolve_text("--system", text) == text
 
 
 @pytest.mark.parametrize("name", ["system.txt", "system.md", "./system", "my prompt.TXT", "~/system.txt"])
@@ -16,7 +16,7 @@ def test_files_are_read(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / name.removeprefix("~/")).write_text("Be dense. 漢\n", encoding="utf-8")
-    assert text_of("--system", name) == "Be dense. 漢"
+    assert resolve_text("--system", name) == "Be dense. 漢"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_files_that_hold_no_text(tmp_path, monkeypatch, name, content, problem):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^--system {name}: {problem}"):
-        text_of("--system", name)
+        resolve_text("--system", name)
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ValueError, match=r"folder\.txt: is not a regular file"):
-        text_of("--system", "folder.txt")
+        resolve_text("--system", "folder.txt")

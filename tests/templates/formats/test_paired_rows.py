@@ -1,13 +1,13 @@
-"""Rows of several texts, and rows with a label: every form of each, and what is refused."""
+"""Rows of several texts and rows with a label: all forms, and refused rows."""
 
 import json
 
 import pytest
 from megaswift.templates.formats.paired_rows import (
     Passage,
-    binary,
-    number,
-    numbers,
+    parse_binary,
+    parse_number,
+    parse_numbers,
     to_answer,
     to_contrastive,
     to_pair,
@@ -72,9 +72,9 @@ def test_answers_to_judge():
         {"prompt": [USER], "completion": [CHOSEN]},
     ):
         assert to_answer(row).messages == [USER, CHOSEN]
-    assert [binary(label) for label in (True, 1, 1.0, "1", "true", "True")] == [1.0] * 6
-    assert [binary(label) for label in (False, 0, 0.0, "0", "false", "FALSE")] == [0.0] * 6
-    assert [numbers(label, "label") for label in (3, "3", [1, 4], "[1, 4]", 0.5, [], True)] == [
+    assert [parse_binary(label) for label in (True, 1, 1.0, "1", "true", "True")] == [1.0] * 6
+    assert [parse_binary(label) for label in (False, 0, 0.0, "0", "false", "FALSE")] == [0.0] * 6
+    assert [parse_numbers(label, "label") for label in (3, "3", [1, 4], "[1, 4]", 0.5, [], True)] == [
         [3.0], [3.0], [1.0, 4.0], [1.0, 4.0], [0.5], [], [1.0],
     ]  # fmt: skip
 
@@ -140,17 +140,21 @@ def test_rows_that_cannot_be_used(read, row, message):
 @pytest.mark.parametrize(
     ("read", "label", "message"),
     [
-        (binary, None, "it has no label: true, false, 1 or 0 is expected"),
-        (binary, 2, "its label is 2, where true, false, 1 or 0 is expected"),
-        (binary, "good", "its label is 'good', where true"),
-        (binary, [1], r"its label is \[1\], where true"),
-        (numbers, None, "it has no label: a number or a list of numbers is expected"),
-        (numbers, "good" * 30, r"its label is 'good.{0,40}\.\.\., where a number or a list of numbers is expected"),
-        (numbers, [1, None], r"its label is \[1, None\], where a number"),
-        (numbers, float("nan"), "its label is nan, where a number"),
-        (number, [1, 2], r"its label is \[1, 2\], where one number is expected"),
+        (parse_binary, None, "it has no label: true, false, 1 or 0 is expected"),
+        (parse_binary, 2, "its label is 2, where true, false, 1 or 0 is expected"),
+        (parse_binary, "good", "its label is 'good', where true"),
+        (parse_binary, [1], r"its label is \[1\], where true"),
+        (parse_numbers, None, "it has no label: a number or a list of numbers is expected"),
+        (
+            parse_numbers,
+            "good" * 30,
+            r"its label is 'good.{0,40}\.\.\., where a number or a list of numbers is expected",
+        ),
+        (parse_numbers, [1, None], r"its label is \[1, None\], where a number"),
+        (parse_numbers, float("nan"), "its label is nan, where a number"),
+        (parse_number, [1, 2], r"its label is \[1, 2\], where one number is expected"),
     ],
 )
 def test_labels_that_cannot_be_used(read, label, message):
     with pytest.raises(UnusableRow, match=message):
-        read(label) if read is binary else read(label, "label")
+        read(label) if read is parse_binary else read(label, "label")
