@@ -1,7 +1,7 @@
 """`megatron rlhf --rlhf_type gkd`: a student learns a teacher's distributions (https://arxiv.org/abs/2306.13649).
 
-`Gkd.train` is the whole loop. A share --lmbda of the steps is on completions of the student; the others are on the
-data's answers or, with --seq_kd, on the teacher's completions.
+`Gkd.train` is the whole loop. A fraction --lmbda of the steps trains on the student's completions. The others train on
+the answers of the dataset or, with --seq_kd, on the teacher's completions.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ from .teacher import Teacher
 
 
 def run(options: GkdOptions, sources: dict[str, str]) -> int:
-    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
     return train(options, sources, make_gkd)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def make_gkd(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tup
 
 
 class Gkd:
-    """The loop, its state between steps, and the loss."""
+    """The distillation loop, its state between steps, and the loss."""
 
     def __init__(self, run: Run, model: Model, prompts: Prompts):
         options = run.options
@@ -60,59 +60,61 @@ class Gkd:
         self.teacher = Teacher(run, model, options, self.plan)
         self.notes = [f"teacher: {self.teacher.name}{self.teacher.place}"]
         self.student: ModelRollout | None = None
-        self.samplers: dict[str, Sampler] = {}  # of who may generate: student, teacher
+        self.samplers: dict[str, Sampler] = {}  # student, teacher: those that generate
         if options.lmbda > 0:
             self.student = open_rollout(run, model, options.engine)
-            ends = eos_token_ids(run.model_folder, run.tokenizer)
+            eos_ids = eos_token_ids(run.model_folder, run.tokenizer)
             self.samplers["student"] = Sampler(
                 self.student,
                 options.sampling,
                 options.training.seed,
-                ends=ends,
+                eos_ids=eos_ids,
                 vocab_size=model.architecture.vocab_size,
             )
             self.notes.append(self.student.note)
-        # A teacher ends as it has learned to, by the tokens that its own folder names.
+        # The teacher's eos tokens are those of its own checkpoint.
         if options.seq_kd and self.teacher.server:
             reader = self.teacher.server.reader if dist.get_rank() == 0 else None
             self.samplers["teacher"] = Sampler(
                 EngineGroup(reader, None),
                 options.sampling,
                 options.training.seed,
-                ends=None,
+                eos_ids=None,
                 vocab_size=self.teacher.vocab_size,
             )
         elif options.seq_kd:
-            # Whatever generates for the student: a server has its weights, and no others.
+            # Also if the student's completions come from a server, which holds only the student's weights.
             engine = run_on_all_ranks(lambda: TransformersEngine(self.teacher.folder, dtype=run.dtype))
             engine.sleep()
             self.samplers["teacher"] = Sampler(
                 EngineGroup(engine, 1),
                 options.sampling,
                 options.training.seed,
-                ends=None,
+                eos_ids=None,
                 vocab_size=self.teacher.vocab_size,
             )
             self.notes.append("the teacher's completions: transformers, a copy of it in each process")
-        self.sequences = Sequences([], [], [])  # of the micro batches that were made last
-        self.done = 0  # steps
+        self.sequences = Sequences([], [], [])  # of the latest micro batches
+        self.steps_done = 0
         self.metrics = RolloutMetrics()
         self.objective = Objective(
             self.loss,
             ["loss", "jsd", *(["nll_loss", "given"] if options.sft_alpha else [])],
             output=lambda batch: self.teacher.compare(batch, likelihood=self.with_likelihood(batch)),
             prepare=self.prepare,
-            means=_means,
+            means=_gkd_means,
             extra_flops=partial(forward_flops, self.teacher.flops, model.groups) if self.teacher.flops else no_flops,
             loop=self,
         )
 
     def train(self, trainer: StepRunner) -> None:
-        """Run the loop, in the order in which things happen."""
+        """Run the training loop."""
         for _ in trainer.steps():
             prompts = self.prompts.next_batch(self.options.training.global_batch_size)
-            is_on_policy = np.random.default_rng([self.options.training.seed, self.done]).random() < self.options.lmbda
-            self.done += 1
+            is_on_policy = (
+                np.random.default_rng([self.options.training.seed, self.steps_done]).random() < self.options.lmbda
+            )
+            self.steps_done += 1
             if is_on_policy and self.student:
                 with self.student.awake():
                     with self._phase(trainer, "update_weights"):
@@ -124,7 +126,7 @@ class Gkd:
                 self.samplers["teacher"].rollout.sleep()
             else:
                 documents = [prompt.reference_document for prompt in prompts if prompt.reference_document]
-            self.metrics.mean("gkd/on_policy_fraction", [is_on_policy])
+            self.metrics.add_mean("gkd/on_policy_fraction", [is_on_policy])
             self.metrics.count_step()
             with trainer.phase("data"):
                 batches = self.batches(documents, off_policy=not is_on_policy)
@@ -134,21 +136,21 @@ class Gkd:
 
     @contextmanager
     def _phase(self, trainer: StepRunner, name: str) -> Iterator[None]:
-        """Name a part of the loop, for the watchdog, the profiler and the log (`timing_s/{name}`)."""
+        """Name a phase of the loop for the watchdog, the profiler and the log (`timing_s/{name}`)."""
         with trainer.phase(name), self.metrics.timed(name):
             yield
 
     def generate(self, trainer: StepRunner, writer: str, prompts: list[Prompt]) -> list[Document]:
-        """Return the prompts with completions by the student or the teacher, whose tokens are all trained on."""
+        """Return the prompts with completions of `writer` (student or teacher). All their tokens are trained on."""
         with self._phase(trainer, "gen"):
             completions = self.samplers[writer](prompts)
         rows = enumerate(zip(prompts, completions, strict=True))
-        episodes = [Episode.from_completion(prompt, n, done, "") for n, (prompt, done) in rows]
-        self.metrics.lengths(episodes)
+        episodes = [Episode.from_completion(prompt, n, completion, "") for n, (prompt, completion) in rows]
+        self.metrics.add_lengths(episodes)
         return [(episode.tokens, episode.loss_mask) for episode in episodes]
 
     def batches(self, documents: list[Document], *, off_policy: bool) -> list[Batch]:
-        """Return micro batches of the documents. off_policy: not the student's, which their label tells the loss."""
+        """Return micro batches of the documents. off_policy: not by the student; the documents' labels hold this."""
         tokens, weights = ([document[part] for document in documents] for part in range(2))
         self.sequences = Sequences(tokens, weights, [float(off_policy)] * len(documents))
         return self.plan.batches(self.sequences)
@@ -160,7 +162,7 @@ class Gkd:
         return self.options.sft_alpha > 0 and bool(grouping_of(batch).labels.any())
 
     def loss(self, batch: Batch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`output`: as `Teacher.compare` gives it."""
+        """Return the loss and its metrics. `output`: of `Teacher.compare`."""
         weights, tokens, alpha = batch.loss_weights, batch.loss_tokens, self.options.sft_alpha
         if self.with_likelihood(batch):
             loss, metrics = distillation_loss(output[0], weights, tokens, log_probs=output[1], sft_alpha=alpha)
@@ -169,28 +171,30 @@ class Gkd:
         return loss, metrics | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
 
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Return the same loss on the answers of the evaluation data, as `eval_<name>`; `most`: as of `evaluate`."""
+        """Return the loss on the answers of the evaluation data, as `eval_<name>`. `most`: see `Loop.evaluate`."""
         prompt_batches = val.one_pass(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
         return evaluate_on(state, islice(steps, most if most >= 0 else None), self.objective, tick)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last line of the log."""
+        """Return the metrics of the steps since the last log line."""
         return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs of the loop."""
-        drawn = {by: sampler.drawn for by, sampler in self.samplers.items()}
-        return {"rollout/numbers": as_bytes({"done": self.done, "asked": drawn, "log": self.metrics.state()})}
+        """Return the state of the loop for a checkpoint."""
+        num_sampled = {writer: sampler.num_sampled for writer, sampler in self.samplers.items()}
+        return {
+            "rollout/numbers": as_bytes({"done": self.steps_done, "asked": num_sampled, "log": self.metrics.state()})
+        }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Resume from what `tensors` returned."""
+        """Restore the state that `tensors` returned."""
         numbers = from_bytes(tensors["rollout/numbers"])
-        self.done = numbers["done"]
+        self.steps_done = numbers["done"]
         self.metrics.load(numbers["log"])
-        for by, sampler in self.samplers.items():
-            sampler.drawn = numbers["asked"].get(by, 0)
+        for writer, sampler in self.samplers.items():
+            sampler.num_sampled = numbers["asked"].get(writer, 0)
 
     def close(self) -> None:
         for sampler in self.samplers.values():
@@ -201,8 +205,8 @@ class Gkd:
             self.student.release()
 
 
-def _means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Return means; the answers' own loss is over the off-policy tokens, where there are any."""
+def _gkd_means(sums: dict[str, float], weight: float) -> dict[str, float]:
+    """Return means. `nll_loss` is a mean over the off-policy tokens; without any it is omitted."""
     values = means(sums, weight)
     off_policy = values.pop("given", 0.0)
     nll = values.pop("nll_loss", 0.0)

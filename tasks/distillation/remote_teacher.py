@@ -1,4 +1,4 @@
-"""A teacher behind a server: no process of the run has it. Each rank asks for some of a step's documents."""
+"""Teacher behind a server. Each rank requests the outputs of some of a step's documents."""
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from ..rollout.scoring_client import ScoringClient
 from ..run.context import Run
 
 
-class Served:
-    """See teacher_apart.Sight. Every rank makes one; errors reach every rank.
+class RemoteTeacher:
+    """`TeacherOutputs` from a server. Every rank creates an instance; errors reach every rank.
 
-    Raises ScoringServerLost where no server answers, ValueError where its vocabulary is another than the student's.
+    Raises ScoringServerLost if no server answers, ValueError if its vocabulary differs from the student's.
     """
 
     def __init__(self, run: Run, options: GkdOptions, vocab_size: int):
@@ -41,10 +41,10 @@ class Served:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {vocab_size} tokens. Set fewer")
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
-        """Places are asked for where the label behind them is trained on."""
+        """Return the outputs at positions whose label is trained on."""
         rank, world, starts = dist.get_rank(), dist.get_world_size(), document_starts(sequences)
         positions = [np.flatnonzero(weights[1:]) for weights in sequences.weights]
-        have = [
+        label_ids = [
             np.concatenate([starts[n] + positions[n] for n in range(r, len(positions), world)] or [starts[:0]])
             for r in range(world)
         ]
@@ -55,7 +55,7 @@ class Served:
             ),
             gloo_group(),
         )
-        # fp32 has every whole number below 2^24, so any token.
-        rows = [np.concatenate([each.log_probs, each.tokens.astype(np.float32)], 1) for each in scores]
+        # fp32 represents every integer below 2^24 exactly, so every token id.
+        rows = [np.concatenate([score.log_probs, score.tokens.astype(np.float32)], 1) for score in scores]
         values = np.concatenate([np.empty((0, 2 * self.top), np.float32), *rows])
-        return have, torch.from_numpy(values).to(runtime.device())
+        return label_ids, torch.from_numpy(values).to(runtime.device())

@@ -1,7 +1,7 @@
-"""A teacher whose processes are not laid out as the student's are: what it makes of a step's tokens is brought to them.
+"""Teacher with a parallel layout of its own: its outputs are redistributed to the student's ranks.
 
-Every rank knows all documents of a step. Of the teacher's layout it knows too who has which tokens of them, so that
-each number goes from the rank that has it to those that want it, once.
+Every rank knows all documents of a step, and which tokens each rank has in both layouts. So each value is sent once to
+each rank that needs it.
 """
 
 from collections.abc import Callable
@@ -26,47 +26,49 @@ from ..options import GkdOptions
 from ..run.context import Run, episode_plan
 
 
-class Sight(Protocol):
+class TeacherOutputs(Protocol):
     """Teacher outputs for a step's trained tokens."""
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
-        """(labels of each rank: see `BatchPlan.label_ids`, this rank's numbers of its own [labels, numbers of each])
+        """Return the label ids of each rank (`BatchPlan.label_ids`), and this rank's values [its labels, width].
 
-        The numbers are hidden states, or fp32: the log-probabilities of the likeliest tokens, then these tokens.
+        Values are hidden states, or fp32: the log-probabilities of the top tokens, then their token ids.
         """
         ...
 
 
-class Elsewhere:
-    """Lays out a teacher's sight of the documents of a step as the student's micro batches are. Every rank makes one,
-    in the student's process groups."""
+class ReshardedOutputs:
+    """Teacher outputs in the layout of the student's micro batches.
 
-    def __init__(self, sight: Sight, plan: BatchPlan, student: Model, *, top: int | None):
-        self._sight, self._top = sight, top
-        # Sequence parallelism splits hidden states, and nothing else does.
-        self._spread = LabelPlacement(plan, student.groups, split=student.config.sequence_parallel and not top)
+    Every rank creates an instance, in the student's process groups.
+    """
 
-    def of(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
+    def __init__(self, teacher_outputs: TeacherOutputs, plan: BatchPlan, student: Model, *, top: int | None):
+        self._teacher_outputs, self._top = teacher_outputs, top
+        # Sequence parallelism splits hidden states, but not log-probabilities.
+        self._placement = LabelPlacement(plan, student.groups, split=student.config.sequence_parallel and not top)
+
+    def compute(self, batches: list[Batch], sequences: Sequences) -> list[Tensor]:
         """Return the values of TeacherExtras for each of this rank's micro batches, on the last pipeline stage."""
-        want = self._spread(sequences)
-        have, values = self._sight(sequences)
-        values = redistribute(have, [concat_indices(of_rank) for of_rank in want], values)
+        label_ids = self._placement(sequences)
+        teacher_ids, values = self._teacher_outputs(sequences)
+        values = redistribute(teacher_ids, [concat_indices(ids) for ids in label_ids], values)
         outputs, start = [], 0
-        for numbers in want[dist.get_rank()]:
-            mask = torch.from_numpy(numbers >= 0).to(values.device)
-            count = int((numbers >= 0).sum())
-            rows = values.new_zeros(len(numbers), values.shape[1])
+        for ids in label_ids[dist.get_rank()]:
+            mask = torch.from_numpy(ids >= 0).to(values.device)
+            count = int((ids >= 0).sum())
+            rows = values.new_zeros(len(ids), values.shape[1])
             rows[mask] = values[start : start + count]
             start += count
-            # [2, 1, local length, top], or as a model has hidden states: [local length, 1, hidden size]
+            # [2, 1, local length, top], or the shape of hidden states: [local length, 1, hidden size]
             outputs.append(rows.unflatten(1, (2, 1, -1)).movedim(0, 2) if self._top else rows.unsqueeze(1))
         return outputs
 
 
-class Apart:
-    """The teacher's process groups, and in them its passes. Every rank makes one.
+class TeacherGroups:
+    """The teacher's process groups, and its forward passes in them. Every rank creates an instance.
 
-    Raises ValueError, on every rank, where the processes do not divide.
+    Raises ValueError on every rank if the world size does not fit the teacher's layout.
     """
 
     def __init__(self, run: Run, options: GkdOptions):
@@ -76,46 +78,52 @@ class Apart:
     def entered(self) -> AbstractContextManager[None]:
         return self._groups.entered()
 
-    def begin(self, model: Model, see: Callable[[list[Batch]], list[Tensor]], *, top: int | None) -> None:
-        """`see`: what `model`, which was built in these groups, makes of micro batches of its own."""
-        self._model, self._see, self._top = model, see, top
+    def set_model(self, model: Model, forward: Callable[[list[Batch]], list[Tensor]], *, top: int | None) -> None:
+        """Set the model, which was built in these groups. `forward`: its outputs for micro batches of its layout."""
+        self._model, self._forward, self._top = model, forward, top
         split = not top and model.config.sequence_parallel
-        self._spread = LabelPlacement(episode_plan(self._run, model.groups), model.groups, split=split, copies=False)
+        self._placement = LabelPlacement(episode_plan(self._run, model.groups), model.groups, split=split, copies=False)
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
-        have = self._spread(sequences)
+        label_ids = self._placement(sequences)
         with self.entered():
-            seen = self._see(self._spread.batches(sequences))
-        config, placement = self._model.config, have[dist.get_rank()]
+            outputs = self._forward(self._placement.batches(sequences))
+        config, local_ids = self._model.config, label_ids[dist.get_rank()]
         dtype, width = (torch.float32, 2 * self._top) if self._top else (config.params_dtype, config.hidden_size)
         rows = [torch.empty(0, width, dtype=dtype, device=runtime.device())]
-        for numbers, values in zip(placement, seen if placement else [], strict=True):
+        for ids, values in zip(local_ids, outputs if local_ids else [], strict=True):
             flat = values.squeeze(1).movedim(0, 1).flatten(1) if self._top else values.squeeze(1)
-            rows.append(flat[torch.from_numpy(numbers >= 0).to(flat.device)].to(dtype))
-        return [concat_indices(of_rank) for of_rank in have], torch.cat(rows)
+            rows.append(flat[torch.from_numpy(ids >= 0).to(flat.device)].to(dtype))
+        return [concat_indices(ids) for ids in label_ids], torch.cat(rows)
 
-    def matrix_for(self, student: Model) -> Tensor | None:
-        """Return the teacher's output matrix with the student's rows per rank, zeros beyond its end.
+    def output_matrix_for(self, student: Model) -> Tensor | None:
+        """Return the teacher's output matrix in the student's tensor-parallel layout, padded with zeros.
 
-        On the student's last pipeline stage, elsewhere None. Called in the student's process groups.
+        None except on the student's last pipeline stage. Call it in the student's process groups.
         """
         groups = self._model.groups
-        held = self._model.output_matrix().detach() if is_pp_last_stage(groups.pp) else None
+        weight = self._model.output_matrix().detach() if is_pp_last_stage(groups.pp) else None
         first_copy = groups.dp_cp.rank() == 0
-        have = np.arange(len(held)) + groups.tp.rank() * len(held) if held is not None and first_copy else np.arange(0)
-        total = len(held) * groups.tp.size() if held is not None else 0
-        wants, rows = is_pp_last_stage(student.groups.pp), 0
-        if wants:
-            rows = len(student.output_matrix())
-        ranks: list[Any] = [None] * dist.get_world_size()
-        first = rows * student.groups.tp.rank()
-        dist.all_gather_object(ranks, (have, total, first, rows))
-        end = max(total for _, total, _, _ in ranks)
-        want = [np.arange(min(first, end), min(first + rows, end)) for _, _, first, rows in ranks]
+        teacher_rows = (
+            np.arange(len(weight)) + groups.tp.rank() * len(weight)
+            if weight is not None and first_copy
+            else np.arange(0)
+        )
+        teacher_vocab = len(weight) * groups.tp.size() if weight is not None else 0
+        is_last_stage, num_rows = is_pp_last_stage(student.groups.pp), 0
+        if is_last_stage:
+            num_rows = len(student.output_matrix())
+        layouts: list[Any] = [None] * dist.get_world_size()
+        start = num_rows * student.groups.tp.rank()
+        dist.all_gather_object(layouts, (teacher_rows, teacher_vocab, start, num_rows))
+        vocab_end = max(teacher_vocab for _, teacher_vocab, _, _ in layouts)
+        student_rows = [
+            np.arange(min(start, vocab_end), min(start + num_rows, vocab_end)) for _, _, start, num_rows in layouts
+        ]
         config = self._model.config
-        if held is None or not first_copy:
-            held = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=runtime.device())
-        matrix = redistribute([have for have, _, _, _ in ranks], want, held)
-        if not wants:
+        if weight is None or not first_copy:
+            weight = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=runtime.device())
+        matrix = redistribute([teacher_rows for teacher_rows, _, _, _ in layouts], student_rows, weight)
+        if not is_last_stage:
             return None
-        return torch.cat((matrix, matrix.new_zeros(rows - len(matrix), matrix.shape[1])))
+        return torch.cat((matrix, matrix.new_zeros(num_rows - len(matrix), matrix.shape[1])))

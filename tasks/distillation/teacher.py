@@ -30,8 +30,8 @@ from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
 from ..run.planning import ProcessLayout, teacher_layout
 from ..train.objective import extras_of
-from .remote_teacher import Served
-from .resharded_teacher import Apart, Elsewhere
+from .remote_teacher import RemoteTeacher
+from .resharded_teacher import ReshardedOutputs, TeacherGroups
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Teacher:
         self.top, self.vocab_size, self.scale = options.teacher.gkd_logits_topk, student.architecture.vocab_size, 1.0
         self.weight: Tensor | None = None  # the output matrix, split as the student's, which stays on the device
         self.flops: Flops | None = None  # of its passes in these processes
-        self.elsewhere: Elsewhere | None = None  # None: its hidden states are where the student's will be
-        self.server: Served | None = None
+        self.elsewhere: ReshardedOutputs | None = None  # None: its hidden states are where the student's will be
+        self.server: RemoteTeacher | None = None
         if options.teacher.teacher_model_server:
-            self.server = Served(run, options, self.vocab_size)
-            self.elsewhere = Elsewhere(self.server, plan, student, top=self.top)
+            self.server = RemoteTeacher(run, options, self.vocab_size)
+            self.elsewhere = ReshardedOutputs(self.server, plan, student, top=self.top)
             self.place = f", a server ({self.server.reader.kind})"
             return
         apart = teacher_layout(options)
         self.place = f", {ProcessLayout.of(apart.build, dist.get_world_size())}" if apart else ""
-        self._groups = Apart(run, apart) if apart else None
+        self._groups = TeacherGroups(run, apart) if apart else None
         with self._groups.entered() if self._groups else nullcontext():
             self._build(replace(run, options=apart or options), options)
         architecture = self.model.architecture
@@ -75,10 +75,10 @@ class Teacher:
                 rows, group = len(student.output_matrix()), student.groups.tp
                 self.weight = reshard_rows(self.model.output_matrix(), rows, group)
         else:
-            self._groups.begin(self.model, self._pass, top=self.top)
-            self.elsewhere = Elsewhere(self._groups, plan, student, top=self.top)
+            self._groups.set_model(self.model, self._pass, top=self.top)
+            self.elsewhere = ReshardedOutputs(self._groups, plan, student, top=self.top)
             if not self.top:
-                self.weight = self._groups.matrix_for(student)
+                self.weight = self._groups.output_matrix_for(student)
         offloads = options.teacher.offload_teacher_model and runtime.device().type == "cuda"
         self.there: Callable[[], Any] = offloaded(self.model) if offloads else nullcontext
 
@@ -89,7 +89,7 @@ class Teacher:
 
     def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:
         """Return the micro batches with TeacherExtras. sequences: the step's, of all ranks."""
-        outputs = self.elsewhere.of(batches, sequences) if self.elsewhere else self._pass(batches)
+        outputs = self.elsewhere.compute(batches, sequences) if self.elsewhere else self._pass(batches)
         if not outputs:  # the last pipeline stage has it
             return batches
         return [replace(b, extras=TeacherExtras(values)) for b, values in zip(batches, outputs, strict=True)]

@@ -1,2 +1,4 @@
-"""Losses: pure functions of tensors, on any device. They keep one number a pair, a sample or a document; the step sums
-them and divides by the global batch."""
+"""Losses: pure functions of tensors, on any device.
+
+They return a value per pair, sample or document. The step sums the values and divides by the global batch.
+"""

@@ -1,4 +1,4 @@
-"""Losses of scores: sequence classification, and rerankers.
+"""Losses of sequence classifiers and rerankers.
 
 scores are fp32, the model's outputs before any sigmoid or softmax.
 """
@@ -9,49 +9,49 @@ from torch import Tensor
 
 
 def multi_hot(labels: Tensor, num_labels: int) -> Tensor:
-    """Return the classes of each sample, [samples, k] with NaN where it has fewer -> [samples, num_labels] of 0 and 1.
+    """Convert class indices [samples, k], padded with NaN, to multi-hot vectors [samples, num_labels].
 
-    Raises ValueError for a number that is no class.
+    Raises ValueError for an invalid class index.
     """
     present = ~labels.isnan()
-    numbers = _class_numbers(torch.where(present, labels, 0.0), num_labels)
-    hot = torch.zeros(len(labels), num_labels + 1, device=labels.device)  # the last column takes what is missing
-    return hot.scatter(1, torch.where(present, numbers, num_labels), 1.0)[:, :num_labels]
+    indices = _class_indices(torch.where(present, labels, 0.0), num_labels)
+    hot = torch.zeros(len(labels), num_labels + 1, device=labels.device)  # the last column is for the padding
+    return hot.scatter(1, torch.where(present, indices, num_labels), 1.0)[:, :num_labels]
 
 
-def class_numbers(labels: Tensor, num_labels: int) -> Tensor:
-    """Convert classes [samples, 1] from floats to int64 [samples]. Raises ValueError for a number that is no class."""
+def class_indices(labels: Tensor, num_labels: int) -> Tensor:
+    """Convert class indices [samples, 1] from floats to int64 [samples]. Raises ValueError for an invalid one."""
     if labels.shape[1:] != (1,):
         raise ValueError(
             f"--problem_type single_label_classification: a row has {labels.shape[1]} labels, and needs one. "
             "For several at once: multi_label_classification."
         )
-    return _class_numbers(labels, num_labels).squeeze(1)
+    return _class_indices(labels, num_labels).squeeze(1)
 
 
-def _class_numbers(labels: Tensor, num_labels: int) -> Tensor:
-    """Floats as int64, all of them classes."""
-    right = (labels >= 0) & (labels < num_labels) & (labels == labels.round())
-    if not right.all():
-        wrong = labels[~right][0].item()
+def _class_indices(labels: Tensor, num_labels: int) -> Tensor:
+    """Convert floats to int64. Raises ValueError for an invalid class index."""
+    is_valid = (labels >= 0) & (labels < num_labels) & (labels == labels.round())
+    if not is_valid.all():
+        invalid = labels[~is_valid][0].item()
         raise ValueError(
-            f"--num_labels {num_labels}: classes are 0 to {num_labels - 1}, and a row's label is {wrong:g}. "
+            f"--num_labels {num_labels}: classes are 0 to {num_labels - 1}, and a row's label is {invalid:g}. "
             "Raise --num_labels or correct the row."
         )
     return labels.long()
 
 
 def classification_losses(scores: Tensor, labels: Tensor, problem_type: str) -> Tensor:
-    """Return each sample's loss as transformers' ForSequenceClassificationLoss: [samples].
+    """Return each sample's loss, as in transformers' ForSequenceClassificationLoss: [samples].
 
-    scores [samples, outputs]; labels by `problem_type`: single_label_classification [samples] (`class_numbers`),
+    scores [samples, outputs]; labels by `problem_type`: single_label_classification [samples] (`class_indices`),
     multi_label_classification [samples, outputs] (`multi_hot`), regression [samples, outputs].
-    Raises ValueError where labels have another shape, or the problem another name.
+    Raises ValueError for labels of another shape and for an unknown `problem_type`.
     """
     if problem_type == "single_label_classification":
-        _same_shape(labels, scores.shape[:1], problem_type)
+        _check_shape(labels, scores.shape[:1], problem_type)
         return F.cross_entropy(scores, labels.long(), reduction="none")
-    _same_shape(labels, scores.shape, problem_type)
+    _check_shape(labels, scores.shape, problem_type)
     if problem_type == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(scores, labels, reduction="none").mean(dim=1)
     if problem_type == "regression":
@@ -61,7 +61,7 @@ def classification_losses(scores: Tensor, labels: Tensor, problem_type: str) -> 
     )
 
 
-def _same_shape(labels: Tensor, shape: torch.Size, problem_type: str) -> None:
+def _check_shape(labels: Tensor, shape: torch.Size, problem_type: str) -> None:
     if labels.shape != shape:
         raise ValueError(
             f"--problem_type {problem_type}: labels of shape {list(labels.shape)} where {list(shape)} is needed: "
@@ -70,9 +70,9 @@ def _same_shape(labels: Tensor, shape: torch.Size, problem_type: str) -> None:
 
 
 def accuracy(scores: Tensor, labels: Tensor, problem_type: str) -> Tensor:
-    """1 where a sample's prediction is right (of several labels: all of them), else 0: [samples] fp32.
+    """Return 1 where a sample's prediction (of all its labels) is correct, else 0: fp32 [samples].
 
-    Shapes as in `classification_losses`. A label among several is predicted where its probability is above a half.
+    Shapes as in `classification_losses`. With several labels, a label is predicted if its probability exceeds 0.5.
     """
     if problem_type == "single_label_classification":
         return (scores.argmax(dim=1) == labels).float()
@@ -82,15 +82,16 @@ def accuracy(scores: Tensor, labels: Tensor, problem_type: str) -> Tensor:
 
 
 def pointwise_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return each document's binary cross entropy of "it answers the query" (1) or not (0): [documents]."""
+    """Return each document's binary cross entropy. Label 1: it answers the query. Shapes: [documents]."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
 
 
 def listwise_losses(scores: Tensor, samples: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return -log softmax of each sample's first document's score, the positive, among its documents: [samples].
+    """Return -log softmax of the score of each sample's positive, its first document, among its documents: [samples].
 
-    scores [documents]; samples [documents] int64: which sample each is of, those of one side by side. On the CPU, so
-    that the device need not be waited for. ListNet's loss with one relevant document, https://doi.org/10.1145/1273496.1273513.
+    scores [documents]; samples [documents] int64: sample index of each document, in contiguous runs, on the CPU to
+    avoid a device synchronization. ListNet's loss with one relevant document,
+    https://doi.org/10.1145/1273496.1273513.
     """
     if not len(samples):
         return scores

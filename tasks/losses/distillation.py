@@ -1,4 +1,4 @@
-"""Losses of students that learn from a teacher: GKD, https://arxiv.org/abs/2306.13649."""
+"""Distillation loss: GKD, https://arxiv.org/abs/2306.13649."""
 
 from torch import Tensor
 
@@ -10,15 +10,16 @@ def distillation_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this rank's share of the mean divergence over the trained tokens of the global batch, and its metrics.
 
-    divergences [rows, length]: of the student from the teacher (bridge/layers/divergence.py); weights [rows, length]:
-    of the tokens; loss_tokens: their sum over the global batch. `sft_alpha` times the mean cross entropy of the labels
-    is added where `log_probs` [rows, length] of them are given: of answers that the student has not written itself.
+    divergences [rows, length]: of the student from the teacher (bridge/layers/divergence.py)
+    weights [rows, length]: loss weights of the tokens
+    loss_tokens: sum of the weights over the global batch
+    log_probs [rows, length]: of the labels, for off-policy answers; adds `sft_alpha` times the mean cross entropy
     """
     tokens = max(loss_tokens, 1.0)
     loss = (divergences * weights).sum() / tokens
     metrics = {"jsd": loss.detach()}
     if log_probs is not None and sft_alpha:
-        likelihood = cross_entropy(log_probs, weights) / tokens
-        loss = loss + sft_alpha * likelihood
-        metrics["nll_loss"] = likelihood.detach()
+        nll_loss = cross_entropy(log_probs, weights) / tokens
+        loss = loss + sft_alpha * nll_loss
+        metrics["nll_loss"] = nll_loss.detach()
     return loss, {"loss": loss.detach()} | metrics

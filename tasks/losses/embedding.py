@@ -1,4 +1,4 @@
-"""Losses of embeddings [samples, dimensions], fp32, of any length: what counts is the angle between two."""
+"""Losses of embeddings [samples, dimensions], fp32. They depend on cosines only, not on lengths."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def matryoshka(embeddings: Tensor, dims: Sequence[int]) -> list[Tensor]:
-    """Return the first entries of each embedding, for each of `dims`, at length 1: [samples, dim] each.
+    """Return each embedding truncated to each of `dims` and normalized: [samples, dim] each.
 
-    A loss over all of them (https://arxiv.org/abs/2205.13147) trains embeddings that may be cut short afterwards.
-    Raises ValueError for a dim that the embeddings do not have.
+    A loss over all of them trains embeddings that can be truncated (https://arxiv.org/abs/2205.13147). Raises
+    ValueError for a dim beyond the embeddings' width.
     """
     width = embeddings.shape[-1]
     for dim in dims:
@@ -23,11 +23,14 @@ def matryoshka(embeddings: Tensor, dims: Sequence[int]) -> list[Tensor]:
 def infonce_losses(
     anchors: Tensor, candidates: Tensor, target: Tensor, temperature: float, mask: Tensor | None = None
 ) -> Tensor:
-    """InfoNCE, https://arxiv.org/abs/1807.03748: -log softmax of the target's cosine / temperature among candidates.
+    """Return each anchor's InfoNCE loss, -log softmax of cosine / temperature at its positive: [anchors].
 
-    anchors [anchors, dimensions]; candidates [candidates, dimensions], from anywhere: other anchors' too, as
-    sentence-transformers' MultipleNegativesRankingLoss has them; target [anchors] int64: the row of each anchor's
-    positive; mask [anchors, candidates] bool: which take part (None: all; the target always does). -> [anchors]
+    anchors [anchors, dimensions]
+    candidates [candidates, dimensions]: may include other anchors' documents, as in sentence-transformers'
+        MultipleNegativesRankingLoss
+    target [anchors] int64: index of each anchor's positive among the candidates
+    mask [anchors, candidates] bool: candidates of each anchor besides its positive; None: all
+    Source: https://arxiv.org/abs/1807.03748
     """
     cosines = F.normalize(anchors, dim=-1) @ F.normalize(candidates, dim=-1).t()
     if mask is not None:
@@ -36,21 +39,21 @@ def infonce_losses(
 
 
 def contrastive_losses(first: Tensor, second: Tensor, labels: Tensor, margin: float = 0.5) -> Tensor:
-    """Contrastive loss over cosine distances, https://doi.org/10.1109/CVPR.2006.100: [pairs].
+    """Return the contrastive loss of cosine distances: [pairs]. https://doi.org/10.1109/CVPR.2006.100
 
-    Pairs with label 1 are pulled together, those with 0 pushed apart as far as `margin`; as sentence-transformers'
-    ContrastiveLoss. first, second [pairs, dimensions]; labels [pairs].
+    Pairs with label 1 are pulled together, those with label 0 pushed apart up to `margin`, as in
+    sentence-transformers' ContrastiveLoss. first, second [pairs, dimensions]; labels [pairs].
     """
     distances = _distances(first, second)
     return 0.5 * (labels * distances**2 + (1 - labels) * torch.relu(margin - distances) ** 2)
 
 
 def online_contrastive_losses(first: Tensor, second: Tensor, labels: Tensor, margin: float = 0.5) -> Tensor:
-    """Contrastive loss of the hard pairs alone (and without the half), 0 for the others: [pairs].
+    """Return the contrastive loss (without the factor 0.5) of hard pairs, 0 for other pairs: [pairs].
 
-    As sentence-transformers' OnlineContrastiveLoss. Hard are pairs with label 1 that are farther apart than the
-    closest of those with 0, and pairs with 0 that are closer than the farthest of those with 1; where one kind is
-    missing, the mean of the other stands for it. All are looked for among these pairs.
+    As in sentence-transformers' OnlineContrastiveLoss. Hard positives (label 1) are farther apart than the closest
+    negative pair, hard negatives (label 0) closer than the farthest positive pair. Without pairs of one label, the
+    other label's mean distance replaces that extreme.
     """
     distances = _distances(first, second)
     if not len(labels):
@@ -66,8 +69,11 @@ def online_contrastive_losses(first: Tensor, second: Tensor, labels: Tensor, mar
 
 
 def cosine_similarity_losses(first: Tensor, second: Tensor, scores: Tensor) -> Tensor:
-    """Squared difference of each pair's cosine and its score: [pairs]; as sentence-transformers' CosineSimilarityLoss
-    (https://arxiv.org/abs/1908.10084, section 3, regression objective)."""
+    """Return the squared difference of each pair's cosine and its score: [pairs].
+
+    As in sentence-transformers' CosineSimilarityLoss (https://arxiv.org/abs/1908.10084, section 3, regression
+    objective).
+    """
     return (F.cosine_similarity(first, second) - scores) ** 2
 
 
@@ -75,6 +81,6 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(first, second)
 
 
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Over the chosen ones; not a number where there is none."""
-    return (values * chosen).sum() / chosen.sum()
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the mask; NaN if it is empty."""
+    return (values * mask).sum() / mask.sum()

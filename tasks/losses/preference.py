@@ -1,7 +1,7 @@
-"""Losses of preference training: DPO and its relatives, KTO, reward models.
+"""Losses of preference training: DPO and its variants, KTO, reward models.
 
-Log-probabilities are sums over an answer's tokens, fp32. The numbers are TRL's (1.16), with two differences: `sigmoid`
-takes a label smoothing too (cDPO), and losses and gradients stay finite where the model is far from its reference.
+Log-probabilities are sums over an answer's tokens, fp32. Values agree with TRL's (1.16), with two differences:
+`sigmoid` supports label smoothing (cDPO), and losses and gradients stay finite far from the reference.
 """
 
 import math
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# Scores grow exponentially with some divergences, and stand still from here on: squared (ipo), fp32 still holds them.
+# Scores of some divergences are exponentials. This bound on exponents keeps even squared scores (ipo) finite in fp32.
 LARGEST_EXPONENT = 30.0
 
 
 class Pairs(NamedTuple):
-    """Log-probabilities of whole answers, and how many tokens they are sums of: [pairs] each."""
+    """Log-probabilities of whole answers, and their numbers of tokens: [pairs] each."""
 
     chosen: Tensor
     rejected: Tensor
@@ -30,156 +30,156 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Dpo:
-    """Settings of `dpo_losses`, by the flags' names."""
+    """Settings of `dpo_losses`, named as the flags."""
 
     beta: float = 0.1
     loss_type: tuple[str, ...] = ("sigmoid",)
-    loss_weights: tuple[float, ...] | None = None  # one for each loss type; None: 1 each
+    loss_weights: tuple[float, ...] | None = None  # per loss type; None: 1 each
     label_smoothing: float = 0.0
     f_divergence_type: str = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
     discopop_tau: float = 0.05
-    reference_free: bool = False  # a reference to which all answers are equally likely; the pairs' is not read
+    reference_free: bool = False  # all answers are equally likely under the reference; ref_* of pairs are ignored
 
     @property
     def terms(self) -> tuple[tuple[str, float], ...]:
-        """(loss type, weight), in the order given."""
+        """Pairs (loss type, weight) in order."""
         weights = (1.0,) * len(self.loss_type) if self.loss_weights is None else self.loss_weights
         return tuple(zip(self.loss_type, weights, strict=True))
 
 
-class _Compared(NamedTuple):
-    """A policy beside its reference, [pairs] each: log ratios, and the scores that an f-divergence makes of them."""
+class _LogRatios(NamedTuple):
+    """Log ratios of policy to reference, and their scores under the f-divergence: [pairs] each."""
 
     pairs: Pairs
     chosen_ratio: Tensor
     rejected_ratio: Tensor
-    chosen: Tensor
-    rejected: Tensor
+    chosen_score: Tensor
+    rejected_score: Tensor
 
     def logits(self, options: Dpo) -> Tensor:
-        return options.beta * (self.chosen - self.rejected)
+        return options.beta * (self.chosen_score - self.rejected_score)
 
 
-def _exponential_less_one(exponent: Tensor) -> Tensor:
+def _clamped_expm1(exponent: Tensor) -> Tensor:
     return torch.expm1(exponent.clamp(max=LARGEST_EXPONENT))
 
 
 def _score(ratio: Tensor, options: Dpo) -> Tensor:
-    """f'(policy / reference) from the log ratio, but for a constant: f-DPO, https://arxiv.org/abs/2309.16240."""
+    """Return f'(policy / reference) up to a constant, from the log ratio: f-DPO, https://arxiv.org/abs/2309.16240."""
     power = options.f_alpha_divergence_coef - 1.0
     match options.f_divergence_type:
         case "forward_kl":
-            return -_exponential_less_one(-ratio)
+            return -_clamped_expm1(-ratio)
         case "js_divergence":
             return math.log(2.0) + logsigmoid(ratio)
         case "alpha_divergence" if abs(power) >= 1e-6:
-            return _exponential_less_one(power * ratio) / power
+            return _clamped_expm1(power * ratio) / power
     return ratio  # the reverse KL, and the limit of the alpha divergence
 
 
-def _compared(pairs: Pairs, options: Dpo) -> _Compared:
+def _log_ratios(pairs: Pairs, options: Dpo) -> _LogRatios:
     if options.reference_free:
         pairs = pairs._replace(ref_chosen=torch.zeros_like(pairs.chosen), ref_rejected=torch.zeros_like(pairs.rejected))
     chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
-    return _Compared(pairs, chosen, rejected, _score(chosen, options), _score(rejected, options))
+    return _LogRatios(pairs, chosen, rejected, _score(chosen, options), _score(rejected, options))
 
 
-def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
-    """Cross entropy of "the chosen answer is the better one", which is wrong with probability `smoothing`."""
+def _smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
+    """Return the cross entropy of the preference label, which is wrong with probability `smoothing`."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 
-def _sigmoid(found: _Compared, options: Dpo) -> Tensor:
+def _sigmoid(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2305.18290, equation 7; smoothed: cDPO, https://ericmitchell.ai/cdpo.pdf."""
-    return _smoothed(found.logits(options), options.label_smoothing)
+    return _smoothed_loss(ratios.logits(options), options.label_smoothing)
 
 
-def _hinge(found: _Compared, options: Dpo) -> Tensor:
-    """SLiC, https://arxiv.org/abs/2305.10425, as https://arxiv.org/abs/2309.06657 has it beside DPO."""
-    return torch.relu(1 - found.logits(options))
+def _hinge(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """SLiC, https://arxiv.org/abs/2305.10425, in the form of https://arxiv.org/abs/2309.06657."""
+    return torch.relu(1 - ratios.logits(options))
 
 
-def _by_token(found: _Compared) -> Tensor:
-    """Return the difference of scores, each divided by its answer's tokens."""
-    chosen_tokens, rejected_tokens = found.pairs.chosen_tokens.clamp(min=1), found.pairs.rejected_tokens.clamp(min=1)
-    return found.chosen / chosen_tokens - found.rejected / rejected_tokens
+def _length_normalized_margin(ratios: _LogRatios) -> Tensor:
+    """Return the difference of scores, each divided by its answer's number of tokens."""
+    chosen_tokens, rejected_tokens = ratios.pairs.chosen_tokens.clamp(min=1), ratios.pairs.rejected_tokens.clamp(min=1)
+    return ratios.chosen_score / chosen_tokens - ratios.rejected_score / rejected_tokens
 
 
-def _ipo(found: _Compared, options: Dpo) -> Tensor:
-    """https://arxiv.org/abs/2310.12036, equation 17, with means over tokens as TRL has it; beta is the paper's tau."""
-    return (_by_token(found) - 1 / (2 * options.beta)) ** 2
+def _ipo(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """https://arxiv.org/abs/2310.12036, equation 17, with means over tokens as in TRL; beta is the paper's tau."""
+    return (_length_normalized_margin(ratios) - 1 / (2 * options.beta)) ** 2
 
 
-def _sigmoid_norm(found: _Compared, options: Dpo) -> Tensor:
+def _sigmoid_norm(ratios: _LogRatios, options: Dpo) -> Tensor:
     """DPO with length normalisation, https://arxiv.org/abs/2411.15124 (Tulu 3)."""
-    return -logsigmoid(options.beta * _by_token(found))
+    return -logsigmoid(options.beta * _length_normalized_margin(ratios))
 
 
-def _exo_pair(found: _Compared, options: Dpo) -> Tensor:
+def _exo_pair(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2402.00856, equation 16: the KL of the policy's preference from the smoothed one."""
-    logits, smoothing = found.logits(options), options.label_smoothing
+    logits, smoothing = ratios.logits(options), options.label_smoothing
     right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-smoothing))
     wrong = torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(smoothing))
     return right + wrong
 
 
-def _nca_pair(found: _Compared, options: Dpo) -> Tensor:
-    """https://arxiv.org/abs/2402.05369, for two answers of which one is chosen."""
-    chosen, rejected = options.beta * found.chosen_ratio, options.beta * found.rejected_ratio
+def _nca_pair(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """https://arxiv.org/abs/2402.05369, for two answers, one of them chosen."""
+    chosen, rejected = options.beta * ratios.chosen_ratio, options.beta * ratios.rejected_ratio
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-def _robust(found: _Compared, options: Dpo) -> Tensor:
+def _robust(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2403.00409: unbiased where labels are flipped with probability `label_smoothing`."""
-    logits, flipped = found.logits(options), options.label_smoothing
+    logits, flipped = ratios.logits(options), options.label_smoothing
     return (flipped * logsigmoid(-logits) - (1 - flipped) * logsigmoid(logits)) / (1 - 2 * flipped)
 
 
-def _bco_pair(found: _Compared, options: Dpo) -> Tensor:
+def _bco_pair(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2404.04656, without its shift of rewards."""
-    return -logsigmoid(options.beta * found.chosen_ratio) - logsigmoid(-options.beta * found.rejected_ratio)
+    return -logsigmoid(options.beta * ratios.chosen_ratio) - logsigmoid(-options.beta * ratios.rejected_ratio)
 
 
-def _sppo_hard(found: _Compared, options: Dpo) -> Tensor:
-    """https://arxiv.org/abs/2405.00675, equation 4.7, where the chosen answer surely wins."""
+def _sppo_hard(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """https://arxiv.org/abs/2405.00675, equation 4.7, with a certain win of the chosen answer."""
     half = 0.5 / options.beta
-    return (found.chosen_ratio - half) ** 2 + (found.rejected_ratio + half) ** 2
+    return (ratios.chosen_ratio - half) ** 2 + (ratios.rejected_ratio + half) ** 2
 
 
-def _aot(found: _Compared, options: Dpo) -> Tensor:
+def _aot(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2406.05882: the sorted margins of the policy against those of the reference."""
-    pairs = found.pairs
+    pairs = ratios.pairs
     policy, reference = pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected
-    return _smoothed(options.beta * (policy.sort().values - reference.sort().values), options.label_smoothing)
+    return _smoothed_loss(options.beta * (policy.sort().values - reference.sort().values), options.label_smoothing)
 
 
-def _aot_unpaired(found: _Compared, options: Dpo) -> Tensor:
+def _aot_unpaired(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2406.05882: sorted log ratios of the chosen answers against those of the rejected."""
-    margins = found.chosen_ratio.sort().values - found.rejected_ratio.sort().values
-    return _smoothed(options.beta * margins, options.label_smoothing)
+    margins = ratios.chosen_ratio.sort().values - ratios.rejected_ratio.sort().values
+    return _smoothed_loss(options.beta * margins, options.label_smoothing)
 
 
-def _apo_zero(found: _Compared, options: Dpo) -> Tensor:
-    """https://arxiv.org/abs/2408.06266, equation 7: chosen answers are better than what the model says."""
-    return torch.sigmoid(-options.beta * found.chosen_ratio) + torch.sigmoid(options.beta * found.rejected_ratio)
+def _apo_zero(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """https://arxiv.org/abs/2408.06266, equation 7: chosen answers are better than the model's."""
+    return torch.sigmoid(-options.beta * ratios.chosen_ratio) + torch.sigmoid(options.beta * ratios.rejected_ratio)
 
 
-def _apo_down(found: _Compared, options: Dpo) -> Tensor:
-    """https://arxiv.org/abs/2408.06266, equation 8: chosen answers too are worse than what the model says."""
-    margin = found.chosen_ratio - found.rejected_ratio
-    return torch.sigmoid(options.beta * found.chosen_ratio) + torch.sigmoid(-options.beta * margin)
+def _apo_down(ratios: _LogRatios, options: Dpo) -> Tensor:
+    """https://arxiv.org/abs/2408.06266, equation 8: chosen answers too are worse than the model's."""
+    margin = ratios.chosen_ratio - ratios.rejected_ratio
+    return torch.sigmoid(options.beta * ratios.chosen_ratio) + torch.sigmoid(-options.beta * margin)
 
 
-def _discopop(found: _Compared, options: Dpo) -> Tensor:
+def _discopop(ratios: _LogRatios, options: Dpo) -> Tensor:
     """https://arxiv.org/abs/2406.08414, equation 5: logistic where the policy is wrong, else exponential."""
-    logits = found.logits(options)
+    logits = ratios.logits(options)
     right = logits / options.discopop_tau
-    exponential = (logsigmoid(right) - logits).clamp(max=LARGEST_EXPONENT).exp()  # in one exponent: no 0 x infinity
+    exponential = (logsigmoid(right) - logits).clamp(max=LARGEST_EXPONENT).exp()  # a single exponent avoids 0 x inf
     return -logsigmoid(logits) * torch.sigmoid(-right) + exponential
 
 
-_DPO: dict[str, Callable[[_Compared, Dpo], Tensor]] = {
+_DPO: dict[str, Callable[[_LogRatios, Dpo], Tensor]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "ipo": _ipo,
@@ -199,29 +199,29 @@ LOSS_TYPES = (*_DPO, "sft")
 
 
 def dpo_losses(pairs: Pairs, options: Dpo) -> Tensor:
-    """Return each pair's sum over loss types of weight x loss: [pairs]. `sft` is per token, and 0 here.
+    """Return the weighted sum of each pair's losses over loss types: [pairs]. `sft` is per token, and 0 here.
 
-    The aot losses are of all pairs together: what they sort are these pairs, and only their sum means something.
-    Label smoothing must be above 0 for exo_pair, below 0.5 for robust.
+    The aot losses sort all pairs given, so only the sum over pairs is meaningful. Label smoothing must be above 0 for
+    exo_pair, below 0.5 for robust.
     """
-    compared = _compared(pairs, options)
+    ratios = _log_ratios(pairs, options)
     total = torch.zeros_like(pairs.chosen)
     for name, weight in options.terms:
         if name != "sft":
-            total = total + weight * _DPO[name](compared, options)
+            total = total + weight * _DPO[name](ratios, options)
     return total
 
 
 def dpo_rewards(pairs: Pairs, options: Dpo) -> tuple[Tensor, Tensor]:
-    """beta x log ratio of the chosen and of the rejected answers, [pairs] each, without gradients: for the log."""
-    compared = _compared(pairs, options)
-    return options.beta * compared.chosen_ratio.detach(), options.beta * compared.rejected_ratio.detach()
+    """Return the rewards (beta x log ratio) of chosen and rejected answers for the log: [pairs] each, no gradients."""
+    ratios = _log_ratios(pairs, options)
+    return options.beta * ratios.chosen_ratio.detach(), options.beta * ratios.rejected_ratio.detach()
 
 
 def kto_kl(policy: Tensor, ref: Tensor) -> Tensor:
-    """Return KTO's estimate of the KL divergence, [samples] without gradients: log ratios of mismatched answers.
+    """Return the log ratios of mismatched answers, KTO's estimates of the KL divergence: [samples], no gradients.
 
-    `kto_losses` takes their mean over the global batch, 0 where that is below 0.
+    `kto_losses` takes their mean over the global batch, clamped at 0 from below.
     """
     return (policy - ref).detach()
 
@@ -236,10 +236,12 @@ def kto_losses(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """KTO, https://arxiv.org/abs/2402.01306 equation 7, or `apo_zero_unpaired`, the same with no KL
-    (https://arxiv.org/abs/2408.06266 equation 7, an answer at a time): [samples].
+    """Return the loss of each sample: [samples].
 
-    log_probs, ref [samples]: sums over each answer; desirable [samples] bool; kl: scalar, not below 0.
+    `kto`: https://arxiv.org/abs/2402.01306, equation 7. `apo_zero_unpaired`: the same without the KL
+    (https://arxiv.org/abs/2408.06266, equation 7, per answer).
+
+    log_probs, ref [samples]: sums over each answer; desirable [samples] bool; kl: scalar, at least 0.
     """
     if loss_type not in ("kto", "apo_zero_unpaired"):
         raise ValueError(f"--loss_type {loss_type}: KTO has kto and apo_zero_unpaired.")
@@ -252,10 +254,10 @@ def kto_losses(
 def reward_losses(
     chosen: Tensor, rejected: Tensor, margins: Tensor | None, center_rewards_coefficient: float | None
 ) -> Tensor:
-    """Bradley-Terry over scalar rewards, [pairs] each: https://arxiv.org/abs/2203.02155 equation 1.
+    """Return the Bradley-Terry loss of scalar rewards, [pairs] each: https://arxiv.org/abs/2203.02155, equation 1.
 
-    margins [pairs]: by how much the chosen one should win (https://arxiv.org/abs/2307.09288, equation 2); the
-    coefficient keeps rewards around 0 (https://arxiv.org/abs/2312.09244, equation 2).
+    margins [pairs]: desired reward differences (https://arxiv.org/abs/2307.09288, equation 2); the coefficient keeps
+    rewards near 0 (https://arxiv.org/abs/2312.09244, equation 2).
     """
     difference = chosen - rejected
     losses = -logsigmoid(difference if margins is None else difference - margins)

@@ -1,4 +1,4 @@
-"""Multi-turn episodes: the model answers, a scheduler returns the next messages, and the model continues.
+"""Multi-turn episodes: the model answers, a scheduler returns the next messages, and the model answers again.
 
 Users add schedulers in files of `--external_plugins`, and select one by `--multi_turn_scheduler`:
 

@@ -1,7 +1,7 @@
-"""Calls of a scheduler for the answers of all episodes at once, with errors that name the failed one.
+"""Calls of a multi-turn scheduler for the answers of all episodes. Errors name the failed call.
 
-It runs in a thread with its own event loop, which can keep sessions open. A sync scheduler is called for one episode
-after the other, an async one for all concurrently.
+The scheduler runs in a thread with its own event loop, which can keep sessions open. A sync scheduler is called for one
+episode after the other, an async one for all concurrently.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from ...templates.json_types import JsonObject
 from ..system.plugins import DaemonExecutor, file_of, line_of
 from .registry import Turn
 
-GRACE = 1.0  # seconds beyond the timeout, where the event loop itself is blocked
+GRACE = 1.0  # seconds beyond the timeout, if the event loop itself is blocked
 ROLES = "user", "tool", "system"
 
 
 class TurnError(RuntimeError):
-    """Failure of a scheduler: names it, the row, the turn and the fix."""
+    """Failure of a scheduler. The message names the scheduler, the row, the turn and the fix."""
 
 
 @dataclass(frozen=True)
 class SchedulerCall:
-    """Answer that a scheduler is called for."""
+    """Argument of a scheduler call: the model's answer in an episode."""
 
-    row: str  # its description
+    row: str  # description of the row, for errors
     turn: Turn
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class SchedulerCall:
 class Scheduler:
     """Scheduler with its name and timeout.
 
-    `bounds_itself`: it has its own timeouts, and may take longer than `timeout`.
+    `has_own_timeouts`: the scheduler enforces its own timeouts, and may take longer than `timeout`.
     """
 
-    def __init__(self, name: str, function: Callable, timeout: float, *, bounds_itself: bool = False):
+    def __init__(self, name: str, function: Callable, timeout: float, *, has_own_timeouts: bool = False):
         self.name, self._function, self._timeout = name, function, timeout
-        self._bound = None if bounds_itself else timeout
+        self._call_timeout = None if has_own_timeouts else timeout
         self._file = file_of(function)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -58,14 +58,14 @@ class Scheduler:
         self._progress_time = 0.0  # last time that the loop was responsive or a call was started
 
     def __call__(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
-        """Return the next messages of each episode, none where it is over. Raises TurnError."""
+        """Return the next messages of each episode; empty if the episode is over. Raises TurnError."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonExecutor())
             self._thread = threading.Thread(target=self._run, name=f"scheduler {self.name}", daemon=True)
             self._thread.start()
         self._progress_time = time.monotonic()
-        answers = asyncio.run_coroutine_threadsafe(self._all(calls), self._loop)
+        answers = asyncio.run_coroutine_threadsafe(self._call_all(calls), self._loop)
         while True:
             try:
                 return answers.result(timeout=min(1.0, self._timeout / 4))
@@ -74,7 +74,7 @@ class Scheduler:
                     raise
                 if time.monotonic() - self._progress_time > self._timeout + GRACE:
                     assert self._current is not None
-                    raise self._late(self._current) from None
+                    raise self._timeout_error(self._current) from None
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -84,45 +84,45 @@ class Scheduler:
             torch.cuda.set_device(self._device)  # a new thread starts with device 0
         self._loop.run_forever()
 
-    async def _all(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
-        beat = asyncio.ensure_future(self._beat())
-        tasks = [asyncio.ensure_future(self._one(call)) for call in calls]
+    async def _call_all(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
+        heartbeat = asyncio.ensure_future(self._heartbeat())
+        tasks = [asyncio.ensure_future(self._call_one(call)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in (beat, *tasks):
+            for task in (heartbeat, *tasks):
                 task.cancel()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
             self._progress_time = time.monotonic()
             await asyncio.sleep(self._timeout / 8)
 
-    async def _one(self, call: SchedulerCall) -> list[JsonObject]:
+    async def _call_one(self, call: SchedulerCall) -> list[JsonObject]:
         self._current, self._progress_time = call, time.monotonic()
-        awaited: asyncio.Future | None = None
+        future: asyncio.Future | None = None
         try:
             result = self._function(call.turn)
             if inspect.isawaitable(result):
-                awaited = asyncio.ensure_future(result)
-                done, _ = await asyncio.wait({awaited}, timeout=self._bound)
+                future = asyncio.ensure_future(result)
+                done, _ = await asyncio.wait({future}, timeout=self._call_timeout)
                 if not done:
-                    raise self._late(call, awaited)
-                result = awaited.result()
+                    raise self._timeout_error(call, future)
+                result = future.result()
         except (TurnError, asyncio.CancelledError):
             raise
-        except BaseException as error:  # also SystemExit, which would only end this thread
+        except BaseException as error:  # also SystemExit, which would end only this thread
             raise TurnError(
                 f"--multi_turn_scheduler {self.name} raised {type(error).__name__}: {error} "
                 f"({line_of(error.__traceback__, self._file)}) for {call}. Fix it"
             ) from error
         finally:
-            if awaited is not None:
-                awaited.cancel()
+            if future is not None:
+                future.cancel()
         return self._messages(result, call)
 
     def _messages(self, result: Any, call: SchedulerCall) -> list[JsonObject]:
-        """Return a scheduler's result as messages. Raises TurnError."""
+        """Convert a scheduler's result to messages. Raises TurnError."""
         messages = {str: lambda: [{"role": "user", "content": result}], dict: lambda: [result]}
         reply = messages[type(result)]() if type(result) in messages else result
         if reply is None:
@@ -131,8 +131,8 @@ class Scheduler:
             if not isinstance(reply, list | tuple) or not all(isinstance(message, dict) for message in reply):
                 raise UnusableRow("it must return None, a text, a message or a list of messages")
             reply = from_messages(list(reply)).messages
-            if other := [message["role"] for message in reply if message["role"] not in ROLES]:
-                raise UnusableRow(f"the role {other[0]} is reserved for the model")
+            if reserved_roles := [message["role"] for message in reply if message["role"] not in ROLES]:
+                raise UnusableRow(f"the role {reserved_roles[0]} is reserved for the model")
             json.dumps([reply, call.turn.info])
         except (UnusableRow, TypeError, ValueError) as error:
             raise TurnError(
@@ -140,7 +140,7 @@ class Scheduler:
             ) from None
         return reply
 
-    def _late(self, call: SchedulerCall, task: asyncio.Future | None = None) -> TurnError:
+    def _timeout_error(self, call: SchedulerCall, task: asyncio.Future | None = None) -> TurnError:
         """Return the error of a call that hangs, with the line where it waits or blocks the loop."""
         assert self._thread is not None
         stack = task.get_stack(limit=1) if isinstance(task, asyncio.Task) else []

@@ -1,4 +1,4 @@
-"""Loading of the scheduler and its tools from options: imports plugins, looks names up, checks them."""
+"""Loading of the multi-turn scheduler and its tools from options: plugin import, name lookup, checks."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TOOLS = "tools"
 
 
 def check_turns(options: GrpoOptions) -> None:
-    """Import the plugins, and raise ValueError, naming the flag, for invalid options."""
+    """Import the plugins. Raises ValueError, naming the flag, for invalid options."""
     load_plugins(options.rewards.external_plugins)
     name = options.multi_turn.multi_turn_scheduler
     if name is None:
@@ -46,12 +46,12 @@ def load_scheduler(options: GrpoOptions) -> Scheduler:
     assert name is not None
     load_plugins(options.rewards.external_plugins)
     if name == TOOLS:
-        return Scheduler(name, Tools(registered_tools, timeout), timeout, bounds_itself=True)
+        return Scheduler(name, Tools(registered_tools, timeout), timeout, has_own_timeouts=True)
     return Scheduler(name, _instantiate(multi_turns[name], options), timeout)
 
 
 def prompt_tools(options: object) -> list[JsonObject] | None:
-    """Return the tool schemas for rows that name none, for the chat template; None without tools."""
+    """Return the tool schemas for the chat template, for rows without their own. None if the run has no tools."""
     if not isinstance(options, GrpoOptions) or options.multi_turn.multi_turn_scheduler != TOOLS:
         return None
     load_plugins(options.rewards.external_plugins)

@@ -1,4 +1,4 @@
-"""Schedulers of ms-swift: classes with `step` and `check_finished`, where `step` appends messages."""
+"""ms-swift's schedulers: classes with `step`, which appends messages, and `check_finished`."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ class ResponseChoice:
 class MultiTurnScheduler:
     """Base class of ms-swift's schedulers.
 
-    A subclass has `step`, which returns {"infer_request": ...} with messages appended, optionally with "rollout_infos",
-    and may override `check_finished`. Both are called after each answer, and must be sync.
+    A subclass implements `step`, and may override `check_finished`. `step` returns {"infer_request": ...} with messages
+    appended, optionally with "rollout_infos". Both methods are called after each answer, and must be sync.
     """
 
     def __init__(self, infer_engine: object = None, max_turns: int | None = None, **_: object):
@@ -63,17 +63,17 @@ class MsSwiftAdapter:
         result = self.scheduler.step(request, choice, turn.number)
         turn.info.update(result.get("rollout_infos") or {})
         self._check_tokens(result, turn)
-        messages, former = result["infer_request"].messages, turn.messages
-        if messages[: len(former)] != former or len(messages) == len(former):
+        messages, previous = result["infer_request"].messages, turn.messages
+        if messages[: len(previous)] != previous or len(messages) == len(previous):
             raise ValueError("its step() must append messages, and keep the others unchanged")
         turn.state["request"] = result["infer_request"]
-        return messages[len(former) :]
+        return messages[len(previous) :]
 
     @staticmethod
     def _check_tokens(result: JsonObject, turn: Turn) -> None:
-        """Raise ValueError where step() changes the tokens or the loss mask of the model's answer."""
-        other = list(result.get("response_token_ids") or turn.token_ids) != turn.token_ids
-        if other or not all(result.get("response_loss_mask") or [1]):
+        """Raise ValueError if step() changes the tokens or the loss mask of the model's answer."""
+        differs = list(result.get("response_token_ids") or turn.token_ids) != turn.token_ids
+        if differs or not all(result.get("response_loss_mask") or [1]):
             raise ValueError(
                 "its step() returns response_token_ids or a response_loss_mask that differ from the answer's: exactly "
                 "the generated tokens are trained on. Remove them"

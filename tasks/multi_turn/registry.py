@@ -1,4 +1,4 @@
-"""Registries of schedulers and tools, which plugins extend; the argument of schedulers."""
+"""Registries of schedulers and tools, which plugins extend, and the argument of schedulers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from ...templates.json_types import JsonObject
 from ..system.plugins import Registrar
 
-# Functions or classes, also of ms-swift's kind (`multi_turns["name"] = Class`).
+# Functions or classes, including ms-swift's classes (`multi_turns["name"] = Class`).
 multi_turns: JsonObject = {}
 registered_tools: dict[str, Callable] = {}
 
@@ -19,23 +19,23 @@ class Turn:
     number: int  # 1 for the first answer
     messages: list[JsonObject]  # the conversation, with the answer at its end
     completion: str  # the answer
-    raw: str  # the same with special tokens, as generated
+    raw: str  # the answer with special tokens, as generated
     token_ids: list[int]  # as generated
     finish: Literal["stop", "length"]  # length: truncated
-    final: bool  # truncated, or the last by --max_turns: the scheduler's result is ignored
-    columns: JsonObject  # of the row; None for those that only other rows have
-    state: JsonObject  # free for the scheduler, for the whole episode
-    info: JsonObject  # likewise, of JSON types: rewards get it as `rollout_infos`
+    final: bool  # truncated, or the last turn by --max_turns: the scheduler's result is ignored
+    columns: JsonObject  # of the row; None for columns that only other rows have
+    state: JsonObject  # for the scheduler's own use, kept for the whole episode
+    info: JsonObject  # the same, restricted to JSON types: rewards get it as `rollout_infos`
 
 
 scheduler = Registrar(multi_turns, "scheduler")
 
 
 def tool[T: Callable](function: T) -> T:
-    """Register a sync or async function that the model may call by its name (--multi_turn_scheduler tools).
+    """Register a sync or async function as a tool of the model (--multi_turn_scheduler tools).
 
-    Its type hints and its docstring, in Google's format, describe it to the model. Raises ValueError where the name is
-    taken.
+    Its name, type hints and docstring (in Google's format) describe it to the model. Raises ValueError for a duplicate
+    name.
     """
     name = function.__name__
     if name in registered_tools:

@@ -1,6 +1,6 @@
-"""Tools (--multi_turn_scheduler tools): functions that the model calls, and whose results it reads.
+"""Scheduler of tool calls (--multi_turn_scheduler tools): runs the functions that the model calls.
 
-A call has the format of Hermes and Qwen: <tool_call>{"name": "...", "arguments": {...}}</tool_call>
+Calls have the format of Hermes and Qwen: <tool_call>{"name": "...", "arguments": {...}}</tool_call>
 """
 
 import asyncio
@@ -18,7 +18,7 @@ CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def schema_of(function: Callable) -> JsonObject:
-    """Return a tool's schema for the chat template. Raises ValueError for missing hints or documentation."""
+    """Return a tool's schema for the chat template. Raises ValueError for missing type hints or documentation."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -37,40 +37,42 @@ def schema_of(function: Callable) -> JsonObject:
 class Tools:
     """Scheduler that runs tool calls. `timeout`: seconds per call.
 
-    Sync functions run one after another, async ones of all episodes concurrently.
+    Sync functions run one after another, async functions of all episodes run concurrently.
     """
 
     def __init__(self, tools: Mapping[str, Callable], timeout: float):
         self._tools, self._timeout = tools, timeout
-        self._daemons, self._one_at_a_time = DaemonExecutor(), asyncio.Lock()
+        self._executor, self._sync_lock = DaemonExecutor(), asyncio.Lock()
 
     async def __call__(self, turn: Turn) -> list[JsonObject] | None:
         calls = CALL.findall(turn.raw)
-        allowed = self._allowed(turn.columns)
+        row_tools = self._allowed_tools(turn.columns)
         turn.info["tool_calls"] = turn.info.get("tool_calls", 0) + len(calls)
         turn.info.setdefault("tool_errors", 0)
         if not calls or turn.final:
             return None
         messages = []
         for call in calls:
-            name, text, fails = await self._call(call, allowed)
-            turn.info["tool_errors"] += fails
+            name, text, is_error = await self._call(call, row_tools)
+            turn.info["tool_errors"] += is_error
             messages.append({"role": "tool", "name": name, "content": text})
         return messages
 
-    def _allowed(self, columns: JsonObject) -> Mapping[str, Callable]:
-        """Return the tools that the row names, else all. Raises ValueError for an unknown one."""
-        named = with_columns(Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None}).tools
-        if not named:
+    def _allowed_tools(self, columns: JsonObject) -> Mapping[str, Callable]:
+        """Return the tools that the row names, by default all. Raises ValueError for an unknown tool."""
+        schemas = with_columns(
+            Conversation([{"role": "user", "content": ""}], [None]), columns | {"system": None}
+        ).tools
+        if not schemas:
             return self._tools
-        names = [tool.get("function", tool).get("name") for tool in named]
-        if missing := [name for name in names if name not in self._tools]:
+        names = [tool.get("function", tool).get("name") for tool in schemas]
+        if unknown := [name for name in names if name not in self._tools]:
             registered = ", ".join(self._tools) or "none"
-            raise ValueError(f"the row's column `tools` names {missing[0]}, which is no @tool. Use one of {registered}")
+            raise ValueError(f"the row's column `tools` names {unknown[0]}, which is no @tool. Use one of {registered}")
         return {name: self._tools[name] for name in names}
 
     async def _call(self, text: str, tools: Mapping[str, Callable]) -> tuple[str, str, bool]:
-        """Return the tool's name, the text for the model, and whether it is an error."""
+        """Run a tool call. Return the tool's name, the text for the model, and whether it is an error."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
@@ -93,10 +95,10 @@ class Tools:
     async def _result(self, function: Callable, arguments: JsonObject) -> object:
         if inspect.iscoroutinefunction(function):
             return await asyncio.wait_for(function(**arguments), self._timeout)
-        async with self._one_at_a_time:  # a hanging call is abandoned
+        async with self._sync_lock:  # a hanging call is abandoned
             loop = asyncio.get_running_loop()
             return await asyncio.wait_for(
-                loop.run_in_executor(self._daemons, _call_safely, function, arguments), self._timeout
+                loop.run_in_executor(self._executor, _call_safely, function, arguments), self._timeout
             )
 
 

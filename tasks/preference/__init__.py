@@ -1,1 +1,1 @@
-"""Learning from preferences: DPO, KTO, reward models."""
+"""Preference training: DPO, KTO, reward models."""

@@ -1,7 +1,7 @@
-"""`megatron rlhf --rlhf_type dpo|kto|rm`: train on which answers are better than others.
+"""`megatron rlhf --rlhf_type dpo|kto|rm`: train on preferences between answers.
 
 Log-probabilities of whole answers are sums over their trained tokens. Losses are means over the samples of the global
-batch, whatever the number of ranks, of micro batches, and of samples in a pack.
+batch. They do not depend on the number of ranks, of micro batches, and of samples in a pack.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from ...templates.batching.dataloader import Batches
 from ..losses.preference import Dpo, Pairs, dpo_losses, dpo_rewards, kto_losses, reward_losses
 from ..observability.flops import Flops
 from ..options import DpoOptions, KtoOptions, RmOptions
-from ..reference.reference_model import make_reference, sums_by_document, sums_of
+from ..reference.reference_model import document_log_probs, make_reference, sum_by_document
 from ..run.context import Run
 from ..supervised.heads import scores
 from ..train.objective import (
@@ -43,13 +43,13 @@ PAIR_METRICS = ["loss", "rewards/chosen", "rewards/rejected", "rewards/accuracie
 
 
 def run(options: DpoOptions | KtoOptions | RmOptions, sources: dict[str, str]) -> int:
-    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
     make = {"dpo": make_dpo, "kto": make_kto, "rm": make_rm}[options.rlhf_type]
     return train(options, sources, make)
 
 
 def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Direct preference optimisation (https://arxiv.org/abs/2305.18290), and what has followed it."""
+    """Return the objective of direct preference optimization (https://arxiv.org/abs/2305.18290) and its variants."""
     options = run.options
     assert isinstance(options, DpoOptions)
     settings = Dpo(
@@ -62,66 +62,70 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         discopop_tau=options.discopop_tau,
         reference_free=options.reference_free,
     )
-    # A mean over tokens, where the others are means over pairs.
-    likelihood = sum(weight for name, weight in settings.terms if name == "sft") + (options.rpo_alpha or 0.0)
+    # The negative log-likelihood is a mean over tokens, the other losses over pairs.
+    nll_weight = sum(weight for name, weight in settings.terms if name == "sft") + (options.rpo_alpha or 0.0)
     reference = None if options.reference_free else make_reference(run, model, options.reference, train, val)
 
     def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        return _with_reference(batches, reference(training, batches, evaluates) if reference else [])
+        return _attach_reference(batches, reference(training, batches, evaluates) if reference else [])
 
     def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = sums_by_document(batch, log_probs)
+        sums = sum_by_document(batch, log_probs)
         tokens = to_device(grouping_of(batch).tokens, sums.device)
         ref = extras_of(batch, PreferenceExtras).ref_log_probs if reference else torch.zeros_like(sums)
         pairs = Pairs(sums[::2], sums[1::2], ref[::2], ref[1::2], tokens[::2], tokens[1::2])
         chosen, rejected = dpo_rewards(pairs, settings)
-        of_each = {
+        values_by_name = {
             "loss": dpo_losses(pairs, settings),
             **_pair_metrics(chosen, rejected),
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
         }
-        shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
-        if likelihood:
+        shares = {name: mean_share(values, batch, model.groups) for name, values in values_by_name.items()}
+        if nll_weight:
             shares["nll_loss"] = context_parallel_share(-pairs.chosen.sum(), model.groups) / max(batch.loss_tokens, 1.0)
-            shares["loss"] = shares["loss"] + likelihood * shares["nll_loss"]
+            shares["loss"] = shares["loss"] + nll_weight * shares["nll_loss"]
         return shares["loss"], detach_metrics(shares)
 
-    names = [*PAIR_METRICS, "logps/chosen", "logps/rejected", *(["nll_loss"] if likelihood else [])]
+    names = [*PAIR_METRICS, "logps/chosen", "logps/rejected", *(["nll_loss"] if nll_weight else [])]
     flops = reference and reference.flops
-    extra = partial(forward_flops, flops, model.groups) if flops else no_flops
+    extra_flops = partial(forward_flops, flops, model.groups) if flops else no_flops
     follower = reference and reference.follower
-    objective = Objective(loss, names, prepare=prepare, weight=samples, extra_flops=extra, reference_sync=follower)
+    objective = Objective(
+        loss, names, prepare=prepare, weight=samples, extra_flops=extra_flops, reference_sync=follower
+    )
     return objective, [reference.note] if reference else []
 
 
 def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Kahneman-Tversky optimisation (https://arxiv.org/abs/2402.01306).
+    """Return the objective of Kahneman-Tversky optimization (https://arxiv.org/abs/2402.01306).
 
-    Its reference point, how far the policy has gone from the reference on answers to other prompts, is a mean over the
-    global batch, found by forward passes before the step.
+    Forward passes before the step compute its reference point: the KL of policy and reference on mismatched answers,
+    over the global batch.
     """
     options = run.options
     assert isinstance(options, KtoOptions)
     reference = make_reference(run, model, options.reference, train, val)
     policy_flops = Flops.of_model(model)
-    measures = options.loss_type == "kto"
+    uses_kl = options.loss_type == "kto"
 
     def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
         kl = None
-        if measures:
-            besides = _besides(batches)
-            policy = sums_of(model, training.chunks, besides)
-            kl = _divergence(model.groups, batches, policy, reference(training, besides, evaluates))
-        return _with_reference(batches, reference(training, batches, evaluates), kl)
+        if uses_kl:
+            mismatched = _mismatched(batches)
+            policy = document_log_probs(model, training.chunks, mismatched)
+            kl = _kto_kl(model.groups, batches, policy, reference(training, mismatched, evaluates))
+        return _attach_reference(batches, reference(training, batches, evaluates), kl)
 
     def extra_flops(batches: list[Batch]) -> float:
-        besides = _besides(batches) if measures else []
-        reference_flops = forward_flops(reference.flops, model.groups, [*batches, *besides]) if reference.flops else 0.0
-        return reference_flops + forward_flops(policy_flops, model.groups, besides)
+        mismatched = _mismatched(batches) if uses_kl else []
+        reference_flops = (
+            forward_flops(reference.flops, model.groups, [*batches, *mismatched]) if reference.flops else 0.0
+        )
+        return reference_flops + forward_flops(policy_flops, model.groups, mismatched)
 
     def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        sums = sums_by_document(batch, log_probs)
+        sums = sum_by_document(batch, log_probs)
         desirable = to_device(grouping_of(batch).labels[:, 0] == 1, sums.device)
         extras = extras_of(batch, PreferenceExtras)
         ref, kl = extras.ref_log_probs, sums.new_zeros(()) if extras.kl is None else extras.kl
@@ -142,7 +146,7 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         shares = {name: mean_share(values, batch, model.groups) for name, values in by_name.items()}
         return shares["loss"], detach_metrics(shares)
 
-    names = ["loss", "kl", *(f"{what}/{side}" for side in ("chosen", "rejected") for what in KTO_SUMS)]
+    names = ["loss", "kl", *(f"{metric}/{side}" for side in ("chosen", "rejected") for metric in KTO_SUMS)]
     objective = Objective(
         loss,
         names,
@@ -155,8 +159,8 @@ def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
     return objective, [reference.note]
 
 
-def _besides(batches: list[Batch]) -> list[Batch]:
-    """Return the same prompts with answers to others."""
+def _mismatched(batches: list[Batch]) -> list[Batch]:
+    """Return the prompts with answers to other prompts."""
     return [batch.mismatched for batch in batches if batch.mismatched is not None]
 
 
@@ -164,11 +168,13 @@ KTO_SUMS = "rewards", "logps", "count"
 
 
 def _kto_means(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Return means; rewards and log-probabilities are over the answers of their side, where there are any."""
+    """Return means. Rewards and log-probabilities are means over the chosen or the rejected answers, if any."""
     values = means({name: sums[name] for name in ("loss", "kl")}, weight)
     sides = [side for side in ("chosen", "rejected") if sums[f"count/{side}"]]
     values |= {
-        f"{what}/{side}": sums[f"{what}/{side}"] / sums[f"count/{side}"] for side in sides for what in KTO_SUMS[:2]
+        f"{metric}/{side}": sums[f"{metric}/{side}"] / sums[f"count/{side}"]
+        for side in sides
+        for metric in KTO_SUMS[:2]
     }
     if len(sides) == 2:
         values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
@@ -176,17 +182,17 @@ def _kto_means(sums: dict[str, float], weight: float) -> dict[str, float]:
 
 
 def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Return a reward model: the better answer scores higher (Bradley and Terry's model of preferences)."""
+    """Return the objective of reward models: the chosen answer scores higher (Bradley-Terry)."""
     options = run.options
     assert isinstance(options, RmOptions)
 
-    def loss(batch: Batch, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen, rejected = found[::2, 0], found[1::2, 0]
+    def loss(batch: Batch, rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = rewards[::2, 0], rewards[1::2, 0]
         labels = grouping_of(batch).labels
-        margins = to_device(labels[:, 0], found.device) if labels.shape[1] else None
+        margins = to_device(labels[:, 0], rewards.device) if labels.shape[1] else None
         losses = reward_losses(chosen, rejected, margins, options.center_rewards_coefficient)
-        of_each = {"loss": losses} | _pair_metrics(chosen, rejected)
-        shares = {name: mean_share(values, batch, model.groups) for name, values in of_each.items()}
+        values_by_name = {"loss": losses} | _pair_metrics(chosen, rejected)
+        shares = {name: mean_share(values, batch, model.groups) for name, values in values_by_name.items()}
         return shares["loss"], detach_metrics(shares)
 
     return Objective(loss, PAIR_METRICS, output=scores, weight=samples, scores_tokens=False), []
@@ -194,27 +200,27 @@ def make_rm(run: Run, model: Model, train: Batches, val: Batches | None) -> tupl
 
 @dataclass(frozen=True)
 class PreferenceExtras:
-    """The reference's part of a micro batch's loss, on the last pipeline stage."""
+    """Reference values for a micro batch's loss, on the last pipeline stage."""
 
     ref_log_probs: Tensor  # fp32 [documents]: summed over each answer's tokens
     kl: Tensor | None = None  # KTO's reference point, a scalar of the global batch
 
 
-def _with_reference(batches: list[Batch], ref_log_probs: list[Tensor], kl: Tensor | None = None) -> list[Batch]:
-    """Return the micro batches with their PreferenceExtras; as they are on stages before the last one."""
+def _attach_reference(batches: list[Batch], ref_log_probs: list[Tensor], kl: Tensor | None = None) -> list[Batch]:
+    """Return the micro batches with PreferenceExtras; unchanged before the last pipeline stage."""
     if not ref_log_probs:
         return batches
     extras = [PreferenceExtras(log_probs, kl) for log_probs in ref_log_probs]
     return [replace(batch, extras=extra) for batch, extra in zip(batches, extras, strict=True)]
 
 
-def _divergence(
+def _kto_kl(
     groups: ProcessGroupCollection, batches: list[Batch], policy: list[Tensor], reference: list[Tensor]
 ) -> Tensor:
-    """KTO's reference point: the mean log ratio of answers to other prompts, over the global batch, at least 0."""
+    """Return KTO's reference point: the mean log ratio of mismatched answers over the global batch, at least 0."""
     device = runtime.device()
     total = torch.stack(
-        [(ours - theirs).sum() for ours, theirs in zip(policy, reference, strict=True)]
+        [(policy_sums - reference_sums).sum() for policy_sums, reference_sums in zip(policy, reference, strict=True)]
         or [torch.zeros((), device=device)]
     ).sum()
     if is_pp_last_stage(groups.pp):
@@ -223,7 +229,7 @@ def _divergence(
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of rewards [pairs]."""
+    """Return metrics of the rewards [pairs]."""
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -1,4 +1,4 @@
-"""A model beside the one that is trained, of which nothing is: references and teachers, and their forward passes."""
+"""Frozen models beside the trained one (references and teachers), and their forward passes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,18 +27,20 @@ from ..train.step import Output, run_micro_batches
 
 
 def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
-    """Return a model and its folder, in the run's layout. Every rank calls this; errors reach every rank.
+    """Return a frozen model in the run's parallel layout, and its folder. Every rank calls it; errors reach every rank.
 
-    source: the options that name it, `model` and `mcore_model`. typed_flag: the flag and value that name it, for
-    messages; its vocabulary is checked; None: the run began from it. adapters: adapters to put on it.
+    source: values of the options `model` and `mcore_model`
+    typed_flag: the flag and its value, for messages; None if the model comes from the run itself. The vocabulary is
+        checked only with a flag
+    adapters: adapters to merge into the model
     """
     options = replace(run.options, **source)
     folder = local_rank0_first(lambda: _folder(options, typed_flag))
     hf_config = run_on_all_ranks(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
     if typed_flag:
         broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
-    built = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)
-    model = run_on_all_ranks(lambda: build_model(hf_config, built, run.dtype, adapters=bool(adapters)))
+    build_options = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)
+    model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, hf_config, folder, seed=run.options.training.seed))
     if adapters:
@@ -71,24 +73,24 @@ def _read_adapter(model: Model, hf_config: dict[str, Any], folder: Path, adapter
 
 
 def offloaded(model: Model) -> Callable[[], Any]:
-    """Keep the weights in the host's memory; within the context they are on the device."""
-    kept = [
+    """Move the weights to host memory, and return a context manager that loads them to the device meanwhile."""
+    weights = [
         (tensor, tensor.data.to("cpu").pin_memory())
         for chunk in model.chunks
         for tensor in (*chunk.parameters(), *chunk.buffers())
     ]
-    for tensor, host in kept:
-        tensor.data = host
+    for tensor, host_tensor in weights:
+        tensor.data = host_tensor
 
     @contextmanager
-    def there() -> Iterator[None]:
-        for tensor, host in kept:
-            tensor.data = host.to(runtime.device(), non_blocking=True)
+    def on_device() -> Iterator[None]:
+        for tensor, host_tensor in weights:
+            tensor.data = host_tensor.to(runtime.device(), non_blocking=True)
         yield
-        for tensor, host in kept:
-            tensor.data = host
+        for tensor, host_tensor in weights:
+            tensor.data = host_tensor
 
-    return there
+    return on_device
 
 
 @torch.no_grad()
@@ -101,9 +103,9 @@ def forward_only(
     *,
     replays: bool = False,
 ) -> list[Tensor]:
-    """Return `reduce(batch, output)` of each micro batch, without dropout and gradients.
+    """Run forward passes without dropout and gradients, and return `reduce(batch, output)` of each micro batch.
 
-    On the last pipeline stage; elsewhere nothing. replays: routers repeat Batch.experts.
+    Empty except on the last pipeline stage. replays: routers replay Batch.experts.
     """
 
     def no_loss(batch: Batch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -112,4 +114,4 @@ def forward_only(
     for chunk in chunks:
         chunk.eval()
     metrics = run_micro_batches(model, chunks, batches, no_loss, forward_only=True, output=output, replays=replays)
-    return [of_batch["values"] for of_batch in metrics]
+    return [batch_metrics["values"] for batch_metrics in metrics]

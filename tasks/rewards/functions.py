@@ -8,7 +8,7 @@ from ..options.rewards import RewardOptions
 from .math_verify_pool import MathVerifyPool
 from .registry import reward
 
-SEAM = re.compile(r"</think>\s*<answer>")
+SEPARATOR = re.compile(r"</think>\s*<answer>")
 
 
 @reward("accuracy")
@@ -33,21 +33,21 @@ class Accuracy:
 @reward("format")
 def thinks_then_answers(completions: list[str]) -> list[float]:
     """Return 1 where a completion is exactly <think>...</think><answer>...</answer>, else 0."""
-    return [float(_is_formed(text)) for text in completions]
+    return [float(_has_format(text)) for text in completions]
 
 
-def _is_formed(text: str) -> bool:
+def _has_format(text: str) -> bool:
     """Return whether a text matches <think>.*</think>\\s*<answer>.*</answer>, in linear time."""
-    begins, ends = "<think>", "</answer>"
-    seam = SEAM.search(text, len(begins), max(len(text) - len(ends), 0))
-    return text.startswith(begins) and text.endswith(ends) and seam is not None
+    prefix, suffix = "<think>", "</answer>"
+    seam = SEPARATOR.search(text, len(prefix), max(len(text) - len(suffix), 0))
+    return text.startswith(prefix) and text.endswith(suffix) and seam is not None
 
 
 @reward("cosine")
 class Cosine:
-    """Accuracy reward scaled by length: half a cosine from the value at length 0 to that at `cosine_max_len`.
+    """Accuracy reward scaled by length: a half cosine from the value at length 0 to the value at `cosine_max_len`.
 
-    Longer completions have the value at `cosine_max_len`. Source: https://arxiv.org/abs/2502.03373, appendix C.1
+    Longer completions get the value at `cosine_max_len`. Source: https://arxiv.org/abs/2502.03373, appendix C.1
     """
 
     def __init__(self, args: RewardOptions):
@@ -65,8 +65,8 @@ class Cosine:
     ) -> list[float | None]:
         is_correct = self._accuracy(completions, solution)
         return [
-            None if x is None else self._value(x == 1, len(ids))
-            for x, ids in zip(is_correct, completion_ids, strict=True)
+            None if value is None else self._value(value == 1, len(ids))
+            for value, ids in zip(is_correct, completion_ids, strict=True)
         ]
 
     def _value(self, is_correct: bool, length: int) -> float:
@@ -77,7 +77,7 @@ class Cosine:
 
 @reward("repetition")
 class Repetition:
-    """Penalty `repetition_max_penalty` times the share of repeated n-grams of tokens.
+    """Penalty: `repetition_max_penalty` times the fraction of repeated n-grams of tokens.
 
     Source: https://arxiv.org/abs/2502.03373, appendix C.2
     """
@@ -99,7 +99,7 @@ class Repetition:
 
 @reward("soft_overlong")
 class SoftOverlong:
-    """Length penalty: 0, then falling from `soft_max_length` - `soft_cache_length` tokens to -1 at `soft_max_length`.
+    """Length penalty: 0 up to `soft_max_length` - `soft_cache_length` tokens, then linear to -1 at `soft_max_length`.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13
     """

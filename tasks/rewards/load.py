@@ -1,4 +1,4 @@
-"""Loading of rewards from options: imports plugins, looks names up, checks them."""
+"""Loading of rewards from options: plugin import, name lookup, checks."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +16,8 @@ MODEL = "reward_model"
 
 def reward_names(options: RewardOptions) -> list[str]:
     """Return the rewards of a run, in the order of their weights."""
-    also_model = options.reward_model is not None and MODEL not in options.reward_funcs
-    return [*options.reward_funcs, *([MODEL] if also_model else [])]
+    has_extra_model = options.reward_model is not None and MODEL not in options.reward_funcs
+    return [*options.reward_funcs, *([MODEL] if has_extra_model else [])]
 
 
 def reward_weights(options: RewardOptions) -> list[float]:
@@ -26,13 +26,13 @@ def reward_weights(options: RewardOptions) -> list[float]:
 
 
 def check_rewards(options: RewardOptions) -> None:
-    """Import the plugins, and raise ValueError, naming the flag, for invalid options."""
+    """Import the plugins. Raises ValueError, naming the flag, for invalid options."""
     load_plugins(options.external_plugins)
     names, weights = reward_names(options), options.reward_weights
     if not names:
         raise ValueError("--reward_funcs: completions need a reward. Set some, or a --reward_model")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--reward_funcs {' '.join(names)}: {twice[0]} occurs twice. Set its weight instead")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--reward_funcs {' '.join(names)}: {duplicates[0]} occurs twice. Set its weight instead")
     for name in names:
         _check_known(name, options)
     if weights and len(weights) != len(names):
@@ -51,7 +51,7 @@ def check_rewards(options: RewardOptions) -> None:
 def load_rewards(options: RewardOptions, run_options: object, model: Callable | None = None) -> list[Reward]:
     """Return the rewards of options that `check_rewards` has accepted.
 
-    run_options: all of the run, which a reward's class gets as `args`
+    run_options: all options of the run, passed to a reward class as `args`
     model: the `ModelReward` of `--reward_model`, if set
     """
     load_plugins(options.external_plugins)
@@ -62,7 +62,7 @@ def load_rewards(options: RewardOptions, run_options: object, model: Callable | 
 
 
 def signatures(options: RewardOptions) -> list[Reward]:
-    """Return the rewards for inspection, not for calls: no class is instantiated, which may be expensive."""
+    """Return the rewards for inspection only: classes are not instantiated, which may be expensive."""
     rewards = []
     for name in reward_names(options):
         entry: Any = orms.get(name) or (lambda messages: messages)  # a reward model

@@ -1,9 +1,9 @@
 """Answer verification by math-verify in a pool of processes.
 
-Computer algebra on a policy's text is unbounded: `\\boxed{9^{9^{9^9}}}` holds Python's lock for hours, and can exhaust
-memory. Each worker has limits of both, by which the kernel ends it, and the answer counts as wrong. Run as a module,
-this file is a worker: it reads [solution, text] as JSON lines, and writes `true`, `false`, or `null` for an unreadable
-solution.
+Computer algebra on a policy's text has no bounds: `\\boxed{9^{9^{9^9}}}` holds Python's GIL for hours, and can exhaust
+memory. So the kernel limits each worker's CPU time and memory. An answer beyond a limit counts as wrong. Run as a
+module, this file is a worker: it reads [solution, text] as JSON lines, and writes `true`, `false`, or `null` for an
+unreadable solution.
 """
 
 import json
@@ -19,51 +19,51 @@ from collections.abc import Iterator, Sequence
 SECONDS = 2.0  # CPU time for one answer
 BYTES = 8 << 30  # address space
 MAX_WORKERS = 8  # per process
-PAIRS_PER_WORKER = 16  # pairs that are worth another worker's start
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+PAIRS_PER_WORKER = 16  # pairs that justify starting another worker
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 Pair = tuple[str, str]  # solution, text
 
 
 class MathVerifyPool:
-    """Worker processes, started on first use, which end with this process."""
+    """Pool of worker processes, which start on first use and end with this process."""
 
     def __init__(self) -> None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._max_workers = min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // local))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._max_workers = min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // local_world_size))
         self._idle: list[_Worker] = []
 
     def __call__(self, pairs: Sequence[Pair]) -> list[bool | None]:
         """Return for each pair whether the text's answer equals the solution; None for an unreadable solution.
 
-        Raises RuntimeError where a worker does not start.
+        Raises RuntimeError if a worker does not start.
         """
         results: list[bool | None] = [False] * len(pairs)
         count = min(self._max_workers, -(-len(pairs) // PAIRS_PER_WORKER))
         workers = [self._idle.pop() if self._idle else _Worker() for _ in range(count)]
-        waiting = iter(enumerate(pairs))
+        queue = iter(enumerate(pairs))
         busy = {}  # worker -> index of its pair
         try:
             for worker in workers:
-                busy |= _next(worker, waiting)
+                busy |= _ask_next(worker, queue)
             while busy:
                 for worker in select.select(list(busy), [], [])[0]:
                     i = busy.pop(worker)
                     try:
-                        results[i] = worker.answer()
+                        results[i] = worker.receive()
                     except EOFError:
                         workers[workers.index(worker)] = worker = _Worker()
-                    busy |= _next(worker, waiting)
+                    busy |= _ask_next(worker, queue)
         finally:
             for worker in busy:  # after an error their results are not read
-                worker.end()
+                worker.kill()
             self._idle += [worker for worker in workers if worker not in busy]
         return results
 
 
-def _next(worker: "_Worker", waiting: Iterator[tuple[int, Pair]]) -> dict["_Worker", int]:
-    for i, pair in waiting:
-        worker.ask(pair)
+def _ask_next(worker: "_Worker", queue: Iterator[tuple[int, Pair]]) -> dict["_Worker", int]:
+    for i, pair in queue:
+        worker.send(pair)
         return {worker: i}
     return {}
 
@@ -74,7 +74,7 @@ class _Worker:
             [sys.executable, "-P", "-m", __name__],  # -P: do not import from the working folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches only the run, which ends this by closing its pipe
+            start_new_session=True,  # Ctrl-C then reaches only the run, which ends the worker by closing its pipe
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -85,18 +85,18 @@ class _Worker:
     def fileno(self) -> int:
         return self._stdout.fileno()
 
-    def ask(self, pair: Pair) -> None:
+    def send(self, pair: Pair) -> None:
         self._stdin.write(json.dumps(pair).encode() + b"\n")
         self._stdin.flush()
 
-    def answer(self) -> bool | None:
-        """Return the result. Raises EOFError where the process has ended over it."""
+    def receive(self) -> bool | None:
+        """Return the result. Raises EOFError if the process died on this pair."""
         if line := self._stdout.readline():
             return json.loads(line)
-        self.end()
+        self.kill()
         raise EOFError
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         self._stdin.close()
@@ -106,21 +106,21 @@ class _Worker:
 def check(solution: str, text: str) -> bool | None:
     """Return whether the text's answer equals the solution; None for an unreadable solution.
 
-    Only the last <answer> of each counts, if any. In the text the last \\boxed counts (several side by side are a set),
-    else the last LaTeX expression or plain number.
+    Only the last <answer> of each counts, if any. In the text, the last \\boxed counts (adjacent ones form a set), else
+    the last LaTeX expression or plain number.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     settings = {"extraction_mode": "first_match", "parsing_timeout": None}
-    gold = parse(_tagged(solution), **settings)
+    gold = parse(_last_answer(solution), **settings)
     if not gold:
         return None
-    kinds = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-    return bool(verify(gold, parse(_tagged(text), kinds, **settings), timeout_seconds=None))
+    extraction_configs = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    return bool(verify(gold, parse(_last_answer(text), extraction_configs, **settings), timeout_seconds=None))
 
 
-def _tagged(text: str) -> str:
-    return [text, *TAGGED.findall(text)][-1]
+def _last_answer(text: str) -> str:
+    return [text, *ANSWER.findall(text)][-1]
 
 
 def main() -> None:
@@ -131,13 +131,13 @@ def main() -> None:
     logging.disable()  # it warns of running without its own time limit
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within one multiplication
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, even within a single multiplication
     print("ready", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             result = check(*json.loads(line))
-        except Exception:  # of any kind: what cannot be compared is not equal
+        except Exception:  # of any kind: answers that cannot be compared are not equal
             result = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(result), flush=True)

@@ -1,4 +1,4 @@
-"""Reward model as a reward: transformers' sequence classification with one label, as `--rlhf_type rm` saves it."""
+"""Reward model: sequence classification of transformers with one label, as `--rlhf_type rm` saves it."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class ModelReward:
     """Reward of a conversation: the model's logit at its last token."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype | None = None):
-        """Load the model. `dtype`: of its weights; None: as saved. Raises ValueError for other folders."""
+        """Load the model. `dtype`: of the weights; None: as saved. Raises ValueError if it is no reward model."""
         flag = f"--reward_model {folder}"
         if not (folder / "config.json").is_file():
             raise ValueError(f"{flag}: it has no config.json. Set a checkpoint; merge an adapter first")
@@ -29,11 +29,11 @@ class ModelReward:
             raise ValueError(f"{flag}: its tokenizer has no chat template. Add a chat_template.jinja to the folder")
         check_template(self._tokenizer)
         self._flag, self._device, self._model = flag, device, model.to(device).eval()
-        self._text = model.config.get_text_config()
-        self._pads = self._text.pad_token_id is not None
+        self._text_config = model.config.get_text_config()
+        self._has_padding = self._text_config.pad_token_id is not None
 
     def __call__(self, messages: list[list[JsonObject]]) -> list[float]:
-        """Return the reward of each conversation. Raises ValueError for one beyond the model's positions."""
+        """Return the reward of each conversation. Raises ValueError if one exceeds the model's positions."""
         ids = [self._encode(conversation) for conversation in messages]
         rewards = [0.0] * len(ids)
         for batch in _batches([len(tokens) for tokens in ids]):
@@ -43,7 +43,7 @@ class ModelReward:
 
     def _encode(self, conversation: list[JsonObject]) -> list[int]:
         ids = self._tokenizer.apply_chat_template(conversation, return_dict=True)["input_ids"]
-        max_length = getattr(self._text, "max_position_embeddings", None)
+        max_length = getattr(self._text_config, "max_position_embeddings", None)
         if max_length and len(ids) > max_length:
             raise ValueError(
                 f"{self._flag}: it has {max_length} positions, and a conversation {len(ids)} tokens. Use shorter ones"
@@ -53,12 +53,12 @@ class ModelReward:
     @torch.inference_mode()
     def _forward(self, ids: Sequence[list[int]]) -> Tensor:
         """Return rewards as fp32 [conversations]."""
-        if not self._pads:
-            # transformers scores the last token that is not padding: an id in none of the texts serves as padding.
-            used = {token for conversation in ids for token in conversation}
-            self._text.pad_token_id = next(t for t in range(self._text.vocab_size) if t not in used)
+        if not self._has_padding:
+            # transformers scores the last token that is not padding. Any id outside of the texts serves as padding.
+            used_ids = {token for conversation in ids for token in conversation}
+            self._text_config.pad_token_id = next(t for t in range(self._text_config.vocab_size) if t not in used_ids)
         longest = max(map(len, ids))
-        tokens = torch.full((len(ids), longest), self._text.pad_token_id)
+        tokens = torch.full((len(ids), longest), self._text_config.pad_token_id)
         mask = torch.zeros_like(tokens)
         for row, conversation in enumerate(ids):
             tokens[row, : len(conversation)] = torch.tensor(conversation)

@@ -5,7 +5,7 @@ from typing import Any
 from ...templates.json_types import JsonObject
 from ..system.plugins import Registrar
 
-# Functions, or classes, which are instantiated once, with the run's options where they take `args`.
+# Functions or classes. A class is instantiated once, with the run's options if its constructor takes `args`.
 orms: JsonObject = {}
 
 

@@ -1,4 +1,4 @@
-"""Reward function: its arguments and its result."""
+"""Reward functions: their arguments and results."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ BUILT_IN = ("completions", "completion_ids", "response_token_ids", "prompt", "me
 
 
 class RewardError(RuntimeError):
-    """Failure of a reward: names it, the sample and the fix."""
+    """Failure of a reward. The message names the reward, the sample and the fix."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class RewardSample:
 
 
 class Reward:
-    """Reward function with its name. An async one has a single event loop, which can keep sessions open."""
+    """Reward function with its name. An async function keeps one event loop, so its sessions can stay open."""
 
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
         self.file = file_of(function)
         parameters = inspect.signature(function).parameters.values()
-        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._names = {p.name for p in named}
-        self.needs = [p.name for p in named if p.default is p.empty and p.name not in BUILT_IN]  # columns
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in keywords}
+        self.required_columns = [p.name for p in keywords if p.default is p.empty and p.name not in BUILT_IN]
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: Awaitable | None = None  # the awaited coroutine
+        self._coroutine: Awaitable | None = None  # the awaited coroutine
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError where the function requires a column that the dataset lacks."""
-        for name in self.needs:
+        """Raise ValueError if the function requires a column that the dataset lacks."""
+        for name in self.required_columns:
             if name not in columns:
                 available = ", ".join(sorted(columns)) or "none"
                 raise ValueError(
@@ -70,12 +70,12 @@ class Reward:
         if self._loop is None or self._loop.is_running():  # a hanging call still runs in it
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonExecutor())
-        self._waiting = result
+        self._coroutine = result
         return self._loop.run_until_complete(_wait(result))
 
     def frame(self, thread: int) -> FrameType | None:
-        """Return the frame of a call that runs in a thread."""
-        return getattr(self._waiting, "cr_frame", None) or sys._current_frames().get(thread)
+        """Return the current frame of a call in this thread."""
+        return getattr(self._coroutine, "cr_frame", None) or sys._current_frames().get(thread)
 
     def _arguments(self, samples: Sequence[RewardSample]) -> dict[str, list]:
         columns = {name for sample in samples for name in sample.columns}
@@ -90,16 +90,16 @@ class Reward:
             ],
             "rollout_infos": [sample.info for sample in samples],
         }
-        return lists if self._all else {name: lists[name] for name in self._names & lists.keys()}
+        return lists if self._takes_all else {name: lists[name] for name in self._names & lists.keys()}
 
     def values(self, result: object, samples: Sequence[RewardSample]) -> np.ndarray:
         """Return the result as float64 [samples] with NaN for None. Raises RewardError for an invalid one."""
         try:
             values: list[float | None] = list(result)  # pyright: ignore[reportArgumentType]
         except TypeError:
-            raise self._wrong(f"returned a {type(result).__name__}", samples) from None
+            raise self._result_error(f"returned a {type(result).__name__}", samples) from None
         if len(values) != len(samples):
-            raise self._wrong(f"returned {len(values)} values", samples)
+            raise self._result_error(f"returned {len(values)} values", samples)
         for value, sample in zip(values, samples, strict=True):
             if value is not None and not _is_finite(value):
                 raise RewardError(
@@ -108,7 +108,7 @@ class Reward:
                 )
         return np.array([math.nan if value is None else float(value) for value in values])
 
-    def _wrong(self, problem: str, samples: Sequence[RewardSample]) -> RewardError:
+    def _result_error(self, problem: str, samples: Sequence[RewardSample]) -> RewardError:
         return RewardError(
             f"--reward_funcs {self.name} {problem} for {plural(len(samples), 'completion')} (the first is of "
             f"{samples[0]}). Fix it "

@@ -1,4 +1,4 @@
-"""Scores of completions: all reward functions run concurrently, and errors name the failed one and its sample."""
+"""Scores of completions. Reward functions run concurrently; errors name the function and the sample."""
 
 import threading
 import time
@@ -22,14 +22,14 @@ class Scores:
 
 
 class RewardCall(threading.Thread):
-    """Call of a reward in a daemon thread, which does not keep the process from ending.
+    """Call of a reward in a daemon thread, which does not block the exit of the process.
 
-    `singly`: call it with one sample after the other, to find the one that fails.
+    `per_sample`: call it with one sample at a time, to find the one that fails.
     """
 
-    def __init__(self, reward: Reward, samples: Sequence[RewardSample], *, singly: bool = False):
+    def __init__(self, reward: Reward, samples: Sequence[RewardSample], *, per_sample: bool = False):
         super().__init__(name=f"reward {reward.name}", daemon=True)
-        self.reward, self.samples, self.singly = reward, samples, singly
+        self.reward, self.samples, self.per_sample = reward, samples, per_sample
         self.result: object = None
         self.error: BaseException | None = None
         self.index, self.sample_started = 0, time.monotonic()  # current sample, and its start
@@ -40,13 +40,13 @@ class RewardCall(threading.Thread):
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)  # a new thread starts with device 0
-            if not self.singly:
+            if not self.per_sample:
                 self.result = self.reward(self.samples)
                 return
             for self.index, sample in enumerate(self.samples):  # noqa: B020  read by other threads
                 self.sample_started = time.monotonic()
                 self.reward([sample])
-        except BaseException as error:  # also SystemExit, which would only end this thread
+        except BaseException as error:  # also SystemExit, which would end only this thread
             self.error = error
 
     def line(self) -> str:
@@ -59,11 +59,11 @@ class RewardCall(threading.Thread):
 def score(
     rewards: Sequence[Reward], weights: Sequence[float], samples: Sequence[RewardSample], timeout: float
 ) -> Scores:
-    """Score completions. Where a function returns None, the reward is the sum of the others.
+    """Score completions. If a function returns None, the reward is the sum of the other functions.
 
-    timeout: seconds for each function; they run concurrently. Raises RewardError for a function that raises, takes
-    longer, or returns anything but a finite number or None per sample. To find the sample that fails, the function is
-    called again with one sample at a time.
+    timeout: seconds for each function. Raises RewardError for a function that raises, exceeds the timeout, or returns
+    anything but a finite number or None per sample. To find the sample that fails, the function is called again with
+    one sample at a time.
     """
     if not samples:
         return Scores(np.zeros(0), {reward.name: np.zeros(0) for reward in rewards})
@@ -72,18 +72,18 @@ def score(
     for call in calls:
         call.join(max(0.0, deadline - time.monotonic()))
         if call.is_alive():
-            raise _late(call, timeout)
+            raise _timeout_error(call, timeout)
         if call.error is not None:
-            raise _raised(call, timeout) from call.error
+            raise _exception_error(call, timeout) from call.error
     by_function = {call.reward.name: call.reward.values(call.result, samples) for call in calls}
     values = np.stack(list(by_function.values()), axis=1)  # [samples, functions]
     sums = np.nansum(values * np.asarray(weights, np.float64), axis=1)
     return Scores(np.where(np.isnan(values).all(axis=1), np.nan, sums), by_function)
 
 
-def _raised(call: RewardCall, seconds: float) -> RewardError:
+def _exception_error(call: RewardCall, seconds: float) -> RewardError:
     """Return the error of a call that raised."""
-    probe = RewardCall(call.reward, call.samples, singly=True)
+    probe = RewardCall(call.reward, call.samples, per_sample=True)
     probe.join(seconds)
     samples = str(call.samples[probe.index]) if probe.error else f"{_describe_all(call)}, but for none of them alone"
     return RewardError(
@@ -92,10 +92,10 @@ def _raised(call: RewardCall, seconds: float) -> RewardError:
     )
 
 
-def _late(call: RewardCall, seconds: float) -> RewardError:
+def _timeout_error(call: RewardCall, seconds: float) -> RewardError:
     """Return the error of a call that has not returned."""
     line = call.line()
-    probe = RewardCall(call.reward, call.samples, singly=True)
+    probe = RewardCall(call.reward, call.samples, per_sample=True)
     probe.join(seconds)
     hangs = probe.is_alive() and time.monotonic() - probe.sample_started > seconds / 2
     problem = f"hangs for {call.samples[probe.index]}" if hangs else f"is slow, for {_describe_all(call)}"

@@ -1,1 +1,1 @@
-"""Reinforcement learning from the rewards of generated completions (`--rlhf_type grpo`)."""
+"""Reinforcement learning from rewards of generated completions (`--rlhf_type grpo`)."""

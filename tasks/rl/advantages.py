@@ -11,16 +11,16 @@ from .episode import Episode
 
 
 def compute_advantages(episodes: Sequence[Episode], options: GrpoOptions) -> None:
-    """Set each episode's group and advantage; 0 where no reward function scored it.
+    """Set the group and the advantage of each episode. The advantage is 0 if no reward function scored the episode.
 
-    Episodes of a prompt follow each other, --num_generations of each.
+    Episodes are ordered by prompt, --num_generations of each.
     """
     rewards = np.array([episode.reward - episode.kl_penalty for episode in episodes])
     groups = np.arange(len(episodes)) // options.sampling.num_generations
-    scored, values = ~np.isnan(rewards), np.zeros(len(episodes))
-    values[scored] = advantages(
-        torch.from_numpy(rewards[scored]),
-        torch.from_numpy(groups[scored]),
+    is_scored, values = ~np.isnan(rewards), np.zeros(len(episodes))
+    values[is_scored] = advantages(
+        torch.from_numpy(rewards[is_scored]),
+        torch.from_numpy(groups[is_scored]),
         estimator=options.advantage_estimator,
         scale=options.scale_rewards,
     ).numpy()

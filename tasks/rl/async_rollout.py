@@ -1,7 +1,7 @@
-"""`--async_generate`: the next rollout batch is generated while the policy trains on the present one.
+"""Asynchronous rollouts (`--async_generate`): the next batch is generated while the policy trains on the current one.
 
-A thread of each rank does it, and the threads of all ranks have a process group of their own: nothing of it meets
-training's collectives. Servers generate, and nobody changes their weights meanwhile.
+Each rank has a thread for this. The threads share a process group of their own, apart from training's collectives.
+Servers generate, and their weights do not change meanwhile.
 """
 
 import threading
@@ -21,33 +21,33 @@ from .rollout_worker import RolloutWorker
 
 @dataclass
 class RolloutBatch:
-    """Scored episodes of one generation, and where their worker was after them."""
+    """Scored episodes of one generation, and the worker's position after it."""
 
     episodes: list[Episode]
     metrics: RolloutMetrics
-    prompts_taken: int = 0
-    completions_drawn: int = 0
+    prompts_consumed: int = 0
+    completions_sampled: int = 0
 
-    def numbers(self) -> dict[str, Any]:
-        """Return its metrics for a checkpoint, as JSON; without times, which are this process's."""
+    def metrics_state(self) -> dict[str, Any]:
+        """Return the metrics for a checkpoint, as JSON. Times are left out, since they belong to this process."""
         return {name: sums for name, sums in self.metrics.state().items() if not name.startswith("timing_s/")}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its episodes, for a checkpoint."""
+        """Return the episodes for a checkpoint."""
         return {f"ahead/{name}": value for name, value in to_tensors(self.episodes).items()}
 
     @classmethod
-    def load(cls, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> "RolloutBatch":
-        """Return the batch that `tensors` and `numbers` describe."""
+    def load(cls, tensors: dict[str, Tensor], metrics_state: dict[str, Any]) -> "RolloutBatch":
+        """Return the batch from the results of `tensors` and `metrics_state`."""
         prefix = "ahead/"
-        of_batch = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        batch = cls(from_tensors(of_batch), RolloutMetrics())
-        batch.metrics.load(numbers)
+        batch_tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        batch = cls(from_tensors(batch_tensors), RolloutMetrics())
+        batch.metrics.load(metrics_state)
         return batch
 
 
 class AsyncRollout:
-    """Generates one rollout batch at a time in the background. Every rank has one; all call its methods alike."""
+    """Background generation of one rollout batch at a time. Every rank has an instance and makes the same calls."""
 
     def __init__(self):
         self._group = new_gloo_group()
@@ -56,19 +56,21 @@ class AsyncRollout:
         self._error: Exception | None = None
 
     def start(self, worker: RolloutWorker) -> None:
-        """Begin to generate by the weights that the servers have. worker: a detached one."""
+        """Start to generate with the servers' current weights. worker: of `RolloutWorker.detached`."""
         self._batch = None
         self._thread = threading.Thread(target=self._run, args=(worker,), name="async rollout", daemon=True)
         self._thread.start()
 
     def _run(self, worker: RolloutWorker) -> None:
-        if torch.cuda.is_available():  # each thread chooses its device
+        if torch.cuda.is_available():  # the current device is per thread
             torch.cuda.set_device(runtime.device())
         try:
             with use_group(self._group):
                 episodes = worker.collect(worker.metrics.timed)
-                self._batch = RolloutBatch(episodes, worker.metrics, worker.prompts.consumed, worker.sampler.drawn)
-        except WeightsLost:  # the server came back without the weights: the batch is generated again
+                self._batch = RolloutBatch(
+                    episodes, worker.metrics, worker.prompts.consumed, worker.sampler.num_sampled
+                )
+        except WeightsLost:  # a server restarted without the weights: the batch is generated again
             pass
         except Exception as error:
             self._error = error
@@ -78,11 +80,11 @@ class AsyncRollout:
         return self._thread is not None
 
     def raise_if_failed(self) -> None:
-        """Raise, on every rank, the error of the background work so far; does not wait for it."""
+        """Raise the background thread's error, if any, on every rank. Does not wait for the thread."""
         run_on_all_ranks(self._raise, gloo_group())
 
     def wait(self) -> RolloutBatch | None:
-        """Wait for the batch, and return it once; None where a server was lost, which has no weights now."""
+        """Wait for the batch and return it once. None if a server restarted and lost its weights."""
         if self._thread is not None:
             self._thread.join()
         self._raise()

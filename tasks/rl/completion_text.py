@@ -10,20 +10,23 @@ from ..rollout.engine import Completion
 from ..run.context import Run
 
 
-class Texts:
-    """The text of an answer begins where the assistant's turn begins: with what the chat template has put before the
-    first token that the model drew (`<think>`, of some), as a conversation would have it. Special tokens are left out.
+class CompletionTexts:
+    """Decoder of completions, without special tokens.
+
+    A text starts with the prefix that the generation prompt adds after the assistant's header, such as `<think>`.
     """
 
     def __init__(self, run: Run, options: GrpoOptions):
         self._tokenizer, thinking = run.tokenizer, options.data.enable_thinking
-        more = {} if thinking is None else {"enable_thinking": thinking}
-        self._openings = GenerationPrompts(run.tokenizer, tools=prompt_tools(options), **more)
+        settings = {} if thinking is None else {"enable_thinking": thinking}
+        self._answer_prefixes = GenerationPrompts(run.tokenizer, tools=prompt_tools(options), **settings)
 
     def __call__(
-        self, columns: Sequence[dict[str, Any]], before: Sequence[Sequence[int]], drawn: Sequence[Completion]
+        self, columns: Sequence[dict[str, Any]], prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     ) -> list[str]:
-        """Return the texts of completions, from the columns of their rows and the tokens before them."""
-        texts = self._tokenizer.batch_decode([each.tokens for each in drawn], skip_special_tokens=True)
-        rows = zip(columns, before, texts, strict=True)
-        return [self._openings(of_row, tokens) + text for of_row, tokens, text in rows]
+        """Return the texts of completions, given the columns of their rows and the tokens of their prompts."""
+        texts = self._tokenizer.batch_decode(
+            [completion.tokens for completion in completions], skip_special_tokens=True
+        )
+        rows = zip(columns, prompts, texts, strict=True)
+        return [self._answer_prefixes(row_columns, tokens) + text for row_columns, tokens, text in rows]

@@ -1,4 +1,4 @@
-"""Prompts with what was generated for them: tokens, rewards, advantages."""
+"""Episodes: prompts with their completions, rewards and advantages."""
 
 import json
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from ..rollout.engine import Completion
 
 @dataclass
 class Episode:
-    """A prompt and its completion, or the turns of a dialogue (tasks/multi_turn)."""
+    """A prompt with its completion, or with the turns of a multi-turn episode (tasks/multi_turn)."""
 
-    source_row: str  # names the prompt's row in messages
-    group: int  # completions of a group are compared with each other
+    source_row: str  # description of the prompt's row, for messages
+    group: int  # advantages compare the completions of a group
     tokens: np.ndarray  # int32 [length]: prompt and completion
     loss_mask: np.ndarray  # float32 [length]: 1 on tokens that the model generated
-    rollout_log_probs: np.ndarray  # float32 [length]: log-probabilities of these by the engine, else 0
-    finish_reason: str  # "length": the completion was cut off
+    rollout_log_probs: np.ndarray  # float32 [length]: by the engine, on generated tokens, else 0
+    finish_reason: str  # "length": the completion was truncated
     columns: dict[str, Any]  # of the prompt's row
-    text: str = ""  # of the completion; of several turns the last one's
-    turns: list[dict[str, Any]] = field(default_factory=list)  # messages after the prompt's, where there are several
-    info: dict[str, Any] = field(default_factory=dict)  # from the scheduler of turns
+    text: str = ""  # of the completion; with several turns, of the last one
+    turns: list[dict[str, Any]] = field(default_factory=list)  # messages after the prompt's, if several
+    info: dict[str, Any] = field(default_factory=dict)  # from the multi-turn scheduler
     rewards: dict[str, float | None] = field(default_factory=dict)  # by function
-    reward: float = 0.0  # weighted sum of the rewards; NaN where no function scores the episode
+    reward: float = 0.0  # weighted sum of the rewards; NaN if no function scores the episode
     kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
     advantage: float = 0.0
     old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
@@ -37,23 +37,23 @@ class Episode:
 
     @classmethod
     def from_completion(cls, prompt: Prompt, group: int, completion: Completion, text: str) -> "Episode":
-        before, after = len(prompt.tokens), len(completion.tokens)
+        prompt_length, completion_length = len(prompt.tokens), len(completion.tokens)
         return cls(
             prompt.source_row,
             group,
             tokens=np.array([*prompt.tokens, *completion.tokens], np.int32),
-            loss_mask=np.repeat(np.array([0, 1], np.float32), [before, after]),
+            loss_mask=np.repeat(np.array([0, 1], np.float32), [prompt_length, completion_length]),
             rollout_log_probs=np.concatenate(
-                [np.zeros(before, np.float32), np.array(completion.log_probs, np.float32)]
+                [np.zeros(prompt_length, np.float32), np.array(completion.log_probs, np.float32)]
             ),
             finish_reason=completion.finish,
             columns=prompt.columns,
             text=text,
-            experts=completion.padded_experts(before + after),
+            experts=completion.padded_experts(prompt_length + completion_length),
         )
 
     def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
-        """Append messages, which have these tokens, and the model's answer to them."""
+        """Append messages with their tokens, and the model's answer to them."""
         log_probs = np.concatenate([np.zeros(len(tokens), np.float32), np.array(completion.log_probs, np.float32)])
         mask = np.repeat(np.array([0, 1], np.float32), [len(tokens), len(completion.tokens)])
         self.turns = [*self.messages, *messages, {"role": "assistant", "content": text}]
@@ -62,7 +62,7 @@ class Episode:
         self.rollout_log_probs = np.concatenate([self.rollout_log_probs, log_probs])
         self.finish_reason, self.text = completion.finish, text
         experts = completion.padded_experts(len(self.tokens))
-        if experts is not None and self.experts is not None:  # keep those by which a token was generated
+        if experts is not None and self.experts is not None:  # keep the experts that generated a token
             earlier = experts[: len(self.experts)]
             earlier[:] = np.where(self.experts < 0, earlier, self.experts)
         self.experts = experts
@@ -83,22 +83,22 @@ class Episode:
         return int(self.loss_mask.sum())
 
 
-def sequences_of(episodes: Sequence[Episode], *, drop_cut_off: bool) -> Sequences:
-    """Return what a step trains on. drop_cut_off: completions that were cut off have no loss."""
-    old = [episode.old_log_probs for episode in episodes if episode.old_log_probs is not None]
+def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequences:
+    """Return the sequences of a training step. drop_truncated: truncated completions have no loss."""
+    old_log_probs = [episode.old_log_probs for episode in episodes if episode.old_log_probs is not None]
     experts = [episode.experts for episode in episodes if episode.experts is not None]
     return Sequences(
         [episode.tokens for episode in episodes],
-        [episode.loss_mask * float(not (drop_cut_off and episode.finish_reason == "length")) for episode in episodes],
+        [episode.loss_mask * float(not (drop_truncated and episode.finish_reason == "length")) for episode in episodes],
         [episode.advantage for episode in episodes],
         rollout_log_probs=[episode.rollout_log_probs for episode in episodes],
-        old_log_probs=old if len(old) == len(episodes) else [],
+        old_log_probs=old_log_probs if len(old_log_probs) == len(episodes) else [],
         experts=experts if len(experts) == len(episodes) else [],
     )
 
 
 ARRAYS = "tokens", "loss_mask", "rollout_log_probs", "old_log_probs", "experts"
-# Names in checkpoints before version 0.2.
+# Names in checkpoints of versions before 0.2.
 EARLIER_NAMES = {
     "trained": "loss_mask",
     "sampled": "rollout_log_probs",
@@ -110,7 +110,7 @@ EARLIER_NAMES = {
 
 
 def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """Return the episodes as tensors, for a checkpoint."""
+    """Convert episodes to tensors, for a checkpoint."""
     rows = [{name: value for name, value in vars(episode).items() if name not in ARRAYS} for episode in episodes]
     tensors = {"rows": as_bytes(rows)}
     if episodes:
@@ -123,7 +123,7 @@ def to_tensors(episodes: Sequence[Episode]) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
-    """Return the episodes that `to_tensors` was given."""
+    """Restore the episodes from the tensors of `to_tensors`."""
     tensors = {EARLIER_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
     rows: list[dict[str, Any]] = from_bytes(tensors["rows"])
     if not rows:
@@ -131,11 +131,11 @@ def from_tensors(tensors: dict[str, Tensor]) -> list[Episode]:
     ends = np.cumsum(tensors["lengths"].numpy())[:-1]
     arrays: dict[str, Any] = {name: np.split(tensors[name].numpy(), ends) for name in ARRAYS if name in tensors}
     fields = [{EARLIER_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
-    return [Episode(**row, **{name: of_each[i] for name, of_each in arrays.items()}) for i, row in enumerate(fields)]
+    return [Episode(**row, **{name: values[i] for name, values in arrays.items()}) for i, row in enumerate(fields)]
 
 
 def as_bytes(value: Any) -> Tensor:
-    """Return JSON, as uint8."""
+    """Encode a value as JSON, in a uint8 tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -1,6 +1,7 @@
-"""`megatron rlhf --rlhf_type grpo`: RL from the rewards of generated completions (https://arxiv.org/abs/2402.03300).
+"""`megatron rlhf --rlhf_type grpo`: RL from rewards of generated completions (https://arxiv.org/abs/2402.03300).
 
-`Grpo.train` is the whole loop. Every rank has all episodes; templates/batching/episode_batches.py divides them.
+`Grpo.train` is the whole loop. Every rank has all episodes; templates/batching/episode_batches.py divides them into
+micro batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, RolloutExtras
 from ...templates.batching.prompt_dataloader import Prompts
 from ..options import GrpoOptions
-from ..reference.reference_model import Sums, entropies_of, log_probs_of, reference_of
+from ..reference.reference_model import ReferenceFn, bind_reference, token_entropies, token_log_probs
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
@@ -32,7 +33,7 @@ from ..train.setup import train
 from ..train.step import TrainState
 from .advantages import compute_advantages
 from .async_rollout import AsyncRollout, RolloutBatch
-from .completion_text import Texts
+from .completion_text import CompletionTexts
 from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
@@ -61,8 +62,8 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     check_replay(model, options.router_replay_mode)
     reference, flops, follower, notes = None, None, None, []
     if options.beta:
-        of = partial(log_probs_of, temperature=options.sampling.temperature)
-        reference, flops, name, follower = reference_of(run, model, options.reference, of)
+        forward = partial(token_log_probs, temperature=options.sampling.temperature)
+        reference, flops, name, follower = bind_reference(run, model, options.reference, forward)
         notes = [f"reference: {name}"]
     grpo = Grpo(run, model, train, reference)
     output = LogProbs(options.sampling.temperature, entropies=grpo.loss.with_entropies)
@@ -78,9 +79,9 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
 
 
 class Grpo:
-    """The RL loop, and its state between steps."""
+    """The GRPO loop and its state between steps."""
 
-    def __init__(self, run: Run, model: Model, prompts: Prompts, reference: Sums | None):
+    def __init__(self, run: Run, model: Model, prompts: Prompts, reference: ReferenceFn | None):
         options = run.options
         assert isinstance(options, GrpoOptions)
         self.run, self.options, self.reference, self.groups = run, options, reference, model.groups
@@ -93,24 +94,24 @@ class Grpo:
             self.rollout,
             options.sampling,
             options.training.seed,
-            ends=eos_token_ids(run.model_folder, run.tokenizer),
+            eos_ids=eos_token_ids(run.model_folder, run.tokenizer),
             vocab_size=model.architecture.vocab_size,
             experts=with_experts,
         )
         multi_turn = MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None
-        self.worker = RolloutWorker(options, prompts, sampler, Texts(run, options), multi_turn, scorer)
+        self.worker = RolloutWorker(options, prompts, sampler, CompletionTexts(run, options), multi_turn, scorer)
         self.metrics = self.worker.metrics
         self.loss = PolicyLoss(options)
         self.needs_old_log_probs = options.sampling.steps_per_generation * options.sampling.num_iterations > 1
         self.needs_old_log_probs |= options.kl_in_reward or self.replay == "R2"
         self.async_rollout = AsyncRollout() if options.async_generate else None
         self.next_batch: RolloutBatch | None = None  # generated ahead
-        self.pending: list[list[Episode]] = []  # of each step to come on the present rollout batch
+        self.pending: list[list[Episode]] = []  # episodes of each remaining step on the current rollout batch
         self.generations = 0
         self.completions: AppendFile | None = None  # --log_completions, on the rank that writes it
 
     def train(self, trainer: StepRunner) -> None:
-        """Run the loop, in the order in which things happen."""
+        """Run the training loop."""
         for step in trainer.steps():
             if not self.pending:
                 episodes = self.collect(trainer, step)
@@ -129,8 +130,8 @@ class Grpo:
     def collect(self, trainer: StepRunner, step: int) -> list[Episode]:
         """Return the scored episodes of the next rollout batch.
 
-        --async_generate: those that were generated during the steps before. The engines get the present weights, and
-        generate the batch after this one: episodes are by weights one rollout batch older.
+        --async_generate: the batch was generated during the previous steps, with weights one rollout batch older. The
+        engines get the current weights and generate the following batch.
         """
         self.generations += 1
         phase = partial(self._phase, trainer)
@@ -138,25 +139,25 @@ class Grpo:
             with self.rollout.awake():
                 self.update_weights(trainer.state, phase)
                 return self.worker.collect(phase)
-        if self.async_rollout is None:  # the run that this one resumes generated ahead
+        if self.async_rollout is None:  # resumed from a run with --async_generate
             return self.take_next_batch()
         steps_per_batch = self.options.sampling.steps_per_generation * self.options.sampling.num_iterations
-        another = trainer.max_steps - step + 1 > steps_per_batch
+        needs_next = trainer.max_steps - step + 1 > steps_per_batch
         with phase("idle"):
             self.wait_for_async_rollout()
-        if another or self.next_batch is None:
+        if needs_next or self.next_batch is None:
             self.update_weights(trainer.state, phase)
-        if self.next_batch is None:  # the first batch, or a server was lost
+        if self.next_batch is None:  # the first batch, or a server lost its weights
             worker = replace(self.worker, metrics=RolloutMetrics())
             self.next_batch = RolloutBatch(worker.collect(phase), worker.metrics)
         episodes = self.take_next_batch()
-        if another:
+        if needs_next:
             self.async_rollout.start(self.worker.detached())
         return episodes
 
     @contextmanager
     def _phase(self, trainer: StepRunner, name: str) -> Iterator[None]:
-        """Name a part of the loop, for the watchdog, the profiler and the log (`timing_s/{name}`)."""
+        """Name a phase of the loop for the watchdog, the profiler and the log (`timing_s/{name}`)."""
         with trainer.phase(name), self.metrics.timed(name):
             yield
 
@@ -171,37 +172,37 @@ class Grpo:
         return batch.episodes
 
     def wait_for_async_rollout(self) -> None:
-        """Wait for the batch that is being generated; prompts and random numbers go on behind it."""
+        """Wait for the batch in generation. Prompts and seeds continue after it."""
         if self.async_rollout and self.async_rollout.is_running:
             self.next_batch = self.async_rollout.wait()
             if self.next_batch:
-                self.worker.prompts.consumed = self.next_batch.prompts_taken
-                self.worker.sampler.drawn = self.next_batch.completions_drawn
+                self.worker.prompts.consumed = self.next_batch.prompts_consumed
+                self.worker.sampler.num_sampled = self.next_batch.completions_sampled
             self.count_pending()
 
     def count_pending(self) -> None:
-        """Tell the prompts how many samples are still to be trained on: an epoch ends with the last of them."""
-        ahead = len(self.next_batch.episodes) * self.options.sampling.num_iterations if self.next_batch else 0
-        self.worker.prompts.pending_samples = sum(map(len, self.pending)) + ahead
+        """Set the number of samples not yet trained on: an epoch ends with the last of them."""
+        ahead_samples = len(self.next_batch.episodes) * self.options.sampling.num_iterations if self.next_batch else 0
+        self.worker.prompts.pending_samples = sum(map(len, self.pending)) + ahead_samples
 
     def record_old_log_probs(self, trainer: StepRunner, episodes: list[Episode]) -> None:
-        """Record the log-probabilities by the present policy, which the steps to come will change.
+        """Record the log-probabilities by the current policy, before the steps on this rollout batch.
 
-        With --kl_in_reward also each episode's penalty, and with router replay R2 the experts of its tokens.
+        With --kl_in_reward also the KL penalty of each episode, with router replay R2 the experts of its tokens.
         """
-        state, batches = trainer.state, self.plan.batches(sequences_of(episodes, drop_cut_off=False))
+        state, batches = trainer.state, self.plan.batches(sequences_of(episodes, drop_truncated=False))
         with self._phase(trainer, "old_log_prob"):
             with record_experts(state.chunks if self.replay == "R2" else ()) as recorded:
-                values = log_probs_of(
+                values = token_log_probs(
                     state.model, state.chunks, batches, self.options.sampling.temperature, replays=self.replay == "R3"
                 )
-                choices = recorded()
+                chosen_experts = recorded()
             for episode, log_probs in zip(episodes, self.gather(batches, values), strict=True):
                 episode.old_log_probs = log_probs
             if self.replay == "R2":
                 layers = len(state.model.architecture.layers)
                 for episode, experts in zip(
-                    episodes, gather_experts(self.plan, batches, choices, layers, self.groups), strict=True
+                    episodes, gather_experts(self.plan, batches, chosen_experts, layers, self.groups), strict=True
                 ):
                     episode.experts = experts
         if self.options.kl_in_reward and self.reference:
@@ -213,25 +214,25 @@ class Grpo:
                 episode.kl_penalty = self.options.beta * divergence
 
     def gather(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
-        """Return numbers of all episodes' tokens, on every rank, from those of each rank's micro batches."""
-        of_rank = self.plan.label_values_by_document(batches, values) if values else {}
-        of_rank = of_rank if self.groups.tp.rank() == 0 else {}
-        ranks: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(ranks, of_rank)
+        """Gather per-token values of the ranks' micro batches into arrays per episode, on every rank."""
+        rank_values = self.plan.label_values_by_document(batches, values) if values else {}
+        rank_values = rank_values if self.groups.tp.rank() == 0 else {}
+        all_values: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(all_values, rank_values)
         episodes: dict[int, np.ndarray] = {}
-        for of_rank in ranks:
-            for item, numbers in of_rank.items():  # each context-parallel rank has a part
-                episodes[item] = episodes[item] + numbers if item in episodes else numbers
+        for rank_values in all_values:
+            for item, label_values in rank_values.items():  # each context-parallel rank has a part, and 0 elsewhere
+                episodes[item] = episodes[item] + label_values if item in episodes else label_values
         return [episodes[item] for item in sorted(episodes)]
 
     def log_episodes(self, episodes: list[Episode]) -> None:
-        """`--log_completions`."""
+        """Write the episodes to completions.jsonl (`--log_completions`)."""
         if self.options.sampling.log_completions and self.run.writes:
             self.completions = self.completions or AppendFile(self.run.folder / COMPLETIONS, print)
             write_completions(self.completions, self.generations, episodes)
 
     def split_into_steps(self, episodes: list[Episode]) -> list[list[Episode]]:
-        """Return the episodes of each step, in order: those of a prompt stay together, as far as they fit."""
+        """Return the episodes of each step, in order. Those of a prompt stay together as far as they fit."""
         size = self.options.training.global_batch_size
         steps = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         return steps * self.options.sampling.num_iterations
@@ -241,7 +242,7 @@ class Grpo:
         with trainer.phase("data"):
             episodes = self.pending.pop(0)
             self.count_pending()
-            sequences = sequences_of(episodes, drop_cut_off=self.options.overlong_filter)
+            sequences = sequences_of(episodes, drop_truncated=self.options.overlong_filter)
             batches = self.plan.batches(sequences)
             self.loss.begin_step(sequences, batches)
             self.metrics.count_step()
@@ -252,7 +253,7 @@ class Grpo:
             return batches
         with self._phase(trainer, "ref"):
             reference = self.reference(batches, trainer.state)
-        if not reference:  # the last pipeline stage has them
+        if not reference:  # only the last pipeline stage has it
             return batches
         return [
             replace(batch, extras=replace(extras_of(batch, RolloutExtras), ref_log_probs=log_probs))
@@ -260,16 +261,16 @@ class Grpo:
         ]
 
     def entropy_threshold(self, state: TrainState, batches: list[Batch]) -> float:
-        """Return the entropy of the policy at --top_entropy_quantile of the step's tokens, over all ranks."""
-        values = entropies_of(state.model, state.chunks, batches, self.options.sampling.temperature)
-        of_rank = [v[0][batch.loss_weights[0] != 0].cpu() for batch, v in zip(batches, values, strict=False)]
-        of_rank = of_rank if self.groups.tp.rank() == 0 else []
-        ranks: list[np.ndarray] = [np.empty(0)] * dist.get_world_size()
-        dist.all_gather_object(ranks, torch.cat([torch.empty(0), *of_rank]).numpy())
-        entropies = np.concatenate(ranks)
-        if not len(entropies):  # every completion was cut off, and filtered out
+        """Return the policy's entropy at --top_entropy_quantile of the step's tokens, over all ranks."""
+        values = token_entropies(state.model, state.chunks, batches, self.options.sampling.temperature)
+        rank_values = [v[0][batch.loss_weights[0] != 0].cpu() for batch, v in zip(batches, values, strict=False)]
+        rank_values = rank_values if self.groups.tp.rank() == 0 else []
+        all_values: list[np.ndarray] = [np.empty(0)] * dist.get_world_size()
+        dist.all_gather_object(all_values, torch.cat([torch.empty(0), *rank_values]).numpy())
+        entropies = np.concatenate(all_values)
+        if not len(entropies):  # every completion was truncated and filtered out
             return 0.0
-        # The first tokens of a prompt's completions have the same entropy, up to rounding: all of them are in, or none.
+        # First tokens of a prompt's completions have equal entropies up to rounding. The tolerance keeps all or none.
         return float(np.quantile(entropies, 1 - self.options.top_entropy_quantile)) - ENTROPY_TOLERANCE
 
     def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
@@ -283,45 +284,45 @@ class Grpo:
             for prompts in islice(val.one_pass(prompts_per_batch), most if most >= 0 else None):
                 tick()
                 groups = worker.rollout(prompts, group_size, metrics.timed)
-                # Without the experts, which are large.
+                # Experts are large, and not needed here.
                 episodes += [replace(episode, experts=None) for group in groups for episode in group]
         metrics.add(episodes, group_size)
         return {f"eval_{name}": value for name, value in metrics.means().items() if not depends_on_machine(name)}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the rollouts since the last line of the log. Every rank calls this."""
+        """Return the metrics of the rollouts since the last log line. Every rank calls it."""
         self.metrics.add_policy_stats(
             self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
         )
         return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs of the loop, with the batch that is generated meanwhile."""
-        with suppress(Exception):  # ends the run at the next step: this checkpoint is whole
+        """Return the state of the loop for a checkpoint, with the batch in generation."""
+        with suppress(Exception):  # the error ends the run at the next step; this checkpoint stays complete
             self.wait_for_async_rollout()
         self.metrics.add_policy_stats(
             self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
         )
-        numbers = {
-            "asked": self.worker.sampler.drawn,
+        counters = {
+            "asked": self.worker.sampler.num_sampled,
             "generations": self.generations,
             "log": self.metrics.state(),
             "steps": [len(step) for step in self.pending],
-            "ahead": self.next_batch and self.next_batch.numbers(),
+            "ahead": self.next_batch and self.next_batch.metrics_state(),
         }
         tensors = to_tensors([episode for step in self.pending for episode in step])
         tensors |= self.next_batch.tensors() if self.next_batch else {}
-        return {f"rollout/{name}": value for name, value in (tensors | {"numbers": as_bytes(numbers)}).items()}
+        return {f"rollout/{name}": value for name, value in (tensors | {"numbers": as_bytes(counters)}).items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Resume from what `tensors` returned."""
+        """Restore the state that `tensors` returned."""
         tensors = {name.removeprefix("rollout/"): value for name, value in tensors.items()}
-        numbers, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
-        self.worker.sampler.drawn, self.generations = numbers["asked"], numbers["generations"]
-        self.metrics.load(numbers["log"])
-        self.pending = [list(islice(episodes, length)) for length in numbers["steps"]]
-        if numbers.get("ahead") is not None:
-            self.next_batch = RolloutBatch.load(tensors, numbers["ahead"])
+        counters, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
+        self.worker.sampler.num_sampled, self.generations = counters["asked"], counters["generations"]
+        self.metrics.load(counters["log"])
+        self.pending = [list(islice(episodes, length)) for length in counters["steps"]]
+        if counters.get("ahead") is not None:
+            self.next_batch = RolloutBatch.load(tensors, counters["ahead"])
         if self.run.writes:
             truncate_completions(self.run.folder, self.generations)
 

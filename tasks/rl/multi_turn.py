@@ -1,4 +1,4 @@
-"""Multi-turn episodes: the scheduler's messages after an answer, then the model's next answer."""
+"""Multi-turn episodes: after each answer the scheduler sends messages, and the model answers again."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,29 +14,29 @@ from ..multi_turn.registry import Turn
 from ..options import GrpoOptions
 from ..rollout.eos import eos_token_ids
 from ..run.context import Run
-from .completion_text import Texts
+from .completion_text import CompletionTexts
 from .episode import Episode
 from .rollout_metrics import RolloutMetrics
 from .sampler import Sampler
 
-Phase = Callable[[str], AbstractContextManager[None]]  # names a part of the loop: gen, reward, multi_turn, ...
+Phase = Callable[[str], AbstractContextManager[None]]  # context of a phase of the loop: gen, reward, multi_turn, ...
 
 
-class Next(NamedTuple):
-    """Continuation of an episode."""
+class NextTurn(NamedTuple):
+    """Messages of the scheduler before the model's next answer."""
 
-    messages: list[dict[str, Any]]  # none: it is over
-    tokens: list[int]  # of the messages, to the generation prompt
-    full: bool  # there is no room for them: it is over, and cut off
+    messages: list[dict[str, Any]]  # empty: the episode is over
+    tokens: list[int]  # of the messages, up to and including the generation prompt
+    is_full: bool  # the messages exceed the maximal length: the episode is over, and truncated
     info: dict[str, Any]
 
 
 class MultiTurn:
-    """Plays the turns after the first answers. The scheduler runs on the first rank, for all."""
+    """Turns after the first answers. The scheduler runs on rank 0, for all ranks."""
 
     def __init__(self, run: Run, options: GrpoOptions):
-        self._tokenizer, self._texts = run.tokenizer, Texts(run, options)
-        self._most, self._room = options.multi_turn.max_turns, options.sampling.max_completion_length
+        self._tokenizer, self._completion_texts = run.tokenizer, CompletionTexts(run, options)
+        self._max_turns, self._max_length = options.multi_turn.max_turns, options.sampling.max_completion_length
         self._name = options.multi_turn.multi_turn_scheduler
         self._columns = rank0_only(lambda: run.data.columns) or []
         self._scheduler = rank0_only(lambda: load_scheduler(options))
@@ -58,46 +58,50 @@ class MultiTurn:
         metrics: RolloutMetrics,
         phase: Phase,
     ) -> None:
-        """Play the episodes, one of each prompt, to their ends. Every rank calls it alike.
+        """Play the episodes, one per prompt, to the end. Every rank makes the same call.
 
-        Raises TurnError, on every rank, for a scheduler that fails.
+        Raises TurnError on every rank if the scheduler fails.
         """
-        going = list(zip(prompts, episodes, strict=True))
-        states: dict[int, dict[str, Any]] = {}  # on the first rank, by episode
+        active = list(zip(prompts, episodes, strict=True))
+        states: dict[int, dict[str, Any]] = {}  # on rank 0, by id of the episode
         number = 1
-        while going:
+        while active:
             with phase("multi_turn"):
-                continuations = broadcast_from_rank0(lambda: self._next(going, number, states), gloo_group())  # noqa: B023  at once
-            for (_, episode), each in zip(going, continuations, strict=True):
-                episode.info = each.info | {"num_turns": number}
-                episode.finish_reason = "length" if each.full else episode.finish_reason
-            continued = [(pair, each) for pair, each in zip(going, continuations, strict=True) if each.tokens]
+                continuations = broadcast_from_rank0(lambda: self._next_turns(active, number, states), gloo_group())  # noqa: B023  called immediately
+            for (_, episode), next_turn in zip(active, continuations, strict=True):
+                episode.info = next_turn.info | {"num_turns": number}
+                episode.finish_reason = "length" if next_turn.is_full else episode.finish_reason
+            continued = [
+                (pair, next_turn) for pair, next_turn in zip(active, continuations, strict=True) if next_turn.tokens
+            ]
             if continued:
                 with phase("gen"):
                     self._answer(sampler, continued)
-            going, number = [pair for pair, _ in continued], number + 1
-        metrics.mean("num_turns", [episode.info["num_turns"] for episode in episodes])
+            active, number = [pair for pair, _ in continued], number + 1
+        metrics.add_mean("num_turns", [episode.info["num_turns"] for episode in episodes])
 
-    def _answer(self, sampler: Sampler, asked: list[tuple[tuple[Prompt, Episode], Next]]) -> None:
-        tokens = [[*episode.tokens.tolist(), *each.tokens] for (_, episode), each in asked]
+    def _answer(self, sampler: Sampler, continued: list[tuple[tuple[Prompt, Episode], NextTurn]]) -> None:
+        tokens = [[*episode.tokens.tolist(), *next_turn.tokens] for (_, episode), next_turn in continued]
         limits = [
-            self._room - (len(ids) - len(prompt.tokens)) for ids, ((prompt, _), _) in zip(tokens, asked, strict=True)
+            self._max_length - (len(ids) - len(prompt.tokens))
+            for ids, ((prompt, _), _) in zip(tokens, continued, strict=True)
         ]
-        completions = sampler.of(tokens, limits)
-        texts = self._texts([episode.columns for (_, episode), _ in asked], tokens, completions)
-        for ((_, episode), each), completion, text in zip(asked, completions, texts, strict=True):
-            episode.append_turn(each.messages, each.tokens, completion, text)
+        completions = sampler.complete(tokens, limits)
+        texts = self._completion_texts([episode.columns for (_, episode), _ in continued], tokens, completions)
+        for ((_, episode), next_turn), completion, text in zip(continued, completions, texts, strict=True):
+            episode.append_turn(next_turn.messages, next_turn.tokens, completion, text)
 
-    def _next(self, going: list[tuple[Prompt, Episode]], number: int, states: dict[int, dict[str, Any]]) -> list[Next]:
+    def _next_turns(
+        self, active: list[tuple[Prompt, Episode]], number: int, states: dict[int, dict[str, Any]]
+    ) -> list[NextTurn]:
         assert self._scheduler is not None
-        requests = [self._asked(episode, number, states.setdefault(id(episode), {})) for _, episode in going]
-        replies = self._scheduler(requests)
+        calls = [self._scheduler_call(episode, number, states.setdefault(id(episode), {})) for _, episode in active]
+        replies = self._scheduler(calls)
         return [
-            self._after(*pair, request, messages)
-            for pair, request, messages in zip(going, requests, replies, strict=True)
+            self._next_turn(*pair, call, messages) for pair, call, messages in zip(active, calls, replies, strict=True)
         ]
 
-    def _asked(self, episode: Episode, number: int, state: dict[str, Any]) -> SchedulerCall:
+    def _scheduler_call(self, episode: Episode, number: int, state: dict[str, Any]) -> SchedulerCall:
         ids = episode.last_answer.tolist()
         turn = Turn(
             number,
@@ -106,22 +110,24 @@ class MultiTurn:
             self._tokenizer.decode(ids, skip_special_tokens=False),
             ids,
             "length" if episode.finish_reason == "length" else "stop",
-            episode.finish_reason == "length" or number == self._most,
+            episode.finish_reason == "length" or number == self._max_turns,
             {name: episode.columns.get(name) for name in self._columns},
             state,
             episode.info,
         )
         return SchedulerCall(episode.source_row, turn)
 
-    def _after(self, prompt: Prompt, episode: Episode, asked: SchedulerCall, messages: list[dict[str, Any]]) -> Next:
+    def _next_turn(
+        self, prompt: Prompt, episode: Episode, call: SchedulerCall, messages: list[dict[str, Any]]
+    ) -> NextTurn:
         assert self._continuation is not None
-        if not messages or asked.turn.final:
-            return Next([], [], False, asked.turn.info)
+        if not messages or call.turn.final:
+            return NextTurn([], [], False, call.turn.info)
         try:
-            tokens = self._continuation(messages, episode.columns, asked.turn.token_ids)
+            tokens = self._continuation(messages, episode.columns, call.turn.token_ids)
         except UnusableRow as error:
-            raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {asked})") from None
+            raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {call})") from None
         used = len(episode.tokens) - len(prompt.tokens) + len(tokens)
-        if used >= self._room:
-            return Next([], [], True, asked.turn.info)
-        return Next(messages, tokens, False, asked.turn.info)
+        if used >= self._max_length:
+            return NextTurn([], [], True, call.turn.info)
+        return NextTurn(messages, tokens, False, call.turn.info)

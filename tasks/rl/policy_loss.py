@@ -16,7 +16,7 @@ from ..train.objective import extras_of, grouping_of
 
 
 class PolicyLoss:
-    """`Objective.loss` of GRPO. Batches have RolloutExtras."""
+    """Policy loss of GRPO (`Objective.loss`). Batches have RolloutExtras."""
 
     def __init__(self, options: GrpoOptions):
         assert options.epsilon_high is not None
@@ -35,12 +35,12 @@ class PolicyLoss:
             max_completion_length=options.sampling.max_completion_length,
         )
         self.with_entropies = options.log_entropy or options.top_entropy_quantile < 1
-        self.names = ["loss", *self._more_names()]
+        self.names = ["loss", *self._metric_names()]
         self.micro_batches = self.trained_samples = 1  # of the step, on all data-parallel ranks
-        self.entropy_threshold: float | None = None  # of a token that has a loss, in this step
+        self.entropy_threshold: float | None = None  # of this step: tokens with a lower entropy have no loss
         self.stats = PolicyStats()
 
-    def _more_names(self) -> list[str]:
+    def _metric_names(self) -> list[str]:
         policy, names = self.policy, []
         if policy.loss_type == "cispo":
             names.append("cispo_clip_ratio")
@@ -54,33 +54,38 @@ class PolicyLoss:
         return [*names, "kl"] if policy.beta else names
 
     def begin_step(self, sequences: Sequences, batches: list[Batch]) -> None:
-        """Begin a step on the sequences of all data-parallel ranks, and the micro batches of this one."""
-        peers = [documents for batch in batches for documents in grouping_of(batch).documents_per_rank]
-        self.micro_batches = sum(documents > 0 for documents in peers)  # others are there for the layout's sake
+        """Begin a step on the sequences of all data-parallel ranks and the micro batches of this rank."""
+        counts = [count for batch in batches for count in grouping_of(batch).documents_per_rank]
+        self.micro_batches = sum(count > 0 for count in counts)  # empty ones are padding
         self.trained_samples = sum(bool(weights.any()) for weights in sequences.weights)
 
     def __call__(self, batch: Batch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """`output`: log-probabilities [1, local length], or with entropies beside them [2, 1, local length]."""
+        """Return the loss and its metrics.
+
+        `output`: log-probabilities [1, local length], or with entropies [2, 1, local length].
+        """
         grouping = grouping_of(batch)
         values, entropies = (output[0, 0], output[1, 0]) if self.with_entropies else (output[0], None)
-        if not len(grouping.items):  # there were fewer packs than ranks
-            nothing = values.sum() * 0.0
-            return nothing, {name: nothing.detach() for name in self.names}
+        if not len(grouping.items):  # a padding micro batch: fewer packs than ranks
+            zero = values.sum() * 0.0
+            return zero, {name: zero.detach() for name in self.names}
         completions = completions_of(batch, grouping)
         extras = extras_of(batch, RolloutExtras)
-        sampled, old, ref = (
+        rollout_log_probs, old_log_probs, ref_log_probs = (
             None if log_probs is None else to_device(log_probs, values.device)[0]
             for log_probs in (extras.rollout_log_probs, extras.old_log_probs, extras.ref_log_probs)
         )
-        assert sampled is not None
+        assert rollout_log_probs is not None
         advantages = to_device(grouping.labels[:, 0], values.device)[completions.sample]
-        self.stats.add_mismatch((values.detach() if old is None else old) - sampled, completions.mask)
+        self.stats.add_mismatch(
+            (values.detach() if old_log_probs is None else old_log_probs) - rollout_log_probs, completions.mask
+        )
         terms = policy_losses(
             self.policy,
             values,
             advantages,
             completions,
-            baselines=BaselineLogProbs(old, ref, sampled),
+            baselines=BaselineLogProbs(old_log_probs, ref_log_probs, rollout_log_probs),
             entropies=entropies,
             entropy_threshold=self.entropy_threshold,
         )
@@ -92,10 +97,10 @@ class PolicyLoss:
 def completions_of(batch: Batch, grouping: Grouping) -> Completions:
     """Return the completions of a micro batch whose samples have one document each."""
     device = batch.tokens.device
-    documents = torch.zeros(len(grouping.spans), dtype=torch.int64)  # of each segment: padding is anybody's
-    documents[grouping.segments] = torch.arange(len(grouping.segments))
+    document_indices = torch.zeros(len(grouping.spans), dtype=torch.int64)  # of each segment; any for padding
+    document_indices[grouping.segments] = torch.arange(len(grouping.segments))
     return Completions(
-        sample=to_device(documents.repeat_interleave(grouping.spans), device),
+        sample=to_device(document_indices.repeat_interleave(grouping.spans), device),
         mask=batch.loss_weights[0],
         counts=to_device(grouping.tokens, device),
         by_sample=lambda values: sum_documents(values[None], grouping.spans, grouping.segments),
@@ -103,47 +108,47 @@ def completions_of(batch: Batch, grouping: Grouping) -> Completions:
 
 
 class PolicyStats:
-    """Statistics of steps that are no sums over micro batches.
+    """Statistics of steps that are not sums over micro batches.
 
-    The difference between the engine's log-probabilities and the trainer's, and the extremes of the share of a
-    completion's tokens that are clipped.
+    They are the difference between the log-probabilities of engine and trainer, and the extremes of a completion's
+    fraction of clipped tokens.
     """
 
     def __init__(self):
-        self._sums: Tensor | None = None  # of distances, of tokens
-        self._largest: dict[str, Tensor] = {}
+        self._sums: Tensor | None = None  # [sum of absolute differences, number of tokens]
+        self._maxima: dict[str, Tensor] = {}
 
     def add_mismatch(self, differences: Tensor, mask: Tensor) -> None:
-        """differences, mask [tokens]"""
+        """Add differences of log-probabilities [tokens] where the mask [tokens] is not 0."""
         distances = (differences.abs() * (mask != 0)).detach()
         sums = torch.stack([distances.sum(), (mask != 0).sum().float()]).double()
         self._sums = sums if self._sums is None else self._sums + sums
-        self._at_least("sampling/sampling_logp_difference/max", distances)
+        self._update_maximum("sampling/sampling_logp_difference/max", distances)
 
     def add_clip(self, shares: dict[str, Tensor]) -> None:
         """Add the extremes of `clipped_shares`."""
         if shares and len(shares["clip_ratio/low"]):
-            self._at_least("-clip_ratio/low_min", -shares["clip_ratio/low"])
-            self._at_least("clip_ratio/high_max", shares["clip_ratio/high"])
+            self._update_maximum("-clip_ratio/low_min", -shares["clip_ratio/low"])
+            self._update_maximum("clip_ratio/high_max", shares["clip_ratio/high"])
 
-    def _at_least(self, name: str, values: Tensor) -> None:
-        largest = values.max().double()
-        self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
+    def _update_maximum(self, name: str, values: Tensor) -> None:
+        maximum = values.max().double()
+        self._maxima[name] = torch.maximum(self._maxima[name], maximum) if name in self._maxima else maximum
 
     def pop(self, groups: ProcessGroupCollection) -> dict[str, float]:
-        """Return means and extremes over all ranks, and start anew. Every rank calls this."""
-        nothing = torch.zeros(2, dtype=torch.float64, device=runtime.device())
-        counts = groups.tp.rank() == 0
-        sums = (nothing if self._sums is None else self._sums) * counts
-        largest = torch.stack([self._largest.get(name, nothing[0] - torch.inf) for name in LARGEST])
+        """Return means and extremes over all ranks, and reset. Every rank calls it."""
+        zero = torch.zeros(2, dtype=torch.float64, device=runtime.device())
+        is_counted = groups.tp.rank() == 0
+        sums = (zero if self._sums is None else self._sums) * is_counted
+        maxima = torch.stack([self._maxima.get(name, zero[0] - torch.inf) for name in MAXIMA])
         dist.all_reduce(sums)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self._sums, self._largest = None, {}
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        self._sums, self._maxima = None, {}
         total, tokens = sums.tolist()
-        stats = {name: value for name, value in zip(LARGEST, largest.tolist(), strict=True) if value > -torch.inf}
+        stats = {name: value for name, value in zip(MAXIMA, maxima.tolist(), strict=True) if value > -torch.inf}
         stats = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in stats.items()}
         return {"sampling/sampling_logp_difference/mean": total / tokens} | stats if tokens else {}
 
 
 # Maxima of PolicyStats; a minus marks the maximum of the negated values.
-LARGEST = "sampling/sampling_logp_difference/max", "-clip_ratio/low_min", "clip_ratio/high_max"
+MAXIMA = "sampling/sampling_logp_difference/max", "-clip_ratio/low_min", "clip_ratio/high_max"

@@ -1,4 +1,4 @@
-"""Rewards of what was generated, on the first rank, for all."""
+"""Rewards of episodes, computed on rank 0 for all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from .episode import Episode
 
 
 class RewardScorer:
-    """Sets the rewards of episodes. Every rank calls it alike.
+    """Scorer that sets the rewards of episodes. Every rank makes the same calls.
 
-    A function is called once with all completions that were generated at a time, in one process: it may compare them,
-    or ask a service. Raises ValueError, on every rank, for one that wants what no row has.
+    Each reward function gets all completions of a generation in one call, in one process. So it may compare them, or
+    call a service. Raises ValueError on every rank if a function requires a column that no row has.
     """
 
     def __init__(self, run: Run, options: RewardOptions):
@@ -36,37 +36,36 @@ class RewardScorer:
         self.columns = rank0_only(lambda: run.data.columns) or []
         self.rewards = rank0_only(lambda: load_rewards(options, run.options, _model(folder)))
         evaluates = run.options.training.eval_iters != 0
-        # what is to be known before the first step
         self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
-        self.unjudged = UnscoredMonitor(reward_names(options))
+        self.monitor = UnscoredMonitor(reward_names(options))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
-        """Raises RewardError, on every rank, for a reward that fails."""
-        scores = broadcast_from_rank0(lambda: self._scored(episodes), gloo_group())
-        for number, episode in enumerate(episodes):
-            episode.reward = float(scores.rewards[number])
-            rewards = {name: float(values[number]) for name, values in scores.by_function.items()}
+        """Set the rewards of the episodes. Raises RewardError on every rank if a reward function fails."""
+        scores = broadcast_from_rank0(lambda: self._score(episodes), gloo_group())
+        for i, episode in enumerate(episodes):
+            episode.reward = float(scores.rewards[i])
+            rewards = {name: float(values[i]) for name, values in scores.by_function.items()}
             episode.rewards = {name: None if math.isnan(value) else value for name, value in rewards.items()}
 
-    def _scored(self, episodes: Sequence[Episode]) -> Scores:
+    def _score(self, episodes: Sequence[Episode]) -> Scores:
         samples = []
         for episode in episodes:
-            drawn = episode.loss_mask > 0
-            first = int(drawn.argmax()) if drawn.any() else len(drawn)
+            is_generated = episode.loss_mask > 0
+            first = int(is_generated.argmax()) if is_generated.any() else len(is_generated)
             samples.append(
                 RewardSample(
                     row=episode.source_row,
                     prompt=self.tokenizer.decode(episode.tokens[:first].tolist()),
                     messages=episode.columns["messages"],
                     completion=episode.text,
-                    completion_ids=episode.tokens[drawn].tolist(),
+                    completion_ids=episode.tokens[is_generated].tolist(),
                     columns={name: episode.columns.get(name) for name in self.columns},
                     replies=episode.messages,
                     info=episode.info,
                 )
             )
         scores = score(self.rewards or [], self.weights, samples, self.timeout)
-        if note := self.unjudged.check(samples, scores.rewards):
+        if note := self.monitor.check(samples, scores.rewards):
             notify(f"note: {note}")
         return scores
 

@@ -1,4 +1,4 @@
-"""Rollout worker: generates completions of the next prompts, plays further turns, and scores them. No trainer here."""
+"""Rollout worker: generates completions of the next prompts, plays further turns, and scores them."""
 
 import copy
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from math import isnan
 
 from ...templates.batching.prompt_dataloader import Prompt, Prompts
 from ..options import GrpoOptions
-from .completion_text import Texts
+from .completion_text import CompletionTexts
 from .episode import Episode
 from .multi_turn import MultiTurn, Phase
 from .reward_scorer import RewardScorer
@@ -17,26 +17,25 @@ from .sampler import Sampler
 
 @dataclass
 class RolloutWorker:
-    """Every rank has one, and calls it alike: each has all episodes."""
+    """Generation and scoring of episodes. Every rank makes the same calls, and gets all episodes."""
 
     options: GrpoOptions
     prompts: Prompts
     sampler: Sampler
-    texts: Texts
+    texts: CompletionTexts
     multi_turn: MultiTurn | None
     scorer: RewardScorer
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
 
     def detached(self) -> "RolloutWorker":
-        """Return a worker that goes on from here by itself, in another thread. It has no weights for engines: where a
-        server is lost it raises WeightsLost."""
+        """Return an independent copy for another thread. It raises WeightsLost if a server loses its weights."""
         return replace(self, prompts=copy.copy(self.prompts), sampler=self.sampler.detach(), metrics=RolloutMetrics())
 
     def collect(self, phase: Phase) -> list[Episode]:
         """Return the scored episodes of a rollout batch, --num_generations of each prompt.
 
-        --dynamic_sample: prompts whose completions all have the same reward teach nothing. Others are tried in their
-        place, up to --max_resample_times.
+        --dynamic_sample: prompts whose completions all have the same reward give no gradient. Other prompts replace
+        them, up to --max_resample_times times.
         """
         options, group_size = self.options, self.options.sampling.num_generations
         groups_needed = (options.sampling.generation_batch_size or 0) // group_size
@@ -56,9 +55,12 @@ class RolloutWorker:
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
         with phase("gen"):
             completions = self.sampler(repeated)
-        texts = self.texts([p.columns for p in repeated], [p.tokens for p in repeated], completions)
+        texts = self.texts([prompt.columns for prompt in repeated], [prompt.tokens for prompt in repeated], completions)
         rows = zip(repeated, completions, texts, strict=True)
-        episodes = [Episode.from_completion(p, n // group_size, done, text) for n, (p, done, text) in enumerate(rows)]
+        episodes = [
+            Episode.from_completion(prompt, number // group_size, completion, text)
+            for number, (prompt, completion, text) in enumerate(rows)
+        ]
         if self.multi_turn:
             self.multi_turn(self.sampler, repeated, episodes, self.metrics, phase)
         with phase("reward"):

@@ -1,4 +1,4 @@
-"""Sampler: completions of prompts, with random numbers that go on from call to call."""
+"""Sampling of completions, with seeds that differ from call to call."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -13,10 +13,10 @@ from ..run.vocabulary import check_tokens
 
 
 class Sampler:
-    """Has engines complete prompts as the options say. Every rank has one, and calls it alike.
+    """Sampler of completions from the engines. Every rank has an instance and makes the same calls.
 
-    `ends`: tokens that end a completion, whatever the engine's folder says of it; None: as that says. `vocab_size`:
-    tokens that the model's embedding has.
+    `eos_ids`: tokens that end a completion; None: those of the engine's checkpoint. `vocab_size`: number of tokens in
+    the model's embedding.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Sampler:
         options: CompletionOptions,
         seed: int,
         *,
-        ends: Collection[int] | None,
+        eos_ids: Collection[int] | None,
         vocab_size: int,
         experts: bool = False,
     ):
@@ -38,36 +38,37 @@ class Sampler:
             options.max_completion_length,
             tuple(options.stop_words),
             experts,
-            None if ends is None else tuple(sorted(ends)),
+            None if eos_ids is None else tuple(sorted(eos_ids)),
         )
-        self.drawn = 0  # completions so far: each has random numbers of its own
+        self.num_sampled = 0  # completions so far, from which seeds are derived
 
     def detach(self) -> "Sampler":
-        """Return a sampler that goes on from here by itself; it raises WeightsLost where a server is lost."""
-        other = copy.copy(self)
-        other.rollout = self.rollout.detach()
-        return other
+        """Return an independent copy, which raises WeightsLost if a server loses its weights."""
+        sampler = copy.copy(self)
+        sampler.rollout = self.rollout.detach()
+        return sampler
 
     def restarted(self) -> "Sampler":
-        """Return a sampler with the random numbers of the first call."""
-        other = copy.copy(self)
-        other.drawn = 0
-        return other
+        """Return a copy that starts with the seeds of the first call."""
+        sampler = copy.copy(self)
+        sampler.num_sampled = 0
+        return sampler
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Return one completion of each prompt."""
-        return self.of([prompt.tokens for prompt in prompts])
+        return self.complete([prompt.tokens for prompt in prompts])
 
-    def of(self, tokens: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
-        """Return one completion of each tokenized prompt; `limits`: its longest, if below --max_completion_length.
+    def complete(self, tokens: Sequence[list[int]], limits: Sequence[int] | None = None) -> list[Completion]:
+        """Return one completion of each tokenized prompt.
 
-        Raises ValueError for a token that the model does not have.
+        `limits`: maximal lengths, if below --max_completion_length. Raises ValueError for a token outside the
+        vocabulary.
         """
         check_tokens(max((max(ids) for ids in tokens if len(ids)), default=0), self.vocab_size)
-        seeds = np.random.SeedSequence([self.seed, self.drawn]).generate_state(len(tokens), np.uint64) >> 1
-        self.drawn += len(tokens)
-        most = limits or [None] * len(tokens)
-        requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, most, strict=True)]
+        seeds = np.random.SeedSequence([self.seed, self.num_sampled]).generate_state(len(tokens), np.uint64) >> 1
+        self.num_sampled += len(tokens)
+        max_lengths = limits or [None] * len(tokens)
+        requests = [Request(ids, int(seed), limit) for ids, seed, limit in zip(tokens, seeds, max_lengths, strict=True)]
         completions = self.rollout.generate(requests, self.sampling)
         if self.sampling.experts and any(completion.experts is None for completion in completions):
             raise RuntimeError(

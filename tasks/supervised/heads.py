@@ -1,7 +1,7 @@
-"""`megatron sft --task_type seq_cls|embedding|reranker|generative_reranker`: train what scores or places documents.
+"""`megatron sft --task_type seq_cls|embedding|reranker|generative_reranker`: train classifiers, embeddings, rerankers.
 
-Losses are means over the samples of the global batch (of pointwise rerankers: over its documents), whatever the number
-of ranks and micro batches. Other samples' documents count as negatives within a micro batch of all data-parallel ranks.
+Losses are means over the samples of the global batch (of pointwise rerankers: over its documents). They do not depend
+on the number of ranks and micro batches. In-batch negatives are those of a micro batch of all data-parallel ranks.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from ...templates.batching.dataloader import Batches
 from ...templates.plural import plural
 from ..losses.classification import (
     accuracy,
-    class_numbers,
+    class_indices,
     classification_losses,
     listwise_losses,
     multi_hot,
@@ -55,7 +55,7 @@ from ..train.step import TrainState
 
 
 def run(options: SeqClsOptions | EmbeddingOptions | RerankerOptions, sources: dict[str, str]) -> int:
-    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
     make = {
         "seq_cls": make_seq_cls,
         "embedding": make_embedding,
@@ -71,36 +71,41 @@ def scores(batch: Batch) -> DocumentScores:
 
 
 def make_seq_cls(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Return the objective of classifiers: one class, several classes, or regression."""
+    """Return the objective of classifiers: single-label, multi-label, or regression."""
     problem = run.hf_config["problem_type"]
-    hits = "mse" if problem == "regression" else "accuracy"
+    metric_name = "mse" if problem == "regression" else "accuracy"
 
     def loss(batch: Batch, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         labels = to_device(_labels(grouping_of(batch).labels, outputs.shape[1], problem), outputs.device)
         losses = classification_losses(outputs, labels, problem)
-        right = losses if problem == "regression" else accuracy(outputs, labels, problem)
+        metric = losses if problem == "regression" else accuracy(outputs, labels, problem)
         shares = {
-            name: mean_share(values, batch, model.groups) for name, values in {"loss": losses, hits: right}.items()
+            name: mean_share(values, batch, model.groups)
+            for name, values in {"loss": losses, metric_name: metric}.items()
         }
         return shares["loss"], detach_metrics(shares)
 
-    return Objective(loss, ["loss", hits], output=scores, weight=samples, scores_tokens=False), [f"problem: {problem}"]
+    return Objective(loss, ["loss", metric_name], output=scores, weight=samples, scores_tokens=False), [
+        f"problem: {problem}"
+    ]
 
 
 def _labels(labels: Tensor, outputs: int, problem: str) -> Tensor:
-    """Return labels [samples, k] on the CPU in the form that `classification_losses` takes."""
+    """Convert labels [samples, k], on the CPU, to the form of `classification_losses`."""
     if problem == "single_label_classification":
-        return class_numbers(labels, outputs)
+        return class_indices(labels, outputs)
     return multi_hot(labels, outputs) if problem == "multi_label_classification" else labels
 
 
 def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Return the objective of embeddings."""
+    """Return the objective of embedding models."""
     options = run.options
     assert isinstance(options, EmbeddingOptions)
-    contrasts = options.loss_type == "infonce"
-    measure = partial(_infonce, options=options, groups=model.groups) if contrasts else partial(_pairs, options=options)
-    names = ["loss", "accuracy"] if contrasts else ["loss"]
+    is_infonce = options.loss_type == "infonce"
+    loss_fn = (
+        partial(_infonce, options=options, groups=model.groups) if is_infonce else partial(_pairs, options=options)
+    )
+    names = ["loss", "accuracy"] if is_infonce else ["loss"]
 
     def output(batch: Batch) -> Embeddings:
         grouping = grouping_of(batch)
@@ -109,11 +114,13 @@ def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) 
     def loss(batch: Batch, vectors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         dims = options.mrl_dims or [vectors.shape[1]]
         weights = options.mrl_weights or [1.0] * len(dims)
-        of_each = [measure(short, grouping_of(batch)) for short in matryoshka(vectors, dims)]
-        losses = torch.stack([weight * values["loss"] for weight, values in zip(weights, of_each, strict=True)]).sum(0)
-        longest = of_each[dims.index(max(dims))]
+        losses_by_dim = [loss_fn(embeddings, grouping_of(batch)) for embeddings in matryoshka(vectors, dims)]
+        losses = torch.stack(
+            [weight * values["loss"] for weight, values in zip(weights, losses_by_dim, strict=True)]
+        ).sum(0)
+        full_width = losses_by_dim[dims.index(max(dims))]
         shares = {
-            name: mean_share(values, batch, model.groups) for name, values in (longest | {"loss": losses}).items()
+            name: mean_share(values, batch, model.groups) for name, values in (full_width | {"loss": losses}).items()
         }
         return shares["loss"], detach_metrics(shares)
 
@@ -123,35 +130,43 @@ def make_embedding(run: Run, model: Model, train: Batches, val: Batches | None) 
 def _infonce(
     vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions, groups: ProcessGroupCollection
 ) -> dict[str, Tensor]:
-    """Return each anchor's InfoNCE loss, among its own documents or those of all data-parallel ranks."""
+    """Return each anchor's InfoNCE loss and accuracy.
+
+    Candidates are its own documents, or with --infonce_use_batch those of all data-parallel ranks.
+    """
     anchors = (grouping.parts == 0).nonzero().squeeze(1)
-    others = grouping.parts != 0
+    is_negative = grouping.parts != 0
     if options.infonce_use_batch:
-        candidates, usable, first = _gather_documents(vectors, others, grouping.documents_per_rank, groups.dp)
-        mask = to_device(usable, vectors.device).expand(len(anchors), -1)
+        candidates, negatives, offset = _gather_documents(vectors, is_negative, grouping.documents_per_rank, groups.dp)
+        mask = to_device(negatives, vectors.device).expand(len(anchors), -1)
     else:
-        candidates, first = vectors, 0
-        mask = to_device((grouping.samples == grouping.samples[anchors, None]) & others, vectors.device)
-    target = to_device(first + anchors + 1, vectors.device)
+        candidates, offset = vectors, 0
+        mask = to_device((grouping.samples == grouping.samples[anchors, None]) & is_negative, vectors.device)
+    target = to_device(offset + anchors + 1, vectors.device)
     anchor_vectors = vectors.index_select(0, to_device(anchors, vectors.device))
     losses = infonce_losses(anchor_vectors, candidates, target, options.infonce_temperature, mask)
     cosines = (anchor_vectors.detach() @ candidates.detach().t()).masked_fill(~mask, -torch.inf)
-    nearest = F.pad(cosines, (0, 1), value=-torch.inf).argmax(1)  # of a micro batch of fillers there are none
+    nearest = F.pad(cosines, (0, 1), value=-torch.inf).argmax(1)  # the pad: a padding micro batch has no candidates
     return {"loss": losses, "accuracy": (nearest == target).float()}
 
 
-def _gather_documents(vectors: Tensor, others: Tensor, peers: list[int], group: Any) -> tuple[Tensor, Tensor, int]:
+def _gather_documents(
+    vectors: Tensor, is_negative: Tensor, document_counts: list[int], group: Any
+) -> tuple[Tensor, Tensor, int]:
     """Gather document vectors over data-parallel ranks.
 
-    Returns them, [ranks x most, dimensions] with gradients; which of them are negatives; and where this rank's begin.
+    Returns the vectors [ranks x max_documents, dimensions] with gradients, the mask of negatives among them, and the
+    offset of this rank's documents.
     """
     if dist.get_world_size(group) == 1:
-        return vectors, others, 0
-    most, rank = max(peers), dist.get_rank(group)
-    # What a document is goes along, in a column of its own.
-    marked = torch.cat([vectors, to_device(others, vectors.device).to(vectors)[:, None]], dim=1)
-    gathered = torch.cat(differentiable.all_gather(F.pad(marked, (0, 0, 0, most - len(vectors))), group))
-    return gathered[:, :-1], gathered[:, -1] > 0, rank * most
+        return vectors, is_negative, 0
+    max_documents, rank = max(document_counts), dist.get_rank(group)
+    # An extra column carries `is_negative`.
+    flagged_vectors = torch.cat([vectors, to_device(is_negative, vectors.device).to(vectors)[:, None]], dim=1)
+    gathered = torch.cat(
+        differentiable.all_gather(F.pad(flagged_vectors, (0, 0, 0, max_documents - len(vectors))), group)
+    )
+    return gathered[:, :-1], gathered[:, -1] > 0, rank * max_documents
 
 
 def _pairs(vectors: Tensor, grouping: Grouping, *, options: EmbeddingOptions) -> dict[str, Tensor]:
@@ -172,7 +187,7 @@ class RerankerExtras:
 
 
 def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
-    """Return the objective of rerankers: scores by a head, or by the odds of one answer over another."""
+    """Return the objective of rerankers: scores by a head, or (generative) by the log odds of two tokens."""
     options = run.options
     assert isinstance(options, RerankerOptions)
     output, notes = scores, []
@@ -183,7 +198,7 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
     pointwise = options.loss_type == "pointwise_reranker"
 
     def prepare(training: TrainState, batches: list[Batch], evaluates: bool) -> list[Batch]:
-        extras = RerankerExtras(_documents(batches, model.groups))
+        extras = RerankerExtras(_document_count(batches, model.groups))
         return [replace(batch, extras=extras) for batch in batches]
 
     def loss(batch: Batch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -191,11 +206,11 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
         labels = to_device(grouping.labels[grouping.samples, grouping.parts], values.device)
         if pointwise:
             losses = pointwise_losses(values, labels)
-            right = ((values > 0) == (labels > 0.5)).float()
-            values_by_name = {"loss": losses, "accuracy": right, "documents": torch.ones_like(losses)}
+            correct = ((values > 0) == (labels > 0.5)).float()
+            values_by_name = {"loss": losses, "accuracy": correct, "documents": torch.ones_like(losses)}
             total = context_parallel_share(losses.sum(), model.groups) / extras_of(batch, RerankerExtras).documents
             return total, detach_metrics(
-                {name: mean_share(each, batch, model.groups) for name, each in values_by_name.items()}
+                {name: mean_share(metric, batch, model.groups) for name, metric in values_by_name.items()}
             )
         losses = listwise_losses(values, grouping.samples, options.listwise_temperature)
         shares = {
@@ -212,12 +227,12 @@ def make_reranker(run: Run, model: Model, train: Batches, val: Batches | None) -
 
 
 def _over_documents(sums: dict[str, float], weight: float) -> dict[str, float]:
-    """Means over documents, of which samples have more or fewer."""
+    """Return means over documents, whose number varies between samples."""
     return {name: sums[name] / max(sums["documents"], 1e-12) for name in ("loss", "accuracy")}
 
 
 def _odds(batch: Batch, *, tokens: Sequence[int]) -> OutputProcessor:
-    """Return the output log p of the first of two tokens, less that of the second: [documents, 1]."""
+    """Return the output processor of log odds, log p(tokens[0]) - log p(tokens[1]): [documents, 1]."""
     choices = Choices(grouping_of(batch).ends, tokens)
 
     def odds(stage: LastStage) -> Tensor:
@@ -235,7 +250,7 @@ def _token(run: Run, flag: str) -> int:
     return tokens[0]
 
 
-def _documents(batches: list[Batch], groups: ProcessGroupCollection) -> Tensor:
+def _document_count(batches: list[Batch], groups: ProcessGroupCollection) -> Tensor:
     """Return the number of documents of the global batch."""
     count = torch.tensor(float(sum(len(grouping_of(batch).samples) for batch in batches)), device=runtime.device())
     dist.all_reduce(count, group=groups.dp)
@@ -243,9 +258,9 @@ def _documents(batches: list[Batch], groups: ProcessGroupCollection) -> Tensor:
 
 
 def _reciprocal_ranks(values: Tensor, grouping: Grouping) -> Tensor:
-    """Return the reciprocal rank of each sample's first document, by scores [documents]: [samples]."""
-    first = (grouping.parts == 0).nonzero().squeeze(1)
-    positive = values.index_select(0, to_device(first, values.device))
+    """Return the reciprocal rank of each sample's first document: [samples]. values [documents]: scores."""
+    first_documents = (grouping.parts == 0).nonzero().squeeze(1)
+    positive = values.index_select(0, to_device(first_documents, values.device))
     sample = to_device(grouping.samples, values.device)
     above = torch.zeros_like(positive).index_add(0, sample, (values > positive.index_select(0, sample)).float())
     return 1 / (1 + above)

@@ -1,4 +1,4 @@
-"""`megatron sft` and `megatron pt`: train on the next token."""
+"""`megatron sft` and `megatron pt`: next-token training of language models."""
 
 from ..options import SftOptions
 from ..train.objective import sft
@@ -6,5 +6,5 @@ from ..train.setup import train
 
 
 def run(options: SftOptions, sources: dict[str, str]) -> int:
-    """Do what the options say. `sources`: where each option's value came from, for args.json. Returns the exit code."""
+    """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
     return train(options, sources, lambda run, model, *_: (sft(model), []))

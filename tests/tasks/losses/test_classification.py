@@ -79,20 +79,20 @@ def test_multi_hot():
 
 
 @pytest.mark.parametrize("wrong", [4, -1, 1.5])
-@pytest.mark.parametrize("read", [multi_hot, classification.class_numbers])
+@pytest.mark.parametrize("read", [multi_hot, classification.class_indices])
 def test_labels_that_are_no_classes(read, wrong):
     with pytest.raises(ValueError, match=rf"--num_labels 4: classes are 0 to 3, and a row's label is {wrong}\."):
         read(torch.tensor([[2.0], [wrong]]), 4)
 
 
 def test_one_class_each():
-    assert classification.class_numbers(torch.tensor([[2.0], [0.0]]), 3).tolist() == [2, 0]
+    assert classification.class_indices(torch.tensor([[2.0], [0.0]]), 3).tolist() == [2, 0]
     with pytest.raises(
         ValueError, match="--problem_type single_label_classification: a row has 2 labels, and needs one"
     ):
-        classification.class_numbers(torch.tensor([[2.0, 1.0]]), 3)
+        classification.class_indices(torch.tensor([[2.0, 1.0]]), 3)
     with pytest.raises(ValueError, match="a row's label is nan"):
-        classification.class_numbers(torch.tensor([[NAN]]), 3)
+        classification.class_indices(torch.tensor([[NAN]]), 3)
 
 
 @pytest.mark.parametrize("problem_type", [SINGLE, MULTI])

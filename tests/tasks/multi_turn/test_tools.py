@@ -62,7 +62,7 @@ def asked(text: str, **columns) -> SchedulerCall:
 
 
 def tools(timeout: float = 10) -> Scheduler:
-    return Scheduler("tools", Tools(REGISTERED, timeout), timeout, bounds_itself=True)
+    return Scheduler("tools", Tools(REGISTERED, timeout), timeout, has_own_timeouts=True)
 
 
 def told(*calls: str, timeout: float = 10, **columns) -> list[str]:

@@ -8,20 +8,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 LORA = "--tuner_type lora --lora_rank 5 --lora_alpha 10 --lora_dropout 0 --merge_lora false --lr 1e-2"
 OF_ONE_RANK = "preference.dist = SimpleNamespace(all_reduce=lambda *arguments, **named: None)"
 WITH_ADAPTERS = (
-    "reference_model._without_adapters = lambda model, of: reference_model._of_another(model, of, offloads=False)"
+    "reference_model._bind_adapter_switch = "
+    "lambda model, forward: reference_model._bind_frozen_model(model, forward, offloads=False)"
 )
 OF_THE_OTHER_ANSWER = """
-right = reference_model.Table._places
+right = reference_model.PrecomputedLogProbs._indices
 def wrong(table, batch):
     samples, parts = right(table, batch)
     return samples, 1 - parts
-reference_model.Table._places = lambda table, batch: right(table, batch) if not table.filled else wrong(table, batch)
-reference_model.Table.filled = False
-made = reference_model.Table.__init__
+Table = reference_model.PrecomputedLogProbs
+Table._indices = lambda table, batch: right(table, batch) if not table.filled else wrong(table, batch)
+Table.filled = False
+made = Table.__init__
 def fill(table, *arguments):
     made(table, *arguments)
     table.filled = True
-reference_model.Table.__init__ = fill
+Table.__init__ = fill
 """
 
 

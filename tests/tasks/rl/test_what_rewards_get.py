@@ -70,12 +70,12 @@ def made_with_data(
     def complete(prompts: list) -> list[Completion]:
         return [Completion(drawn, [-1.0] * len(drawn), "stop") for _ in prompts]
 
-    complete.of = lambda tokens, limits: complete(tokens)  # type: ignore[attr-defined]
+    complete.complete = lambda tokens, limits: complete(tokens)  # type: ignore[attr-defined]
     worker = RolloutWorker(
         options,
         Prompts(data.train, completions_per_prompt=2, shuffle=False, seed=0),  # type: ignore[arg-type]
         complete,  # type: ignore[arg-type]
-        multi_turn.Texts(run, options),
+        multi_turn.CompletionTexts(run, options),
         multi_turn.MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None,
         reward_scorer.RewardScorer(run, options.rewards),
     )

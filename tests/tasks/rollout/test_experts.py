@@ -120,7 +120,7 @@ def test_experts_go_through_a_checkpoint():
 @pytest.mark.parametrize("context", [1, 2])
 def test_experts_lie_beside_their_tokens(context, pack):
     """On each rank, and together they are what went in."""
-    sequences = sequences_of(episodes(), drop_cut_off=False)
+    sequences = sequences_of(episodes(), drop_truncated=False)
     together: dict[int, np.ndarray] = {}
     for rank in range(context):
         layout = BatchLayout(
