@@ -58,7 +58,7 @@ class Gkd:
         self.options, self.prompts = options, prompts
         self.plan: BatchPlan = episode_plan(run, model.groups)
         self.teacher = Teacher(run, model, options, self.plan)
-        self.notes = [f"teacher: {self.teacher.name}{self.teacher.place}"]
+        self.notes = [f"teacher: {self.teacher.name}{self.teacher.location}"]
         self.student: ModelRollout | None = None
         self.samplers: dict[str, Sampler] = {}  # student, teacher: those that generate
         if options.lmbda > 0:

@@ -1,9 +1,8 @@
-"""The model that a student learns from, and what the two are compared by: its distributions of the next token.
+"""Teacher of a distillation: its forward passes, and the comparison of the student with it.
 
-Its passes go through the pipeline's schedule by themselves, before those of the step. What is kept of a micro batch are
-its hidden states, from which its logits are made again, a chunk at a time, where they are compared with the student's;
-or with --gkd_logits_topk the log-probabilities of its likeliest tokens. A teacher in a layout of its own, or behind a
-server, finds them elsewhere: resharded_teacher.py has them brought to the student's ranks.
+Its passes run before those of the step, through the same pipeline schedule. Per micro batch it keeps hidden states,
+from which the comparison recomputes logits a chunk at a time; with --gkd_logits_topk, the log-probabilities of the
+likeliest tokens. Outputs of a teacher in another layout or behind a server are redistributed (resharded_teacher.py).
 """
 
 from collections.abc import Callable
@@ -38,11 +37,13 @@ from .resharded_teacher import ReshardedOutputs, TeacherGroups
 class TeacherExtras:
     """Teacher outputs for a micro batch, on the last pipeline stage."""
 
-    values: Tensor  # hidden states before its output layer; or fp32 [2, 1, local length, top] log-probabilities, tokens
+    values: (
+        Tensor  # hidden states before the output layer, or fp32 [2, 1, local length, top]: log-probabilities, tokens
+    )
 
 
 class Teacher:
-    """Every rank makes one, of the same. Raises ValueError, on every rank, where it cannot be this student's."""
+    """Teacher of a student, on every rank. Raises ValueError on every rank if the two do not fit together."""
 
     def __init__(self, run: Run, student: Model, options: GkdOptions, plan: BatchPlan):
         self.name = (
@@ -51,20 +52,20 @@ class Teacher:
         self.student, self.student_scale = student, student.architecture.logits_scale
         self.beta, self.temperature = options.beta, options.sampling.temperature
         self.top, self.vocab_size, self.scale = options.teacher.gkd_logits_topk, student.architecture.vocab_size, 1.0
-        self.weight: Tensor | None = None  # the output matrix, split as the student's, which stays on the device
-        self.flops: Flops | None = None  # of its passes in these processes
-        self.elsewhere: ReshardedOutputs | None = None  # None: its hidden states are where the student's will be
+        self.weight: Tensor | None = None  # output matrix, split as the student's, always on the device
+        self.flops: Flops | None = None  # of its forward passes in these processes
+        self.resharded: ReshardedOutputs | None = None  # None: in the student's layout
         self.server: RemoteTeacher | None = None
         if options.teacher.teacher_model_server:
             self.server = RemoteTeacher(run, options, self.vocab_size)
-            self.elsewhere = ReshardedOutputs(self.server, plan, student, top=self.top)
-            self.place = f", a server ({self.server.reader.kind})"
+            self.resharded = ReshardedOutputs(self.server, plan, student, top=self.top)
+            self.location = f", a server ({self.server.reader.kind})"
             return
-        apart = teacher_layout(options)
-        self.place = f", {ProcessLayout.of(apart.build, dist.get_world_size())}" if apart else ""
-        self._groups = TeacherGroups(run, apart) if apart else None
+        teacher_options = teacher_layout(options)
+        self.location = f", {ProcessLayout.of(teacher_options.build, dist.get_world_size())}" if teacher_options else ""
+        self._groups = TeacherGroups(run, teacher_options) if teacher_options else None
         with self._groups.entered() if self._groups else nullcontext():
-            self._build(replace(run, options=apart or options), options)
+            self._build(replace(run, options=teacher_options or options), options)
         architecture = self.model.architecture
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
@@ -75,12 +76,12 @@ class Teacher:
                 rows, group = len(student.output_matrix()), student.groups.tp
                 self.weight = reshard_rows(self.model.output_matrix(), rows, group)
         else:
-            self._groups.set_model(self.model, self._pass, top=self.top)
-            self.elsewhere = ReshardedOutputs(self._groups, plan, student, top=self.top)
+            self._groups.set_model(self.model, self._forward, top=self.top)
+            self.resharded = ReshardedOutputs(self._groups, plan, student, top=self.top)
             if not self.top:
                 self.weight = self._groups.output_matrix_for(student)
         offloads = options.teacher.offload_teacher_model and runtime.device().type == "cuda"
-        self.there: Callable[[], Any] = offloaded(self.model) if offloads else nullcontext
+        self.on_device: Callable[[], Any] = offloaded(self.model) if offloads else nullcontext
 
     def _build(self, run: Run, options: GkdOptions) -> None:
         flag = "--teacher_model" if options.teacher.teacher_model else "--mcore_teacher_model"
@@ -89,15 +90,15 @@ class Teacher:
 
     def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:
         """Return the micro batches with TeacherExtras. sequences: the step's, of all ranks."""
-        outputs = self.elsewhere.compute(batches, sequences) if self.elsewhere else self._pass(batches)
-        if not outputs:  # the last pipeline stage has it
+        outputs = self.resharded.compute(batches, sequences) if self.resharded else self._forward(batches)
+        if not outputs:  # not the last pipeline stage
             return batches
         return [replace(b, extras=TeacherExtras(values)) for b, values in zip(batches, outputs, strict=True)]
 
-    def _pass(self, batches: list[Batch]) -> list[Tensor]:
-        """Return its own passes over micro batches of its own layout."""
+    def _forward(self, batches: list[Batch]) -> list[Tensor]:
+        """Return the outputs of micro batches in the teacher's layout."""
         output = HiddenStates(self._top_log_probs if self.top else _hidden_states)
-        with self.there():
+        with self.on_device():
             return forward_only(self.model, self.model.chunks, batches, lambda batch: output)
 
     def compare(self, batch: Batch, *, likelihood: bool) -> HiddenStates:

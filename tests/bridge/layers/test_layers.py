@@ -160,16 +160,8 @@ def test_label_log_probs(alone, temperature, scored, monkeypatch):
     expected = logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2)
     if places is not None:
         expected = expected * torch.zeros(10).index_fill(0, places, 1.0).view(2, 5)
-    found = logprobs.label_log_probs(
-        hidden,
-        weight,
-        labels,
-        vocab_size=21,
-        group=alone,
-        sequence_parallel=False,
-        temperature=temperature,
-        scored=places,
-    )
+    output = logprobs.OutputMatrix(weight, 21, alone, positions=places)
+    found = logprobs.label_log_probs(hidden, output, labels, temperature=temperature)
     torch.testing.assert_close(found, expected)
     for mine, torchs in zip(gradients(found), gradients(expected), strict=True):
         torch.testing.assert_close(mine, torchs)

@@ -6,7 +6,7 @@ import pytest
 from megaswift.cli.flags import UsageError
 from megaswift.tasks.multi_turn.registry import multi_turns, registered_tools
 
-from tests.cli.checks.test_generation import check
+from tests.cli.checks.checking import check
 from tests.tasks.multi_turn.conftest import own_registry, own_turns  # noqa: F401  (fixtures)
 
 PLUGIN = """

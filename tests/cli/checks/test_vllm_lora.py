@@ -10,7 +10,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.main import read_options
 from megaswift.tasks.rollout.serve import choose_backend
 
-from tests.cli.checks.test_generation import check, install, refusal
+from tests.cli.checks.checking import check, install, refusal
 from tests.cli.conftest import DENSE, write_model
 
 LORA = "--tuner_type lora --global_batch_size 8 --vllm_enable_lora true"
