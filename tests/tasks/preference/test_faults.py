@@ -35,7 +35,7 @@ Table.__init__ = fill
             "--context_parallel_size 2",
             2,
             "",
-            "objective.context_parallel_share = lambda value: value",
+            "objective.context_parallel_share = lambda value, groups: value",
             id="whole shares",
         ),
         pytest.param("kto", "--micro_batch_size 1", 2, "", OF_ONE_RANK, id="one rank's KL"),
