@@ -34,7 +34,7 @@ def noted_step(training, batches, loss, number, *more, **settings):
 
 
 class Aside(TransformersEngine):
-    def __init__(self, urls, **settings):
+    def __init__(self, urls, settings):
         import torch
 
         super().__init__(sys.argv[sys.argv.index("--model") + 1], dtype=torch.float32, load=False)
