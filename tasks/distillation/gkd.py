@@ -170,12 +170,12 @@ class Gkd:
         loss, metrics = distillation_loss(output, weights, tokens)
         return loss, metrics | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
 
-    def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Return the loss on the answers of the evaluation data, as `eval_<name>`. `most`: see `Loop.evaluate`."""
+    def evaluate(self, state: TrainState, val: Prompts, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
+        """Return the loss on the answers of the evaluation data, as `eval_<name>`. `max_batches`: see `Loop.evaluate`."""
         prompt_batches = val.one_pass(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
-        return evaluate_on(state, islice(steps, most if most >= 0 else None), self.objective, tick)
+        return evaluate_on(state, islice(steps, max_batches if max_batches >= 0 else None), self.objective, tick)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last log line."""

@@ -273,15 +273,15 @@ class Grpo:
         # First tokens of a prompt's completions have equal entropies up to rounding. The tolerance keeps all or none.
         return float(np.quantile(entropies, 1 - self.options.top_entropy_quantile)) - ENTROPY_TOLERANCE
 
-    def evaluate(self, state: TrainState, val: Prompts, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Return means over `most` global batches of evaluation prompts (-1: all), as `eval_<name>`."""
+    def evaluate(self, state: TrainState, val: Prompts, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
+        """Return means over `max_batches` global batches of evaluation prompts (-1: all), as `eval_<name>`."""
         self.wait_for_async_rollout()
         group_size, metrics = self.options.sampling.num_generations_eval, RolloutMetrics()
         worker = replace(self.worker, sampler=self.worker.sampler.restarted(), metrics=metrics)
         prompts_per_batch, episodes = max(1, self.options.training.global_batch_size // group_size), list[Episode]()
         with self.rollout.awake():
             self.update_weights(state, metrics.timed)
-            for prompts in islice(val.one_pass(prompts_per_batch), most if most >= 0 else None):
+            for prompts in islice(val.one_pass(prompts_per_batch), max_batches if max_batches >= 0 else None):
                 tick()
                 groups = worker.rollout(prompts, group_size, metrics.timed)
                 # Experts are large, and not needed here.

@@ -76,8 +76,8 @@ class Loop(Protocol):
         """Return further metrics for the log, of the steps since the last call."""
         ...
 
-    def evaluate(self, state: TrainState, val: Any, most: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Return `eval_<name>` over at most `most` global batches (-1: all). Calls `tick` for each."""
+    def evaluate(self, state: TrainState, val: Any, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
+        """Return `eval_<name>` over at most `max_batches` global batches (-1: all). Calls `tick` for each."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
