@@ -179,7 +179,7 @@ def test_a_folder_that_contradicts_its_config_leaves_nothing(root: Path, mixture
     changed[len(changed) // 3] ^= 1
     files[0].write_bytes(changed)
     printed = swift("--mcore_model other --to_hf true --output_dir wrong", fails=True)
-    assert f"other is not as it was written (iter_0000001/{files[0].name} has other bytes than were written)" in printed
+    assert f"other is damaged (iter_0000001/{files[0].name} has other bytes than were written)" in printed
     (other / "manifest.json").unlink()
     for file in files:
         file.write_bytes(file.read_bytes()[:1000])
