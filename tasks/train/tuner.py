@@ -81,4 +81,4 @@ def _is_peft_adapter(folder: Path) -> bool:
 def _verify_weights(folder: Path) -> None:
     names = [name for name in read_manifest(folder) if name.endswith(WEIGHTS)]
     if faults := verify_files(folder, checksums=True, names=names):
-        raise ValueError(f"{folder} is not as it was written ({'; '.join(faults)}): copy it again, or take another")
+        raise ValueError(f"{folder} is damaged ({'; '.join(faults)}). Copy it again, or use another one")
