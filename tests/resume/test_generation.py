@@ -27,7 +27,7 @@ GRPO = (
     "--num_generations 2 --max_completion_length 8 --packing_length 160"
 )
 SEVERAL = "--steps_per_generation 2 --num_iterations 2"  # a step in the midst of what was generated at a time
-ASIDE = Path(__file__).parents[1] / "rl" / "aside.py"
+ASIDE = Path(__file__).parents[1] / "tasks" / "rl" / "aside.py"
 BESIDE = "--use_vllm true --vllm_mode server --async_generate true"
 TURNS = (
     "--multi_turn_scheduler asks --stop_words a e i o u r n t s --max_completion_length 48 --packing_length 176 "

@@ -387,7 +387,7 @@ def test_a_head_begins_alike_in_every_layout(place: Path) -> None:
 UNFIT = [
     ("qwen3", "classes", "--task_type seq_cls", "--num_labels: missing, and the model has no head yet"),
     ("qwen3", "classes", "--task_type seq_cls --num_labels 2", "a row of the data has the label 2. Raise"),
-    ("qwen3", "numbers", "--task_type seq_cls --num_labels 2", "a row of the data has 3 numbers"),
+    ("qwen3", "numbers", "--task_type seq_cls --num_labels 2", "a row of the data has 3 target numbers"),
     (
         "classes",
         "classes",
