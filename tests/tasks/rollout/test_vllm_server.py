@@ -141,9 +141,9 @@ def test_an_update_that_broke_off_leaves_nothing_behind(served) -> None:
     check(client, model)
 
 
-def test_requests_that_vllm_refuses(served) -> None:
-    with pytest.raises(ValueError, match="maximum context length is 256 tokens"):
-        served[1].generate([Request(PROMPTS[0], 0), Request([5] * 300, 0)], Sampling())
+def test_a_prompt_longer_than_the_context_is_refused(served) -> None:
+    with pytest.raises(ValueError, match="300 tokens and 1 new one are too many: the model has 256 positions"):
+        served[1].generate([Request(PROMPTS[0], 0), Request([5] * 300, 0)], Sampling(max_new_tokens=8))
 
 
 def test_killed(served) -> None:
