@@ -171,7 +171,7 @@ class Gkd:
         return loss, metrics | (dict.fromkeys(("nll_loss", "given"), torch.zeros_like(loss)) if alpha else {})
 
     def evaluate(self, state: TrainState, val: Prompts, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
-        """Return the loss on the answers of the evaluation data, as `eval_<name>`. `max_batches`: see `Loop.evaluate`."""
+        """Return the loss on the answers of the evaluation data, as `eval_<name>` (see `Loop.evaluate`)."""
         prompt_batches = val.one_pass(self.options.training.global_batch_size)
         answers = ([p.reference_document for p in prompts if p.reference_document] for prompts in prompt_batches)
         steps = (self.batches(documents, off_policy=True) for documents in answers if documents)
