@@ -26,9 +26,11 @@ from ..tasks.options import (
     SeqClsOptions,
     SftOptions,
 )
+from .accepted_flags import ALWAYS_TRUE, NO_EFFECT
 from .flags import Flag, flags_of, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import ALWAYS_TRUE, INVERTED, NO_EFFECT, OLD_VALUES, RENAMED, REWRITTEN, UNSUPPORTED
+from .legacy_flags import INVERTED, OLD_VALUES, RENAMED, REWRITTEN
+from .unsupported_flags import UNSUPPORTED
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 

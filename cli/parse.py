@@ -13,9 +13,11 @@ from pathlib import Path
 from ..bridge.option_groups import compose, flag_values
 from ..tasks.run.args_json import load_args
 from ..templates.json_types import Json, JsonObject
+from .accepted_flags import ALWAYS_TRUE, NO_EFFECT
 from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import ALWAYS_TRUE, NO_EFFECT, UNSUPPORTED, UNSUPPORTED_VALUES, canonical, flag_text
+from .legacy_flags import canonical, flag_text
+from .unsupported_flags import UNSUPPORTED, UNSUPPORTED_VALUES
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")

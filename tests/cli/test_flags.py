@@ -146,8 +146,10 @@ def test_uploads(name: str) -> None:
 
 
 def test_names_of_other_trainers_lead_to_flags() -> None:
+    from megaswift.cli.accepted_flags import ALWAYS_TRUE, NO_EFFECT
     from megaswift.cli.foreign_flags import FOREIGN_FLAGS
-    from megaswift.cli.legacy_flags import ALWAYS_TRUE, NO_EFFECT, RENAMED, UNSUPPORTED
+    from megaswift.cli.legacy_flags import RENAMED
+    from megaswift.cli.unsupported_flags import UNSUPPORTED
 
     known = {flag for _, _, flag in every_flag()}
     assert not {entry.flag for entry in FOREIGN_FLAGS.values()} - known - {""}
