@@ -32,7 +32,7 @@ from .foreign_flags import FOREIGN_FLAGS
 from .legacy_flags import INVERTED, OLD_VALUES, RENAMED, REWRITTEN
 from .unsupported_flags import UNSUPPORTED
 
-PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
 # flag -> (default in ms-swift's Megatron guide and 4.6 release, reason for a different one here)
 DIFFERENT_DEFAULTS = {
