@@ -18,6 +18,7 @@ from ...templates.formats.dataset_names import check_exists, resolve_text, split
 from ...templates.options import PrepareOptions
 from ...templates.plural import plural
 from ..flags import UsageError, show, usage_errors
+from .adjust import adjust_options
 from .generation import check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
@@ -44,7 +45,7 @@ def check_training(
     processes: number of processes to run on this machine
     sources: source of each option's value
     """
-    notes = list(_adjust_options(options))
+    notes = list(adjust_options(options))
     check_tuner(options, sources)
     notes += check_resume(options)
     notes += set_base_model(options, options)
@@ -105,23 +106,6 @@ def check_rollout(options: RolloutOptions) -> list[str]:
     return []
 
 
-def _adjust_options(options: SftOptions) -> Iterator[str]:
-    training = options.training
-    build = options.build
-    if build.sequence_parallel and build.tensor_model_parallel_size == 1:
-        build.sequence_parallel = False
-        yield "--sequence_parallel true is disabled: it needs --tensor_model_parallel_size > 1."
-    if training.train_iters is not None and training.num_train_epochs is not None:
-        epochs, steps = training.num_train_epochs, training.train_iters
-        yield f"--num_train_epochs {epochs:g} is ignored: --train_iters {steps} is set."
-        training.num_train_epochs = None
-    if build.virtual_pipeline_model_parallel_size == 1:
-        build.virtual_pipeline_model_parallel_size = None  # one chunk per stage is plain pipelining
-    if options.optimizer.optimizer == "sgd" and build.use_distributed_optimizer:
-        build.use_distributed_optimizer = False
-        yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
-
-
 def _check_data(options: PrepareOptions) -> None:
     if not options.dataset:
         raise UsageError("--dataset: missing. Set files, folders or hub ids.")
@@ -130,8 +114,6 @@ def _check_data(options: PrepareOptions) -> None:
     _check_system(options)
     if options.packing and options.max_length is None and options.packing_length is None:
         raise UsageError("--packing true needs the length of a pack. Set --max_length.")
-    if options.packing and not options.padding_free:
-        raise UsageError("--packing true cannot be used with --padding_free false. Remove one of them.")
     if options.packing_length and options.max_length and options.packing_length < options.max_length:
         raise UsageError(
             f"--packing_length {options.packing_length}: less than --max_length. Set at least {options.max_length}."

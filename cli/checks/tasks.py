@@ -131,8 +131,6 @@ def check_generates(options: InferOptions | RolloutOptions, model: HfConfig | No
 
 def _check_data(options: SftOptions) -> None:
     kind = task_flag(options)
-    if not options.data.padding_free:
-        raise UsageError(f"--padding_free false cannot be used with {kind}, which needs packed rows. Remove it.")
     if options.build.mtp_num_layers:
         raise UsageError(
             f"--mtp_num_layers {options.build.mtp_num_layers} cannot be used with {kind}: its loss has no multi-token "

@@ -78,7 +78,6 @@ SP = "--sequence_parallel true"
         (f"{CP} 2 --max_length 1023", 2, f"--max_length 1023: not a multiple of 2 x {CP} 2 = 4. Set 1024."),
         (f"{TP} 2 {SP} --packing true --max_length 101", 2, "--max_length 101: not a multiple of"),
         ("--packing true", 1, "--packing true needs the length of a pack. Set --max_length."),
-        ("--packing true --padding_free false --max_length 8", 1, "--packing true cannot be used with"),
         ("--recompute_granularity full", 1, "--recompute_granularity full needs --recompute_method"),
         (
             "--recompute_granularity full --recompute_method block",
@@ -164,6 +163,13 @@ def test_epochs_beside_steps_are_left_out(dense: Path) -> None:
     options, notes = check(dense, "--num_train_epochs 0.5 --lr_warmup_fraction 0.05")
     assert options.training.num_train_epochs is None
     assert notes == ["--num_train_epochs 0.5 is ignored: --train_iters 1 is set."]
+
+
+def test_packing_has_no_padding(dense: Path) -> None:
+    options, notes = check(dense, "--packing true --padding_free false --max_length 8")
+    assert options.data.padding_free
+    assert notes == ["--padding_free false is ignored: --packing true is set, and padding changes no number."]
+    assert not check(dense, "--padding_free false")[0].data.padding_free
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_switched_off(mixture: Path) -> None:

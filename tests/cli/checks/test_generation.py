@@ -183,7 +183,6 @@ def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.M
         ("--top_p 1.1", "--top_p 1.1: must be above 0 and at most 1."),
         ("--top_k 0", "--top_k 0: keeps no token. Set at least 1, or -1"),
         ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
-        ("--padding_free false", "--padding_free false cannot be used with --rlhf_type grpo"),
     ],
 )
 def test_completions(words: str, message: str, dense: Path) -> None:

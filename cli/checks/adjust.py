@@ -1,0 +1,30 @@
+"""Adjustment of options that are redundant beside others."""
+
+from collections.abc import Iterator
+
+from ...tasks.options import SftOptions
+from ...templates.formats.schemas import UNGROUPED
+from .tasks import task_flag
+
+
+def adjust_options(options: SftOptions) -> Iterator[str]:
+    """Replace redundant options, and yield a note for each."""
+    training = options.training
+    build = options.build
+    if build.sequence_parallel and build.tensor_model_parallel_size == 1:
+        build.sequence_parallel = False
+        yield "--sequence_parallel true is disabled: it needs --tensor_model_parallel_size > 1."
+    if training.train_iters is not None and training.num_train_epochs is not None:
+        epochs, steps = training.num_train_epochs, training.train_iters
+        yield f"--num_train_epochs {epochs:g} is ignored: --train_iters {steps} is set."
+        training.num_train_epochs = None
+    if build.virtual_pipeline_model_parallel_size == 1:
+        build.virtual_pipeline_model_parallel_size = None  # one chunk per stage is plain pipelining
+    if options.optimizer.optimizer == "sgd" and build.use_distributed_optimizer:
+        build.use_distributed_optimizer = False
+        yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
+    data = options.data
+    if not data.padding_free and (data.packing or options.stage not in UNGROUPED):
+        data.padding_free = True
+        reason = "--packing true is set" if data.packing else f"{task_flag(options)} has packed rows only"
+        yield f"--padding_free false is ignored: {reason}, and padding changes no number."
