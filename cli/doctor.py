@@ -64,6 +64,8 @@ OPTIONAL = {  # package: (purpose, how to install)
     "modelscope": ("models and datasets of ModelScope (without it: --use_hf true)", f"{INSTALL} modelscope"),
     "wandb": ("--report_to wandb", f"{INSTALL} wandb"),
     "swanlab": ("--report_to swanlab", f"{INSTALL} swanlab"),
+    "mlflow": ("--report_to mlflow", f"{INSTALL} mlflow"),
+    "trackio": ("--report_to trackio", f"{INSTALL} trackio"),
 }
 
 

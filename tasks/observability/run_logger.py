@@ -76,7 +76,7 @@ class RunLog:
         log.evaluation(step, {"eval_loss": ...})
         log.close({"last_checkpoint": ...})
 
-    `settings`: the run's configuration for wandb and swanlab.
+    `settings`: the run's configuration for the reporters.
     `six_n`: FLOPs per token by the usual estimate, 6 x parameters, printed beside the exact count at the end.
     Raises ImportError on every process where `--report_to` names a package that is not installed.
     """

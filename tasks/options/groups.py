@@ -135,9 +135,9 @@ class LoggingOptions:
     """Logging"""
 
     logging_steps: Annotated[int, "Steps between log lines.", "(0, inf)"] = 5
-    report_to: Annotated[list[Literal["tensorboard", "wandb", "swanlab", "none"]], "Where to report metrics."] = field(
-        default_factory=lambda: ["tensorboard"]
-    )
+    report_to: Annotated[
+        list[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio", "none"]], "Where to report metrics."
+    ] = field(default_factory=lambda: ["tensorboard"])
     tensorboard_dir: Annotated[str | None, "TensorBoard's folder. Default: runs/ in the run's folder."] = None
     wandb_project: Annotated[str, "wandb: project."] = "megaswift"
     wandb_exp_name: Annotated[str | None, "wandb: name of the run. Default: the folder's."] = None

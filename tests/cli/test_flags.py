@@ -71,7 +71,10 @@ def test_pt_has_its_own_defaults() -> None:
         (["--save_steps", "inf"], "--save_steps inf: a whole number is needed."),
         (["--packing", "maybe"], "--packing maybe: true or false is needed."),
         (["--optimizer", "lion"], "--optimizer lion: choose one of adam, sgd."),
-        (["--report_to", "tensorboard", "x"], "--report_to x: choose one of tensorboard, wandb, swanlab, none."),
+        (
+            ["--report_to", "tensorboard", "x"],
+            "--report_to x: choose one of tensorboard, wandb, swanlab, mlflow, trackio, none.",
+        ),
         (["--columns", "{old: new}"], "--columns {old: new}: not valid JSON"),
         (["--columns", '{"query": 3}'], '--columns {"query": 3}: each value must be text'),
         (["--columns", "[1]"], "--columns [1]: a JSON object is needed"),

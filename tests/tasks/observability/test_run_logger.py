@@ -5,9 +5,11 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megaswift.tasks.observability import reporters
@@ -282,7 +284,91 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+class FakeMlflow:
+    """mlflow's functions that we call, with a server that keeps runs by their tags."""
+
+    def __init__(self):
+        self.runs, self.experiment, self.active = [], None, None
+
+    def set_experiment(self, name):
+        self.experiment = name
+
+    def search_runs(self, *, filter_string, max_results, output_format):
+        assert (max_results, output_format) == (1, "list")
+        name, value = re.fullmatch("tags.`(.*)` = '(.*)'", filter_string).groups()
+        return [run for run in self.runs if run.tags.get(name) == value]
+
+    def start_run(self, run_id=None, run_name=None, tags=None):
+        if run_id is None:
+            info = SimpleNamespace(run_id=f"id-{len(self.runs)}", run_name=run_name)
+            self.runs.append(SimpleNamespace(info=info, tags=tags, params=None, metrics=[]))
+        self.active = next(run for run in reversed(self.runs) if run_id in (None, run.info.run_id))
+
+    def log_params(self, params):
+        assert self.active.params is None, "mlflow refuses a parameter that changes"
+        self.active.params = params
+
+    def log_metrics(self, metrics, step):
+        assert "@" not in "".join(metrics), "mlflow refuses the name"
+        self.active.metrics.append((step, metrics))
+
+    def end_run(self):
+        self.active = None
+
+
+def report(folder, name, step=0):
+    log = RunLog(folder, LoggingOptions(report_to=["none", name]), 2, None, 1, start=run_log.Start(step=step),
+                 settings={"lr": 0.5, "dataset": "x" * 600})  # fmt: skip
+    log.step(1, 1.0, 0.0)
+    log.train(step + 1, METRICS | {"recall@5": 0.5})
+    log.close({})
+
+
+def test_mlflow_has_one_run_of_a_folder(tmp_path, monkeypatch):
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setattr(run_log, "require_reporters", lambda _: None)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for folder, step in (("a", 0), ("a", 1), ("b", 0)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        report(tmp_path / folder, "mlflow", step)
+    assert fake.experiment == "megaswift"
+    assert [run.info.run_name for run in fake.runs] == ["a", "b"]
+    assert [step for step, _ in fake.runs[0].metrics] == [1, 2]
+    assert fake.runs[0].metrics[1][1]["train/loss"] == METRICS["loss"]
+    assert fake.runs[0].metrics[1][1]["train/recall_5"] == 0.5
+    assert fake.runs[0].params["lr"] == "0.5"
+    assert len(fake.runs[0].params["dataset"]) == 500
+    assert fake.active is None
+    fake.experiment = None
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    report(tmp_path / "b", "mlflow", 1)
+    assert fake.experiment is None
+
+
+def test_trackio_has_one_run_of_a_folder(tmp_path, monkeypatch):
+    calls = []
+
+    def called(function):
+        return lambda *args, **options: calls.append((function, args, options))
+
+    fake = SimpleNamespace(**{name: called(name) for name in ("init", "log", "finish")})
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.setattr(run_log, "require_reporters", lambda _: None)
+    (tmp_path / "a").mkdir()
+    for step in (0, 1):
+        report(tmp_path / "a", "trackio", step)
+    assert [name for name, *_ in calls] == ["init", "log", "finish"] * 2
+    first, second = (options for name, _, options in calls if name == "init")
+    assert first == second
+    assert (first["project"], first["resume"], first["config"]["lr"]) == ("megaswift", "allow", 0.5)
+    assert first["name"].startswith("a-")
+    assert [(args[0]["train/loss"], options) for name, args, options in calls if name == "log"] == [
+        (METRICS["loss"], {"step": 1}), (METRICS["loss"], {"step": 2})
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "trackio"])
 def test_reporter_that_is_not_installed(tmp_path, monkeypatch, name):
     monkeypatch.setattr(reporters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"--report_to {name}: .*pip install {name}"):
