@@ -1,7 +1,11 @@
 """Flags of the data: sources of rows, tokenization and packing. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
+
+
+# Options that caches and checkpoints of earlier versions lack. Each is false or empty by default.
+ADDED = ("model_author", "model_name")
 
 
 @dataclass
@@ -50,6 +54,20 @@ class TemplateOptions:
         Literal["default", "last_round", "all"],
         "Train on all assistant messages, on those after the last user message, or on every token.",
     ] = "default"
+    model_author: Annotated[
+        list[str], "Author that replaces {{AUTHOR}} in rows: one, or the Chinese and the English one."
+    ] = field(default_factory=list)
+    model_name: Annotated[
+        list[str], "Name that replaces {{NAME}} in rows: one, or the Chinese and the English one."
+    ] = field(default_factory=list)
+
+    def set_additions(self) -> dict[str, object]:
+        """Return the options of ADDED that are set. Left out elsewhere, older caches and checkpoints stay valid."""
+        return {name: value for name in ADDED if (value := getattr(self, name))}
+
+    def first_options(self) -> dict[str, object]:
+        """Return the options that determine tokens, except ADDED."""
+        return {f.name: getattr(self, f.name) for f in fields(TemplateOptions) if f.name not in ADDED}
 
 
 @dataclass

@@ -7,7 +7,6 @@ on the seed and the numbers of ranks and workers. Each micro batch comes with th
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import count, groupby, islice
 
 import numpy as np
@@ -19,7 +18,6 @@ from ..dataset.store import DroppedRows, Runs, TokenizedSample
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject
-from ..options import TemplateOptions
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision, total_weight
 from .sample_order import PackingRule, differences
 from .stream_cursor import Block, Cursor, CursorTracker, CursorUpdate, DocumentName, StreamLane, reshard
@@ -55,9 +53,11 @@ class TokenStream:
     @property
     def fingerprint(self) -> JsonObject:
         """Options that determine the documents."""
-        options = {f"--{field.name}": getattr(self.encoder.options, field.name) for field in fields(TemplateOptions)}
+        options = self.encoder.options.first_options() | self.encoder.options.set_additions()
         names = [source.name if rows is None else f"{source.name}#{rows}" for source, rows in self.sources]
-        return {"--dataset": names, "--columns": self.encoder.columns, **options}
+        return {"--dataset": names, "--columns": self.encoder.columns} | {
+            f"--{name}": value for name, value in options.items()
+        }
 
 
 def _limit_rows(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
 from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, rename_columns, row_errors
+from ..formats.self_cognition import SelfCognition
 from ..json_types import JsonObject
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Encoder:
         # KTO's two documents are in separate rows.
         self.sample_length = None if stage in (*UNGROUPED, "kto") else sample_length
         self.renderer = Renderer(tokenizer, options, stage, tools)
+        self.self_cognition = SelfCognition(options.model_name, options.model_author)
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
@@ -83,7 +85,7 @@ class Encoder:
         import tokenizers
         import transformers
 
-        options = [getattr(self.options, f.name) for f in fields(TemplateOptions)]
+        options = [*self.options.first_options().values(), *self.options.set_additions().items()]
         tokenizer = self.tokenizer
         parts = [
             FORMAT, self.stage, options, self.renderer.system, self.renderer.tools, self.columns, self.sample_length,
@@ -125,6 +127,11 @@ class Encoder:
         return encoded, dropped
 
     def _render(self, number: int, location: str, row: JsonObject) -> list[_RenderedSample]:
+        if self.stage not in ("pt", *POOLED):
+            try:
+                row = self.self_cognition.fill(row)
+            except ValueError as error:
+                raise ValueError(f"{location}: {error}") from None
         with row_errors():
             columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
             samples = self.renderer(row)
