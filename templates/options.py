@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-
 # Options that caches and checkpoints of earlier versions lack. Each is false or empty by default.
 ADDED = ("model_author", "model_name")
 
