@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from ...templates.formats.schemas import UnusableRow, from_messages
 from ...templates.json_types import JsonObject
+from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import DaemonExecutor, file_of, line_of
 from .registry import Turn
 
@@ -65,7 +67,11 @@ class Scheduler:
             self._thread = threading.Thread(target=self._run, name=f"scheduler {self.name}", daemon=True)
             self._thread.start()
         self._progress_time = time.monotonic()
-        answers = asyncio.run_coroutine_threadsafe(self._call_all(calls), self._loop)
+        with ms_swift_imports():
+            return self._wait(asyncio.run_coroutine_threadsafe(self._call_all(calls), self._loop))
+
+    def _wait(self, answers: Future) -> list[list[JsonObject]]:
+        """Return the results. Raises TurnError if the loop is blocked for longer than the timeout."""
         while True:
             try:
                 return answers.result(timeout=min(1.0, self._timeout / 4))

@@ -1,50 +1,42 @@
 """ms-swift's schedulers: classes with `step`, which appends messages, and `check_finished`."""
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from typing import Any
 
 from ...templates.json_types import JsonObject
+from .ms_swift_requests import ChatCompletionResponseChoice, ChatMessage, RolloutInferRequest
 from .registry import Turn
 
 NOT_CALLED = ("run", "async_infer", "on_trajectory_start", "on_turn_end", "on_trajectory_end")
 
 
-@dataclass
-class InferRequest:
-    messages: list[JsonObject]
-    data_dict: JsonObject = field(default_factory=dict)  # columns of the row
+class RolloutScheduler:
+    """Base class of all of ms-swift's schedulers. `infer_engine` is None: the trainer generates the answers."""
+
+    def __init__(self, infer_engine: object = None, max_turns: int | None = None, *_: object, **settings: Any):
+        self.infer_engine, self.max_turns = infer_engine, max_turns
+        self._tokenizer = settings.get("tokenizer")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
 
 
-@dataclass
-class Message:
-    content: str
-    role: str = "assistant"
-    tool_calls: object = None
-
-
-@dataclass
-class ResponseChoice:
-    message: Message
-    finish_reason: str
-    token_ids: list[int]
-    index: int = 0
-    logprobs: object = None
-
-
-class MultiTurnScheduler:
+class MultiTurnScheduler(RolloutScheduler):
     """Base class of ms-swift's schedulers.
 
     A subclass implements `step`, and may override `check_finished`. `step` returns {"infer_request": ...} with messages
     appended, optionally with "rollout_infos". Both methods are called after each answer, and must be sync.
     """
 
-    def __init__(self, infer_engine: object = None, max_turns: int | None = None, **_: object):
-        self.infer_engine, self.max_turns = infer_engine, max_turns
-
-    def step(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> JsonObject:
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> JsonObject:
         raise NotImplementedError(f"{type(self).__name__} needs a method `step`")
 
-    def check_finished(self, infer_request: InferRequest, response_choice: ResponseChoice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
         return response_choice.finish_reason == "length" or bool(self.max_turns and current_turn >= self.max_turns)
 
 
@@ -55,9 +47,11 @@ class MsSwiftAdapter:
         self.scheduler = scheduler
 
     def __call__(self, turn: Turn) -> list[JsonObject] | None:
-        request = turn.state.setdefault("request", InferRequest([], turn.columns))
+        request = turn.state.setdefault("request", RolloutInferRequest([], data_dict=turn.columns))
         request.messages = deepcopy(turn.messages)
-        choice = ResponseChoice(Message(turn.completion), turn.finish, turn.token_ids)
+        choice = ChatCompletionResponseChoice(
+            0, ChatMessage("assistant", turn.completion), turn.finish, token_ids=list(turn.token_ids)
+        )
         if self.scheduler.check_finished(request, choice, turn.number) or turn.final:
             return None
         result = self.scheduler.step(request, choice, turn.number)

@@ -33,10 +33,10 @@ class Accuracy:
 @reward("format")
 def thinks_then_answers(completions: list[str]) -> list[float]:
     """Return 1 where a completion is exactly <think>...</think><answer>...</answer>, else 0."""
-    return [float(_has_format(text)) for text in completions]
+    return [float(has_format(text)) for text in completions]
 
 
-def _has_format(text: str) -> bool:
+def has_format(text: str) -> bool:
     """Return whether a text matches <think>.*</think>\\s*<answer>.*</answer>, in linear time."""
     prefix, suffix = "<think>", "</answer>"
     seam = SEPARATOR.search(text, len(prefix), max(len(text) - len(suffix), 0))

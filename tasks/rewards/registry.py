@@ -7,6 +7,9 @@ from ..system.plugins import Registrar
 
 # Functions or classes. A class is instantiated once, with the run's options if its constructor takes `args`.
 orms: JsonObject = {}
+# Registries of ms-swift that plugins may fill: process rewards (of its sampling) and judges of a reward model.
+prms: JsonObject = {}
+rm_plugins: JsonObject = {}
 
 
 class ORM:
@@ -17,6 +20,13 @@ class ORM:
 
 
 AsyncORM = ORM
+
+
+class PRM:
+    """Base class of ms-swift's process rewards, which its GRPO does not use either."""
+
+    def __call__(self, **_: object) -> list[Any]:
+        raise NotImplementedError(f"{type(self).__name__} needs a method `__call__`")
 
 
 reward = Registrar(orms, "reward")

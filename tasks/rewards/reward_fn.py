@@ -12,6 +12,7 @@ import numpy as np
 
 from ...templates.json_types import JsonObject
 from ...templates.plural import plural
+from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import DaemonExecutor, file_of
 
 BUILT_IN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos")
@@ -64,6 +65,10 @@ class Reward:
 
     def __call__(self, samples: Sequence[RewardSample]) -> object:
         """Return the function's result."""
+        with ms_swift_imports():
+            return self._call(samples)
+
+    def _call(self, samples: Sequence[RewardSample]) -> object:
         result = self.function(**self._arguments(samples))
         if not inspect.isawaitable(result):
             return result

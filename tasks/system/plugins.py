@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from ...bridge.option_groups import flag_values
 from ...templates.json_types import JsonObject
+from .ms_swift_imports import MsSwiftImportError, ms_swift_imports
 
 _loaded: set[Path] = set()
 
@@ -61,7 +62,8 @@ def instantiate(entry: Any, options: object) -> Any:
         return entry
     parameters = inspect.signature(entry).parameters.values()
     takes_options = any(p.name == "args" or p.kind is p.VAR_KEYWORD for p in parameters)
-    return entry(args=SimpleNamespace(**flag_values(options))) if takes_options else entry()
+    with ms_swift_imports():
+        return entry(args=SimpleNamespace(**flag_values(options))) if takes_options else entry()
 
 
 def load_plugins(paths: Sequence[str]) -> None:
@@ -84,7 +86,8 @@ def load_plugins(paths: Sequence[str]) -> None:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:
-            spec.loader.exec_module(module)
+            with ms_swift_imports():
+                spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # otherwise sys.exit(0) would end the command successfully
             raise ValueError(f"--external_plugins {name}: {_reason(error, path)}") from error
         _loaded.add(path)
@@ -92,11 +95,8 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 def _reason(error: BaseException, path: Path) -> str:
     fix = "Fix the file, or remove the flag"
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "swift":
-        fix = (
-            "Write `from megaswift.tasks.rewards import ORM, AsyncORM, orms`, or `from megaswift.tasks.multi_turn "
-            "import MultiTurnScheduler, multi_turns`, which are the same"
-        )
+    if isinstance(error, MsSwiftImportError):
+        fix = "Remove it from the file"
     elif isinstance(error, ModuleNotFoundError):
         fix = "Install it"
     text, line = str(error), line_of(error.__traceback__, path)

@@ -39,7 +39,7 @@ from megaswift.tasks.multi_turn import tool
 def bare(x):
     return x
 """
-SWIFT = "from swift.rollout import multi_turns\n"
+SWIFT = "from swift.rollout import multi_turn_schedulers\n"
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def words(tmp_path: Path) -> str:
         ),
         (
             "swift.py",
-            "or `from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns`, which are the same",
+            "swift.rollout.multi_turn_schedulers does not exist here. swift.rollout has Env, envs, gym_env,",
         ),
         ("plugin.py --use_gym_env true", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler."),
         ("plugin.py --completion_length_limit_scope per_round", "--max_completion_length bounds the episode."),

@@ -112,7 +112,7 @@ def test_what_cannot_be_is_named(options, words):
         ("a = 1\nb = a / 0\n", r"ZeroDivisionError: division by zero \(broken.py, line 2\)"),
         ("a = 1\nprint((a)\n", r"SyntaxError: '\(' was never closed \(broken.py, line 2\)\. Fix the file"),
         ("import no_such_module_at_all\n", "no_such_module_at_all.*Install it"),
-        ("from swift.rewards import ORM, orms\n", "from megaswift.tasks.rewards import ORM"),
+        ("from swift.rewards import CosORM\n", "swift.rewards.CosORM does not exist here. swift.rewards has AsyncORM,"),
         ("from megaswift.tasks.rewards import reward\nreward('format')(len)\n", "there is already such a reward"),
     ],
 )
