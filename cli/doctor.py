@@ -51,6 +51,10 @@ OPTIONAL = {  # package: (purpose, how to install)
         f"{INSTALL} pybind11 ninja && {build_environment()} {INSTALL} --no-build-isolation "
         f"'transformer-engine[core_cu{torch_cuda_major()},pytorch]'",
     ),
+    "flash-linear-attention": (
+        "gated delta nets of Qwen3-Next and Qwen3.5 on GPUs (without it: plain PyTorch, much slower)",
+        f"{INSTALL} flash-linear-attention",
+    ),
     "flash-attn": (
         "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
         f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",
@@ -137,7 +141,7 @@ def _report_package(name: str, bounds: str, install: str, use: str = "") -> int:
 
 
 def _print_line(name: str, version: str, is_ok: bool, bounds: str, install: str, use: str = "") -> int:
-    print(f"  {'ok' if is_ok else '--':<3}{name:<20}{version}" + ("" if is_ok or not bounds else f" (needs {bounds})"))
+    print(f"  {'ok' if is_ok else '--':<3}{name:<19} {version}" + ("" if is_ok or not bounds else f" (needs {bounds})"))
     if not is_ok:
         if use:
             print(f"     for: {use}")

@@ -28,11 +28,17 @@ class _FlaKernels(NamedTuple):
     rule: Callable
 
 
+def delta_kernels(dtype: torch.dtype, *, on_gpu: bool, deterministic: bool) -> str:
+    """Return the kernels of gated delta nets: "fla", "torch", or "missing": torch, since fla is not installed."""
+    # fla's kernels support half precision only, and are not deterministic.
+    if not on_gpu or dtype == torch.float32 or deterministic:
+        return "torch"
+    return "fla" if find_spec("fla") else "missing"
+
+
 @cache
-def _fla_kernels() -> _FlaKernels | None:
-    """Return the kernels of flash-linear-attention, or None if it is not installed."""
-    if find_spec("fla") is None:
-        return None
+def _fla_kernels() -> _FlaKernels:
+    """Return the kernels of flash-linear-attention."""
     from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
@@ -134,10 +140,8 @@ class GatedDeltaNet(MegatronModule):
         beta = beta.sigmoid()
         decay = -a_log.float().exp() * F.softplus(dt.float() + dt_bias.float())
         conv_weight = conv_weight.flatten(0, 1)
-        # fla's kernels support half precision only, and are not deterministic.
-        is_supported = qkv.is_cuda and qkv.dtype != torch.float32 and not self.config.deterministic_mode
-        if is_supported and (kernels := _fla_kernels()) is not None:
-            output = self._run_fla(kernels, qkv, conv_weight, decay, beta, layout)
+        if delta_kernels(qkv.dtype, on_gpu=qkv.is_cuda, deterministic=self.config.deterministic_mode) == "fla":
+            output = self._run_fla(_fla_kernels(), qkv, conv_weight, decay, beta, layout)
         else:
             # Recomputed in the backward pass: the intermediate tensors are many times larger than the inputs.
             output = checkpoint(

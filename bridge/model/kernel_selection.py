@@ -8,9 +8,16 @@ from megatron.core.transformer.enums import AttnBackend
 
 from .. import runtime
 from ..kernels import usable
+from ..layers.gated_delta import delta_kernels
 from ..mapping import fp8
 from ..mapping.param_mapping import Architecture
 from ..options import BuildOptions, KernelOptions, ParallelOptions
+
+DELTA_NETS = {
+    "fla": "flash-linear-attention",
+    "torch": "plain PyTorch",
+    "missing": "plain PyTorch, since flash-linear-attention is NOT INSTALLED",
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,17 @@ class Kernels:
     dispatcher: str | None = None  # token dispatcher; None: no experts
     permutation: str | None = None  # token permutation: "own", "transformer_engine" or "plain"
     fp8: str | None = None  # format and recipe; None: no FP8
+    delta_nets: str | None = None  # of gated delta nets: see delta_kernels; None: there are none
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a line per package whose absence makes this model slow, with its cure."""
+        if self.delta_nets != "missing":
+            return []
+        return [
+            "warning: flash-linear-attention is not installed: this model's gated delta nets run in plain PyTorch, "
+            "much slower than by its kernels. Install it: pip install flash-linear-attention"
+        ]
 
     def attention_backend(self, options: KernelOptions) -> AttnBackend:
         """Return Transformer Engine's backend: flash only if flash-attn is installed, else its automatic choice."""
@@ -44,6 +62,8 @@ class Kernels:
             "sdpa": "PyTorch's scaled_dot_product_attention, one document at a time",
         }[self.attention]
         text = f"layers: {layers}; attention: {attention}"
+        if self.delta_nets:
+            text += f"; gated delta nets: {DELTA_NETS[self.delta_nets]}"
         if self.fp8:
             text += f"; FP8 ({self.fp8}): matrices of attention and dense MLPs; bf16: all else, experts too"
         if self.dispatcher is None:
@@ -76,15 +96,17 @@ def choose_kernels(options: BuildOptions, architecture: Architecture, dtype: tor
         attention = "transformer_engine"
     else:
         attention = "sdpa" if options.attention_backend == "unfused" else "varlen"
+    delta_nets = None
+    if any(layer.mixer == "gated_delta_net" for layer in architecture.layers):
+        delta_nets = delta_kernels(dtype, on_gpu=on_gpu, deterministic=options.deterministic_mode)
     if "num_moe_experts" not in architecture.transformer:
-        return Kernels(use_engine, attention, fp8=precision)
+        return Kernels(use_engine, attention, fp8=precision, delta_nets=delta_nets)
     dispatcher = options.moe_token_dispatcher_type
     is_distributed = options.tensor_model_parallel_size * options.expert_model_parallel_size > 1
     if dispatcher == "flex" and not (is_distributed and find_spec("deep_ep")):
         dispatcher = "alltoall"
-    return Kernels(
-        use_engine, attention, dispatcher, _permutation(options, dispatcher, transformer_engine=has_engine), precision
-    )
+    permutation = _permutation(options, dispatcher, transformer_engine=has_engine)
+    return Kernels(use_engine, attention, dispatcher, permutation, precision, delta_nets)
 
 
 def _permutation(options: BuildOptions, dispatcher: str, *, transformer_engine: bool) -> str:

@@ -1,6 +1,7 @@
 """Setup of a training run, from options to the trainer, the same for every task."""
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..run.context import Run, eval_batches, open_run, train_batches
 from ..run.interrupt import interruptible
 from ..run.load_weights import read_weights
 from ..run.planning import ProcessLayout
+from ..system.console import color_label
 from ..system.memory import oom_hints
 from .loss_spikes import SpikeFilter
 from .objective import Objective
@@ -65,6 +67,8 @@ def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObj
     if run.writes:
         print(*tuner_lines, *notes, sep="\n")
         print(f"{model.kernels}; weights: {str(run.dtype).removeprefix('torch.')}")
+        for warning in model.kernels.warnings:
+            print(color_label(warning, sys.stdout))
         print(f"Run folder: {run.folder}", flush=True)
     stop_reason = Trainer(run, training, objective, train, val, max_steps).fit()
     parallel.destroy()

@@ -45,6 +45,9 @@ def test_what_is_missing_is_said_with_its_cure(tmp_path: Path) -> None:
     assert "  -- torch               1.0 (needs >=2.11)" in lines
     assert "  -- megatron-core       not installed (needs >=0.19,<0.20)" in lines
     assert "     for: --report_to wandb" in lines
+    flash_linear = lines.index("  -- flash-linear-attention not installed (needs >=0.6)")
+    assert "gated delta nets" in lines[flash_linear + 1]
+    assert lines[flash_linear + 2].endswith(" flash-linear-attention")
     engine = lines[lines.index("  -- transformer-engine  not installed (needs >=2.20)") + 2]
     for part in ("CUDNN_PATH=", "/nvidia/nccl/include", "--no-build-isolation 'transformer-engine[core_cu13,pytorch]'"):
         assert part in engine

@@ -1,0 +1,38 @@
+"""What a run says of its kernels: a package that is missed is named, with its cure."""
+
+import pytest
+import torch
+from megaswift.bridge.families import family_of
+from megaswift.bridge.layers import gated_delta
+from megaswift.bridge.model.kernel_selection import choose_kernels
+from megaswift.bridge.options import BuildOptions
+
+from tests import tiny
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "on_gpu", "installed", "deterministic", "text", "warns"),
+    [
+        ("qwen3_next", BF16, True, True, False, "; gated delta nets: flash-linear-attention", False),
+        ("qwen3_next", BF16, True, False, False, "; gated delta nets: plain PyTorch, since flash-linear", True),
+        ("qwen3_5_text", BF16, True, False, False, "NOT INSTALLED", True),
+        ("qwen3_next", BF16, True, False, True, "; gated delta nets: plain PyTorch", False),  # it would not be used
+        ("qwen3_next", FP32, True, False, False, "; gated delta nets: plain PyTorch", False),
+        ("qwen3_next", BF16, False, False, False, "; gated delta nets: plain PyTorch", False),
+        ("qwen3", BF16, True, False, False, "", False),
+    ],
+)  # fmt: skip
+def test_flash_linear_attention_is_never_missed_silently(
+    monkeypatch, family, dtype, on_gpu, installed, deterministic, text, warns
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(gated_delta, "find_spec", lambda name: installed and name == "fla")
+    about = tiny.config(family).to_dict()
+    options = BuildOptions(deterministic_mode=deterministic, moe_permute_fusion=False)
+    kernels = choose_kernels(options, family_of(about).describe(about), dtype)
+    assert text in str(kernels)
+    assert ("delta nets" in str(kernels)) == bool(text)
+    assert ("NOT INSTALLED" in str(kernels)) == warns
+    assert ["pip install flash-linear-attention" in line for line in kernels.warnings] == [True] * warns
