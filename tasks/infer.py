@@ -279,12 +279,13 @@ class TransformersChat(ChatEngine):
         settings.eos_token_id = sorted({end for end in (*eos_ids, self.tokenizer.eos_token_id) if end is not None})
         # Padding is masked, so any token works; the tokenizer's pad token may exceed the embedding.
         settings.pad_token_id = (settings.eos_token_id or [0])[0]
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"):
             if (value := getattr(options, name)) is not None:
                 setattr(settings, name, value)
         if options.temperature == 0:
-            settings.do_sample, settings.temperature, settings.top_p, settings.top_k = False, None, None, None
-        elif not (options.temperature is options.top_p is options.top_k is None):
+            settings.do_sample = False
+            settings.temperature = settings.top_p = settings.top_k = settings.min_p = None
+        elif not (options.temperature is options.top_p is options.top_k is options.min_p is None):
             settings.do_sample = True
         if settings.top_k == -1:
             settings.top_k = 0  # transformers' value for all tokens
@@ -354,7 +355,7 @@ class VllmChat(ChatEngine):
         )
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
         self.settings = self.llm.get_default_sampling_params()  # from the model's generation config
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if (value := getattr(options, name)) is not None:
                 setattr(self.settings, name, value)
         self.settings.max_tokens = options.max_new_tokens

@@ -27,6 +27,7 @@ ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     ),
 }
 REFERENCE_FLAGS = ("ref_model", "mcore_ref_model", "ref_adapters")
+TEACHER_FLAGS = "teacher_model", "mcore_teacher_model", "teacher_model_server"
 SERVER_FLAGS = (
     "vllm_server_host", "vllm_server_base_url", "vllm_server_port", "vllm_server_api_key", "vllm_server_timeout",
     "server_reconnect_timeout",
@@ -40,8 +41,6 @@ COLOCATED_FLAGS = (
 def check_generation(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for options of generation that cannot be used together."""
     _check_lengths(options)
-    if options.sampling.top_k == 0:
-        raise UsageError("--top_k 0: keeps no token. Set at least 1, or -1 for all.")
     _check_engine(options, sources)
     if isinstance(options, GkdOptions):
         _check_distillation(options)
@@ -73,6 +72,23 @@ def _check_sizes(options: GrpoOptions) -> None:
         raise UsageError(
             f"--num_generations {group}: does not divide the {generated} completions of a rollout (--global_batch_size "
             "x --steps_per_generation). Set a divisor."
+        )
+    if group == 1:
+        _check_single_completions(options)
+
+
+def _check_single_completions(options: GrpoOptions) -> None:
+    """Raise UsageError if the advantage needs several completions of a prompt."""
+    has_teacher = any(flag_value(options, name, None) for name in TEACHER_FLAGS)
+    if options.advantage_estimator != "reinforce_plus_plus" and not has_teacher:
+        raise UsageError(
+            f"--num_generations 1: --advantage_estimator {options.advantage_estimator} compares completions of one "
+            "prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator reinforce_plus_plus."
+        )
+    if options.dynamic_sample:
+        raise UsageError(
+            "--num_generations 1 cannot be used with --dynamic_sample true, which replaces prompts whose completions "
+            "all have the same reward. Remove one of them."
         )
 
 

@@ -182,8 +182,14 @@ class GenerationOptions:
     ] = None
     top_k: Annotated[
         int | None,
-        "Number of most likely tokens to sample from; -1: all. Default: the model's generation config.",
+        "Number of most likely tokens to sample from; -1 or 0: all. Default: the model's generation config.",
         "[-1, inf)",
+    ] = None
+    min_p: Annotated[
+        float | None,
+        "Sample no token below this share of the most likely one's probability. Default: the model's generation "
+        "config.",
+        "[0, 1]",
     ] = None
     repetition_penalty: Annotated[
         float | None, "Repetition penalty, above 1 to repeat less. Default: the model's generation config.", "(0, inf)"
@@ -256,7 +262,8 @@ class CompletionOptions:
         float, "Temperature of sampling, and of the log-probabilities in training.", "[0.001, 1000]"
     ] = 0.9
     top_p: Annotated[float, "Nucleus sampling: cumulative probability to keep.", "(0, 1]"] = 1.0
-    top_k: Annotated[int, "Number of most likely tokens to sample from; -1: all.", "[-1, inf)"] = -1
+    top_k: Annotated[int, "Number of most likely tokens to sample from; -1 or 0: all.", "[-1, inf)"] = -1
+    min_p: Annotated[float, "Sample no token below this share of the most likely one's probability.", "[0, 1]"] = 0.0
     repetition_penalty: Annotated[float, "Repetition penalty, above 1 to repeat less.", "(0, inf)"] = 1.0
     stop_words: Annotated[list[str], "Stop strings, which stay in the completion."] = field(default_factory=list)
 
@@ -265,7 +272,7 @@ class CompletionOptions:
 class SamplingOptions(CompletionOptions):
     """Completions"""
 
-    num_generations: Annotated[int, "Completions per prompt.", "[2, inf)"] = 8
+    num_generations: Annotated[int, "Completions per prompt.", "[1, inf)"] = 8
     num_generations_eval: Annotated[int, "Completions per prompt in an evaluation.", "[1, inf)"] = 1
     generation_batch_size: Annotated[
         int | None,

@@ -39,6 +39,7 @@ class Sampler:
             tuple(options.stop_words),
             experts,
             None if eos_ids is None else tuple(sorted(eos_ids)),
+            options.min_p,
         )
         self.num_sampled = 0  # completions so far, from which seeds are derived
 

@@ -242,6 +242,7 @@ class Limits:
             stop=tuple(fields.texts("stop", [], 64)),
             experts=fields.boolean("experts", default.experts),
             ends=None if ends is None else tuple(ends),
+            min_p=fields.number("min_p", 0.0, 1.0, default.min_p),
         )
 
     def _default_length(self, default: Sampling) -> int:

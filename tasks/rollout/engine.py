@@ -14,12 +14,13 @@ class Sampling:
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = -1  # -1: all
+    top_k: int = -1  # -1 or 0: all
     repetition_penalty: float = 1.0
     max_new_tokens: int = 512
     stop: tuple[str, ...] = ()  # stop strings; a completion includes the one that ended it
     experts: bool = False  # record Completion.experts
     ends: tuple[int, ...] | None = None  # eos token ids; None: those of the engine's checkpoint
+    min_p: float = 0.0  # probability relative to the likeliest token's
 
 
 @dataclass(frozen=True)

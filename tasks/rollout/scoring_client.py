@@ -127,6 +127,7 @@ class ScoringClient:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,

@@ -223,9 +223,10 @@ class _Stop(StoppingCriteria):
 
 
 def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits [rows, vocabulary] with -inf outside the top k, then outside the nucleus of top p.
+    """Return logits [rows, vocabulary] with -inf outside the top k, then the nucleus of top p, then below min p.
 
     The nucleus is the smallest set of likeliest tokens with that total probability (https://arxiv.org/abs/1904.09751).
+    min p is relative to the likeliest token's probability (https://arxiv.org/abs/2407.01082).
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -238,6 +239,9 @@ def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
             -1, order, preceding_mass >= sampling.top_p
         )
         logits = logits.masked_fill(excluded, -torch.inf)
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(-1)
+        logits = logits.masked_fill(probabilities < sampling.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
     return logits
 
 

@@ -205,6 +205,7 @@ def sampling_params(request: Request, sampling: Sampling, eos: Collection[int]) 
         temperature=1.0 if sampling.temperature else 0.0,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
         max_tokens=max(1, limit),
         seed=request.seed,

@@ -101,15 +101,23 @@ def test_batch_answers_as_transformers_does_one_by_one(model, tmp_path, batch):
 
 def test_sampling_options_are_transformers(model, tmp_path):
     data = dataset_of(tmp_path, [{"query": QUESTIONS[0]}])
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3, "max_new_tokens": 12}
+    sampling = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "max_new_tokens": 12,
+    }
     (row,) = ask(model, data, tmp_path, **sampling)
     assert row["response"] == expected(model, QUESTIONS[0], do_sample=True, **sampling)
 
 
-def test_a_share_of_the_probability_is_to_be_sampled_from(model, tmp_path):
+@pytest.mark.parametrize("share", [{"top_p": 0.9}, {"min_p": 0.2}])
+def test_a_share_of_the_probability_is_to_be_sampled_from(model, tmp_path, share):
     data = dataset_of(tmp_path, [{"query": QUESTIONS[0]}])
-    (row,) = ask(model, data, tmp_path, temperature=None, top_p=0.9)
-    assert row["response"] == expected(model, QUESTIONS[0], do_sample=True, top_p=0.9, max_new_tokens=12)
+    (row,) = ask(model, data, tmp_path, temperature=None, **share)
+    assert row["response"] == expected(model, QUESTIONS[0], do_sample=True, **share, max_new_tokens=12)
 
 
 ADAPTERS = {

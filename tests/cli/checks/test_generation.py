@@ -141,7 +141,12 @@ def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.M
         ("--steps_per_generation 0", "--steps_per_generation 0: must be at least 1."),
         ("--num_iterations 0", "--num_iterations 0: must be at least 1."),
         ("--max_resample_times 0 --dynamic_sample true", "--max_resample_times 0: must be at least 1."),
-        ("--num_generations 1", "--num_generations 1: must be at least 2."),
+        ("--num_generations 0", "--num_generations 0: must be at least 1."),
+        ("--num_generations 1", "--num_generations 1: --advantage_estimator grpo compares completions of one prompt"),
+        (
+            "--num_generations 1 --advantage_estimator reinforce_plus_plus --dynamic_sample true",
+            "--num_generations 1 cannot be used with --dynamic_sample true",
+        ),
         (
             "--global_batch_size 8 --generation_batch_size 24 --steps_per_generation 2",
             "--generation_batch_size 24: not --global_batch_size 8 x --steps_per_generation 2 = 16. Remove one of "
@@ -181,7 +186,7 @@ def test_dry_run(example: str, tmp_path: Path, rows: Path, monkeypatch: pytest.M
         ("--temperature 0", "--temperature 0.0: must be at least 0.001"),
         ("--top_p 0", "--top_p 0.0: must be above 0 and at most 1."),
         ("--top_p 1.1", "--top_p 1.1: must be above 0 and at most 1."),
-        ("--top_k 0", "--top_k 0: keeps no token. Set at least 1, or -1"),
+        ("--min_p 1.1", "--min_p 1.1: must be at least 0 and at most 1."),
         ("--repetition_penalty 0", "--repetition_penalty 0.0: must be above 0."),
     ],
 )

@@ -140,14 +140,18 @@ def test_which_tokens_end(tmp_path):
     assert eos_token_ids(tmp_path, tokenizer) == {2, 5, 7}
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.8), (1, 1.0), (-1, 1e-6)])
-def test_filters_are_transformers(top_k, top_p):
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(5, 1.0, 0.0), (-1, 0.7, 0.0), (20, 0.8, 0.0), (1, 1.0, 0.0), (-1, 1e-6, 0.0), (0, 1.0, 0.1), (9, 0.9, 0.3)],
+)
+def test_filters_are_transformers(top_k, top_p, min_p):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(8, 97, generator=torch.Generator().manual_seed(0)) * 2
     expected = TopKLogitsWarper(top_k)(None, logits) if top_k > 0 else logits  # type: ignore[arg-type]
     expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected  # type: ignore[arg-type]
-    assert torch.equal(filter_logits(logits, Sampling(top_k=top_k, top_p=top_p)), expected)
+    expected = MinPLogitsWarper(min_p)(None, expected) if min_p else expected  # type: ignore[arg-type]
+    assert torch.equal(filter_logits(logits, Sampling(top_k=top_k, top_p=top_p, min_p=min_p)), expected)
 
 
 def test_penalty_is_transformers(engine):
