@@ -219,7 +219,8 @@ def _accepted_values(values: tuple[str, ...]) -> str:
 
 def _no_effect() -> Iterator[str]:
     yield "## Accepted without effect\n"
-    yield from (f"- `--{name}`: {reason}." for name, reason in {**ALWAYS_TRUE, **NO_EFFECT}.items())
+    for reason, rows in itertools.groupby({**ALWAYS_TRUE, **NO_EFFECT}.items(), key=lambda row: row[1]):
+        yield f"- {', '.join(f'`--{name}`' for name, _ in rows)}: {reason}."
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

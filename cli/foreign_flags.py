@@ -58,7 +58,6 @@ FOREIGN_FLAGS = {
     "per_device_eval_batch_size": ForeignFlag("micro_batch_size"),
     "gradient_accumulation_steps": ForeignFlag("global_batch_size"),
     "gradient_checkpointing": ForeignFlag("recompute_granularity"),
-    "attn_impl": ForeignFlag("attention_backend"),
     "attn_implementation": ForeignFlag("attention_backend"),
     "flash_attn": ForeignFlag("attention_backend"),
     "enable_liger_kernel": ForeignFlag("", "Fused kernels run where the machine has them."),

@@ -9,6 +9,7 @@ RENAMED = {
     "train_type": "tuner_type",
     "load": "mcore_model",
     "adapter_load": "mcore_adapter",
+    "mcore_adapters": "mcore_adapter",
     "ref_load": "mcore_ref_model",
     "ref_adapter_load": "mcore_ref_adapter",
     "save": "output_dir",
@@ -33,10 +34,15 @@ INVERTED = {
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
 }
 
+KERNELS = {"flash_attn": "flash", "flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "eager": "unfused"}
+
 # older name with a different form of value -> (canonical name, conversion of the value; None: unset)
 REWRITTEN = {
     "distributed_timeout_minutes": ("ddp_timeout", lambda value: show(int(float(value) * 60))),
     "bf16": ("torch_dtype", lambda value: "bfloat16" if value == "true" else None),
+    "use_flash_attn": ("attention_backend", lambda value: "flash" if value == "true" else None),
+    "attn_impl": ("attention_backend", lambda value: KERNELS.get(value, "auto") if value else None),
+    "moe_layer_recompute": ("recompute_modules", lambda value: "moe" if value == "true" else None),
     "fp16": ("torch_dtype", lambda value: "float16" if value == "true" else None),
 }
 

@@ -195,14 +195,15 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
 
     Raises UsageError.
     """
-    from .parse import from_argv, from_config, resolve
+    from .parse import from_argv, from_config, ignores_unknown, resolve
 
     name = argv[0]
     selected = _select(COMMANDS[program][name], argv[1:])
     options = _options(selected)
     flags, hints = flags_of(options), _hints_for_other_flags(program, name, selected)
-    typed, config = from_argv(argv[1:], flags, hints)
-    from_file = from_config(config, flags, hints) if config else None
+    lenient = ignores_unknown(argv[1:])
+    typed, config = from_argv(argv[1:], flags, hints, ignores_unknown=lenient)
+    from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
     return *resolve(options, values, from_file), notes

@@ -21,6 +21,7 @@ from .unsupported_flags import UNSUPPORTED, UNSUPPORTED_VALUES
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 CONFIG_FILE = (".yaml", ".yml", ".json")
+IGNORE_UNKNOWN = "ignore_args_error"  # flag that turns unknown flags into notes
 
 
 @dataclass
@@ -30,9 +31,12 @@ class ParsedFlags:
     values: dict[str, OptionValue] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    ignores_unknown: bool = False  # unknown flags become notes
 
 
-def from_argv(argv: list[str], flags: dict[str, Flag], hints: dict[str, str]) -> tuple[ParsedFlags, str | None]:
+def from_argv(
+    argv: list[str], flags: dict[str, Flag], hints: dict[str, str], *, ignores_unknown: bool = False
+) -> tuple[ParsedFlags, str | None]:
     """Return the flags of a command line (without program and command), and the path of its config file.
 
     hints: flags of other commands, each with the rest of its error message
@@ -40,7 +44,7 @@ def from_argv(argv: list[str], flags: dict[str, Flag], hints: dict[str, str]) ->
     Raises UsageError for unknown flags and repeated lists.
     """
     pairs, config = _split(argv)
-    parsed = ParsedFlags()
+    parsed = ParsedFlags(ignores_unknown=ignores_unknown)
     for name, values in pairs:
         new = canonical(name, values)[0]
         if new in parsed.values and flags[new].is_list:
@@ -50,7 +54,9 @@ def from_argv(argv: list[str], flags: dict[str, Flag], hints: dict[str, str]) ->
     return parsed, config
 
 
-def from_config(path: str, flags: dict[str, Flag], hints: dict[str, str]) -> ParsedFlags:
+def from_config(
+    path: str, flags: dict[str, Flag], hints: dict[str, str], *, ignores_unknown: bool = False
+) -> ParsedFlags:
     """Return the flags of a YAML or JSON file or an args.json. Sets the unset variables of its `ENV:` block."""
     table = _table(path)
     variables = table.pop("ENV", None) or {}
@@ -63,10 +69,18 @@ def from_config(path: str, flags: dict[str, Flag], hints: dict[str, str]) -> Par
             raise UsageError(
                 f"ENV: {show({name: value})}: not a variable and its value (from {path}). Fix it."
             ) from None
-    parsed = ParsedFlags()
+    parsed = ParsedFlags(ignores_unknown=ignores_unknown)
     for name, (value, source) in _entries(table, path).items():
         _add(parsed, name, value if isinstance(value, list) else [value], flags, hints, source)
     return parsed
+
+
+def ignores_unknown(argv: list[str]) -> bool:
+    """Return whether a command line (without program and command) or its config file ignores unknown flags."""
+    value = value_of(IGNORE_UNKNOWN, argv)
+    if value is not None and value.lower() not in ("", "true", "false"):
+        raise UsageError(f"--{IGNORE_UNKNOWN} {value}: true or false is needed.")
+    return value is not None and value.lower() != "false"
 
 
 def value_of(name: str, argv: list[str]) -> str | None:
@@ -165,7 +179,7 @@ def _add(
     """Add one flag, as written in `source`, to `parsed`."""
     original, origin = flag_text(name, values), "" if source == "command line" else f" (from {source})"
     name, values, warning = canonical(name, values)
-    if warning:
+    if warning and name in flags:
         parsed.notes.append(f"{warning}; the older one still works.")
     if unsupported := UNSUPPORTED_VALUES.get((name, show(values))):
         raise UsageError(f"{original}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
@@ -177,17 +191,19 @@ def _add(
             raise UsageError(f"{original}: no value{origin}. Set {flags[name].metavar}.")
     elif name in ALWAYS_TRUE:
         if show(values).lower() not in ("", "true"):
-            parsed.notes.append(f"{original} is ignored: {ALWAYS_TRUE[name]}.")
+            parsed.notes.append(f"{original} has no effect: {ALWAYS_TRUE[name]}.")
     elif name in NO_EFFECT:
-        parsed.notes.append(f"{original} is not needed: {NO_EFFECT[name]}.")
+        parsed.notes.append(f"{original} has no effect: {NO_EFFECT[name]}.")
     elif name in UNSUPPORTED:
         unsupported, text = UNSUPPORTED[name], show(values).lower()
-        has_no_effect = text in unsupported.neutral or (
+        has_no_effect = unsupported.accepts(text) or (
             text == "" and ("true" in unsupported.neutral or values == [None])
         )
         if not has_no_effect:
             raise UsageError(f"{original}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
-    else:
+    elif parsed.ignores_unknown and name != IGNORE_UNKNOWN:
+        parsed.notes.append(f"{_unknown(name, flags, hints)}{origin} It is ignored (--{IGNORE_UNKNOWN} true).")
+    elif name != IGNORE_UNKNOWN:
         raise UsageError(_unknown(name, flags, hints) + origin)
 
 

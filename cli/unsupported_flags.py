@@ -8,7 +8,23 @@ class UnsupportedFlag(NamedTuple):
 
     feature: str
     fix: str
-    neutral: tuple[str, ...] = ()  # accepted values, which have no effect
+    neutral: tuple[str, ...] = ()  # accepted values, which have no effect; numbers are compared as numbers
+
+    def accepts(self, text: str) -> bool:
+        """Return whether a value asks for nothing."""
+        return text in self.neutral or (_is_number(text) and any(_equal(text, value) for value in self.neutral))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _equal(text: str, value: str) -> bool:
+    return _is_number(value) and float(text) == float(value)
 
 
 def _unsupported(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> dict[str, UnsupportedFlag]:
@@ -16,56 +32,178 @@ def _unsupported(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> di
 
 
 NONE: tuple[str, ...] = ()
-UNSUPPORTED: dict[str, UnsupportedFlag] = {
+ANY_BOOLEAN = ("true", "false")
+MULTIMODAL = ("multimodal models", "Remove it, and use a text model.")
+ARCHITECTURE = ("architectures other than that of config.json", "Remove it, or edit the model's config.json.")
+SGLANG = ("SGLang", "Remove it, and set --infer_backend vllm.")
+LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
+
+_MODELS = {
+    **_unsupported(*MULTIMODAL, freeze_llm="false", freeze_vit=ANY_BOOLEAN, freeze_aligner=ANY_BOOLEAN, vit_lr=NONE,
+                   aligner_lr=NONE, vit_gradient_checkpointing=ANY_BOOLEAN, vit_gradient_checkpointing_kwargs=NONE,
+                   gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE, max_pixels=NONE,
+                   language_model_only="false", norm_bbox="none", model_kwargs="{}"),
+    **_unsupported(*ARCHITECTURE, num_layers=NONE, hidden_size=NONE, ffn_hidden_size=NONE, num_attention_heads=NONE,
+                   group_query_attention=NONE, num_query_groups=NONE, kv_channels=NONE, position_embedding_type=NONE,
+                   rotary_base=NONE, rotary_percent=NONE, rotary_interleaved=NONE,
+                   original_max_position_embeddings=NONE, normalization=NONE, norm_epsilon=NONE, swiglu=NONE,
+                   quick_geglu=NONE, activation_func_clamp_value=NONE, glu_linear_offset=NONE,
+                   untie_embeddings_and_output_weights=NONE, disable_bias_linear=NONE, add_bias_linear=NONE,
+                   add_qkv_bias=NONE, qk_layernorm=NONE, qk_l2_norm=NONE, no_rope_freq=NONE, window_size=NONE,
+                   window_attn_skip_freq=NONE, softmax_type=NONE, apply_query_key_layer_scaling="false",
+                   moe_apply_probs_on_input="false"),
+    **_unsupported(*ARCHITECTURE, num_experts=NONE, moe_layer_freq=NONE, moe_ffn_hidden_size=NONE,
+                   moe_shared_expert_intermediate_size=NONE, moe_router_topk=NONE, moe_router_num_groups=NONE,
+                   moe_router_group_topk=NONE, moe_router_pre_softmax=NONE, moe_router_score_function=NONE,
+                   moe_router_enable_expert_bias=NONE, moe_router_topk_scaling_factor=NONE,
+                   multi_latent_attention=NONE, q_lora_rank=NONE, kv_lora_rank=NONE, qk_head_dim=NONE,
+                   qk_pos_emb_head_dim=NONE, v_head_dim=NONE, mscale=NONE, mscale_all_dim=NONE,
+                   mtp_decoder_input_detach="false", mtp_shared_weights="false"),
+    **_unsupported("changes of the router's biases while training", "Remove it.", moe_router_bias_update_rate="0"),
+    **_unsupported("changed context lengths", "Edit max_position_embeddings in the model's config.json.",
+                   rope_scaling=NONE, max_model_len=NONE, max_position_embeddings=NONE),
+    **_unsupported("settings of megatron-core by JSON", "Set the flag of the same name, if there is one.",
+                   megatron_extra_kwargs="{}"),
+    **_unsupported("sparse attention (DSA, CSA), hyper-connections and engrams", "Use a model without them.",
+                   apply_dsa_kernel_fusion="false", dsa_indexer_loss_coeff="0", dsa_indexer_use_sparse_loss="false",
+                   csa_dense_mode="false", use_fused_mhc="false", mhc_recompute_layer_num=NONE,
+                   engram_tokenizer_map=NONE),
+    **_unsupported("added tokens", "Add them to the model's tokenizer and embedding.",
+                   new_special_tokens=NONE),
+    **_unsupported("revisions of a teacher", "Download it, and set --teacher_model to the folder.",
+                   teacher_model_revision=NONE),
+    **_unsupported("plugins", "Remove it.", callbacks=NONE, custom_register_path=NONE, custom_dataset_info=NONE),
+}  # fmt: skip
+
+_TRAINING = {
     **_unsupported("other LoRA implementations", "Remove it.", tuner_backend="peft", use_swift_lora="false"),
-    **_unsupported("FP4", "Remove it.", fp4_format=NONE, fp4_recipe=NONE, fp4_param_gather="false"),
     **_unsupported("offload of the optimizer", "Remove it, and use more processes if memory is short.",
-                   optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "1.0", "0", "0.0"),
-                   optimizer_cuda_graph="false"),
-    **_unsupported("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.", load_args="false"),
-    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NONE, quant_method=NONE,
-                   quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
-                   to_ollama="false", to_cached_dataset="false", test_convert_dtype=NONE),
-    **_unsupported("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
-                   hub_model_id=NONE, hub_private_repo="false"),
-    **_unsupported("multimodal models", "Remove it, and use a text model.", freeze_llm="false",
-                   freeze_vit=("true", "false"),
-                   freeze_aligner=("true", "false"), vit_lr=NONE, aligner_lr=NONE, vit_gradient_checkpointing=NONE,
-                   vit_gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE, max_pixels=NONE,
-                   language_model_only="false"),
-    **_unsupported("optimizer states in other dtypes than fp32", "Remove it.", use_precision_aware_optimizer="false",
-                   main_grads_dtype="fp32", main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32"),
+                   optimizer_cpu_offload="false", optimizer_offload_fraction=("1", "0"), optimizer_cuda_graph="false",
+                   use_torch_optimizer_for_cpu_offload="false", overlap_cpu_optimizer_d2h_h2d="false"),
+    **_unsupported("offload of activations", "Set --recompute_granularity full.", cpu_offloading="false",
+                   cpu_offloading_num_layers="0", cpu_offloading_activations=ANY_BOOLEAN,
+                   cpu_offloading_weights=ANY_BOOLEAN, cpu_offloading_double_buffering=ANY_BOOLEAN),
+    **_unsupported("optimizer states in other types than fp32 (precision-aware optimizer)", "Remove it.",
+                   main_grads_dtype=("fp32", "float32"), main_params_dtype=("fp32", "float32"),
+                   exp_avg_dtype=("fp32", "float32"), exp_avg_sq_dtype=("fp32", "float32")),
+    **_unsupported("gradients reduced in bf16 by their own flag", "Set --accumulate_allreduce_grads_in_fp32 false.",
+                   grad_reduce_in_bf16="false"),
+    **_unsupported("weight decay that changes while training", "Set --weight_decay.",
+                   weight_decay_incr_style="constant", start_weight_decay=NONE, end_weight_decay=NONE),
+    **_unsupported("weight decay of query and key norms", "Remove it.", apply_wd_to_qk_layernorm="false"),
+    **_unsupported("Muon", "Set --optimizer adam.", muon_lr=NONE, muon_min_lr=NONE, muon_momentum=NONE,
+                   muon_use_nesterov=NONE, muon_num_ns_steps=NONE, muon_coefficient_type=NONE, muon_scale_mode=NONE,
+                   muon_extra_scale_factor=NONE, muon_split_qkv=NONE, muon_fp32_matmul_prec=NONE, muon_tp_mode=NONE,
+                   muon_scalar_optimizer=NONE),
+    **_unsupported("FP4", "Remove it.", fp4_format=NONE, fp4_recipe=NONE, fp4_param_gather="false"),
     **_unsupported("FSDP", "Remove it: --use_distributed_optimizer shards the optimizer's state.",
                    use_megatron_fsdp="false"),
-    **_unsupported("overlapped tensor-parallel communication", "Remove it.", tp_comm_overlap="false"),
     **_unsupported("DeepEP", "Set --moe_token_dispatcher_type alltoall.", moe_enable_deepep="false"),
     **_unsupported("textual pipeline layouts", "Set --decoder_first_pipeline_num_layers and its sibling.",
                    pipeline_model_parallel_layout=NONE, account_for_embedding_in_pipeline_split="false",
                    account_for_loss_in_pipeline_split="false"),
     **_unsupported("layers per virtual stage", "Set the number of chunks: --virtual_pipeline_model_parallel_size.",
                    num_layers_per_virtual_pipeline_stage=NONE),
+    **_unsupported("sequence parallelism of ms-swift's transformers backend", "Set --context_parallel_size.",
+                   sequence_parallel_size="1"),
+    **_unsupported("context parallelism that changes with the batch", "Set --context_parallel_size.",
+                   sequence_packing_scheduler=NONE),
+    **_unsupported("Ray", "Remove it: torchrun starts the processes, and `swift rollout` the engines.",
+                   use_ray="false", device_groups=NONE, ray_exp_name=NONE, colocate_groups=NONE),
+    **_unsupported("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.",
+                   load_args="false", load_data_args="false"),
+    **_unsupported("checkpoints kept at an interval", "Set --save_total_limit N to keep the last N.",
+                   save_retain_interval=NONE),
+    **_unsupported("checkpoints for megatron-core before 0.14", "Remove it.", dist_ckpt_save_pre_mcore_014="false"),
     **_unsupported("reference adapters in megatron-core's format",
                    "Convert it with `swift export --to_hf true --merge_lora false`, and set it as --ref_adapters.",
                    mcore_ref_adapter=NONE),
-    **_unsupported("plugins", "Remove it.", callbacks=NONE, custom_register_path=NONE,
-                   custom_dataset_info=NONE),
+}  # fmt: skip
+
+_DATA = {
+    **_unsupported("self-cognition rows", "Write the name and the author into the rows.", model_name=NONE,
+                   model_author=NONE),
     **_unsupported("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
                    template=NONE, agent_template=NONE, response_prefix=NONE),
+    **_unsupported("other prefixes of answers without thinking than the tokenizer's",
+                   "Write the prefix into the rows' answers.", add_non_thinking_prefix=NONE,
+                   disable_ignore_empty_think="false", preserve_thinking=NONE),
+    **_unsupported("weights of the loss by pattern", "Write loss_scale into the rows' messages.",
+                   is_binary_loss_scale=NONE),
     **_unsupported("pre-tokenized datasets", "Set them as --dataset: tokens are cached.",
                    cached_dataset=NONE, cached_val_dataset=NONE),
     **_unsupported("dataset mixing by probability", "Set NAME#rows for each of --dataset.", interleave_prob=NONE,
                    stopping_strategy=NONE),
-    **_unsupported("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
-                   offload_bridge="false"),
+    **_unsupported("batches of similar length", "Set --packing true, or --padding_free true.",
+                   group_by_length="false"),
+    **_unsupported("columns that are not matched by name", "Set --columns.", disable_auto_column_mapping="false"),
+    **_unsupported("repeated downloads of a dataset", "Delete its folder in the hub's cache.",
+                   download_mode="reuse_dataset_if_exists"),
+    **_unsupported("augmentation of decision datasets", "Remove it, and augment the rows.",
+                   decision_drop_instructions="0", decision_state_as_text="0", decision_subsample_options="0",
+                   decision_shuffle_fields="false"),
+    **_unsupported("a loss per channel of rows", "Train on one channel at a time.", enable_channel_loss="false"),
+    **_unsupported("dynamic fine-tuning (DFT)", "Remove it.", enable_dft_loss="false"),
+}  # fmt: skip
+
+_REINFORCEMENT = {
     **_unsupported("gym environments", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler.",
-                   use_gym_env="false", gym_env=NONE),
+                   use_gym_env="false", gym_env=NONE, context_manager=NONE),
+    **_unsupported("rows sent to the rollout server", "Run the scheduler in the trainer: --multi_turn_scheduler.",
+                   vllm_server_pass_dataset="false"),
     **_unsupported("a length per answer of an episode", "--max_completion_length bounds the episode.",
                    completion_length_limit_scope="total"),
-    **_unsupported("checkpoints kept at an interval",
-                   "Set --save_total_limit N to keep the last N.", save_retain_interval=NONE),
+    **_unsupported("plugins of reward models", "Write it as a reward function, and set --reward_funcs.",
+                   reward_model_plugin=NONE),
+    **_unsupported("the losses FIPO and REAL", "Set --loss_type grpo, or another that --help lists.",
+                   fipo_decay_rate=NONE, fipo_clip_range=NONE, fipo_clip_high_only=NONE, fipo_safety_threshold=NONE,
+                   real_tau=NONE),
+    **_unsupported("a teacher in grpo", "Use --rlhf_type gkd.", teacher_kl_coef=NONE),
+    **_unsupported("several teachers", "Use one --teacher_model.", teacher_tag_key="dataset"),
+    **_unsupported("reports of off-policy rollouts by their own flag",
+                   "Set --rollout_importance_sampling_mode, which reports them.",
+                   log_rollout_offpolicy_metrics="false"),
+    **_unsupported("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
+                   offload_bridge="false"),
+    **_unsupported("settings of vLLM by JSON", "Set the --vllm_ flag of the same name, if there is one.",
+                   vllm_engine_kwargs="{}"),
+    **_unsupported("engines split by experts", "Set --vllm_tensor_parallel_size.", vllm_enable_expert_parallel="false"),
+    **_unsupported("engines split by layers", "Set --vllm_tensor_parallel_size.", vllm_pipeline_parallel_size="1"),
+    **_unsupported("quantized engines", "Remove it: the engine has the checkpoint's type.", vllm_quantization=NONE),
+    **_unsupported("speculative decoding", "Remove it.", vllm_speculative_config=NONE),
+    **_unsupported("TLS", "Put a proxy with TLS before the server.", ssl_keyfile=NONE, ssl_certfile=NONE),
 }  # fmt: skip
+
+_INFERENCE_AND_EXPORT = {
+    **_unsupported("beam search", "Remove it.", num_beams="1"),
+    **_unsupported("structured outputs", "Remove it.", structured_outputs_regex=NONE),
+    **_unsupported("log-probabilities in results", "Remove it.", logprobs="false", top_logprobs=NONE),
+    **_unsupported("metrics of inference", "Compute them from --result_path.", metric=NONE),
+    **_unsupported("results written in batches", "Remove it: each row is written when it is done.",
+                   write_batch_size=NONE),
+    **_unsupported("samples of a dataset", "Set NAME#rows in --val_dataset.", val_dataset_sample=NONE),
+    **_unsupported("rerankers in swift infer", "Remove it.", reranker_use_activation=ANY_BOOLEAN),
+    **_unsupported(*LMDEPLOY, lmdeploy_tp=NONE, lmdeploy_session_len=NONE, lmdeploy_cache_max_entry_count=NONE,
+                   lmdeploy_quant_policy=NONE, lmdeploy_vision_batch_size=NONE),
+    **_unsupported(*SGLANG, sglang_tp_size=NONE, sglang_pp_size=NONE, sglang_dp_size=NONE, sglang_ep_size=NONE,
+                   sglang_enable_ep_moe=NONE, sglang_mem_fraction_static=NONE, sglang_context_length=NONE,
+                   sglang_disable_cuda_graph=NONE, sglang_quantization=NONE, sglang_kv_cache_dtype=NONE,
+                   sglang_enable_dp_attention=NONE, sglang_disable_custom_all_reduce=NONE,
+                   sglang_speculative_algorithm=NONE, sglang_speculative_num_steps=NONE,
+                   sglang_speculative_eagle_topk=NONE, sglang_speculative_num_draft_tokens=NONE),
+    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NONE, quant_method=NONE,
+                   quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
+                   to_ollama="false", to_cached_dataset="false", template_mode=NONE, test_convert_dtype=NONE),
+    **_unsupported("a number of files", "Set --max_shard_size.", thread_count=NONE),
+    **_unsupported("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
+                   hub_model_id=NONE, hub_private_repo="false", commit_message=NONE),
+}  # fmt: skip
+
+UNSUPPORTED: dict[str, UnsupportedFlag] = {**_MODELS, **_TRAINING, **_DATA, **_REINFORCEMENT, **_INFERENCE_AND_EXPORT}
 
 # Unsupported values of flags.
 UNSUPPORTED_VALUES: dict[tuple[str, str], UnsupportedFlag] = {
     ("tuner_type", "lora_llm"): UnsupportedFlag("multimodal models", "Set --tuner_type lora, and a text model."),
+    ("infer_backend", "sglang"): UnsupportedFlag(SGLANG[0], "Set --infer_backend vllm."),
+    ("infer_backend", "lmdeploy"): UnsupportedFlag(LMDEPLOY[0], "Set --infer_backend vllm."),
 }

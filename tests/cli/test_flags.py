@@ -148,6 +148,21 @@ def test_uploads(name: str) -> None:
     assert refusal(f"--{name}", "x") == said
 
 
+def test_unknown_flags_that_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("ignore_args_error: true\nxyzzyx: 3\nlr: 2e-5\n")
+    for words in (["--ignore_args_error", "true", "--xyzzyx", "3", "--lr", "2e-5"], [str(tmp_path / "run.yaml")]):
+        options, _, notes = read_options("megatron", ["sft", *words])
+        assert options.schedule.lr == 2e-5
+        assert [note.split(" (from")[0].split(" It is")[0] for note in notes] == [
+            "--xyzzyx: no such flag. --help lists all flags."
+        ]
+    assert "no such flag" in refusal("--ignore_args_error", "false", "--xyzzyx", "3")
+    assert "true or false" in refusal("--ignore_args_error", "maybe")
+    # Values, and features that are known and lacking, remain errors.
+    assert "a number is needed" in refusal("--ignore_args_error", "true", "--lr", "abc")
+    assert "no support for Ray" in refusal("--ignore_args_error", "true", "--use_ray", "true")
+
+
 def test_names_of_other_trainers_lead_to_flags() -> None:
     from megaswift.cli.accepted_flags import ALWAYS_TRUE, NO_EFFECT
     from megaswift.cli.foreign_flags import FOREIGN_FLAGS
@@ -231,11 +246,38 @@ def test_older_names_that_ask_for_nothing() -> None:
 def test_flags_that_nothing_here_needs() -> None:
     assert read("--load_safetensors", "true", "--cross_entropy_loss_fusion")[2] == []
     (always, needless) = read("--cross_entropy_loss_fusion", "false", "--ckpt_format", "torch_dist")[2]
-    assert always.startswith("--cross_entropy_loss_fusion false is ignored: the loss is computed in pieces")
+    assert always.startswith("--cross_entropy_loss_fusion false has no effect: the loss is computed in pieces")
     assert (
         needless
-        == "--ckpt_format torch_dist is not needed: --save_safetensors chooses: Hugging Face folders, or torch_dist."
+        == "--ckpt_format torch_dist has no effect: --save_safetensors chooses: Hugging Face folders, or torch_dist."
     )
+
+
+def test_reasons_are_short_and_fixes_name_flags() -> None:
+    from megaswift.cli.accepted_flags import ALWAYS_TRUE, NO_EFFECT
+    from megaswift.cli.unsupported_flags import UNSUPPORTED
+
+    known = {flag for _, _, flag in every_flag()} | {"config", "help"}
+    reasons = [*ALWAYS_TRUE.values(), *NO_EFFECT.values()]
+    assert [reason for reason in reasons if len(reason.split()) > 12] == []
+    texts = [*reasons, *(unsupported.fix for unsupported in UNSUPPORTED.values())]
+    assert {flag for text in texts for flag in re.findall(r"--(\w+[a-z])\b", text)} - known == set()
+
+
+@pytest.mark.parametrize("words", ["--dsa_indexer_loss_coeff 0.0", "--num_beams 1.0", "--exp_avg_dtype fp32"])
+def test_values_that_ask_for_nothing(words: str) -> None:
+    assert read(*words.split())[2] == []
+    assert "no support for" in refusal(words.split()[0], "0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "kernel"),
+    [("--use_flash_attn true", "flash"), ("--attn_impl flash_attention_2", "flash_2"), ("--attn_impl sdpa", "auto")],
+)
+def test_older_names_of_attention_kernels(words: str, kernel: str) -> None:
+    assert read(*words.split())[0].build.attention_backend == kernel
+    _, _, notes = read_options("swift", ["infer", "--model", "m", *words.split()])
+    assert notes == [f"{words} has no effect: transformers and vLLM choose their kernel."]
 
 
 def test_older_values() -> None:

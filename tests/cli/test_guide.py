@@ -22,6 +22,8 @@ FLAGS = {
     for kind in command.kinds.values()
     for flag in flags_of(getattr(option_sets, kind.options))
 }
+# Flags of training and the rollout server that have no effect in `swift infer`.
+NOT_FOR_INFER = {"vllm_enable_lora", "vllm_max_lora_rank", "attention_backend"}
 KNOWN = {*FLAGS, *UNSUPPORTED, *ALWAYS_TRUE, *NO_EFFECT}
 
 
@@ -55,7 +57,7 @@ def test_what_is_known_by_another_name_is_known_once() -> None:
     """No name is in two tables, and what older names stand for is there."""
     tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS_TRUE, NO_EFFECT, UNSUPPORTED))]
     assert len(set().union(*tables)) == sum(map(len, tables))
-    assert FLAGS & set().union(*tables) == {"vllm_enable_lora", "vllm_max_lora_rank"}  # not needed by `swift infer`
+    assert FLAGS & set().union(*tables) == NOT_FOR_INFER
     assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN
     assert set(OLD_VALUES) <= FLAGS
 
