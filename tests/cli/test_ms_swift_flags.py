@@ -1,0 +1,73 @@
+"""Each flag of ms-swift 4.6 is a flag here, is accepted with a note, or is refused by the name of a feature."""
+
+from pathlib import Path
+
+import pytest
+from megaswift.cli.flags import UsageError, flags_of
+from megaswift.cli.main import COMMANDS, _hints_for_other_flags
+from megaswift.cli.parse import from_argv
+from megaswift.tasks import options
+
+TABLE = (Path(__file__).parent / "ms_swift_flags.tsv").read_text().splitlines()[1:]
+COMMANDS_OF = {flag: commands.split() for flag, commands in (line.split("\t") for line in TABLE)}
+# Flags of ms-swift 3.x and of Megatron-LM's command line, from public scripts.
+EARLIER = [
+    "train_type",
+    "load",
+    "save",
+    "save_interval",
+    "max_epochs",
+    "no_save_optim",
+    "no_save_rng",
+    "adapter_load",
+    "mcore_adapters",
+    "log_interval",
+    "use_flash_attn",
+    "attn_impl",
+    "logging_level",
+    "num_layers",
+    "hidden_size",
+    "pipeline_dtype",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "save_retain_interval",
+    "no_data_sharding",
+    "no_initialization",
+    "model_type",
+    "template",
+    "agent_template",
+    "gradient_checkpointing_kwargs",
+    "moe_layer_recompute",
+    "num_layers_per_virtual_pipeline_stage",
+    "ckpt_format",
+    "dataloader_type",
+    "seq_length",
+    "tensorboard_log_interval",
+    "grad_reduce_in_bf16",
+    "max_position_embeddings",
+    "packing_cache",
+]
+
+
+def answer(program: str, command: str, flag: str) -> str:
+    """Return the error message of a flag without a value, or ""."""
+    kind = next(iter(COMMANDS[program][command].kinds.values()))
+    flags = flags_of(getattr(options, kind.options))
+    try:
+        from_argv([f"--{flag}"], flags, _hints_for_other_flags(program, command, kind))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("command", sorted({command for commands in COMMANDS_OF.values() for command in commands}))
+def test_every_flag_is_known(command: str) -> None:
+    flags = [flag for flag, commands in COMMANDS_OF.items() if command in commands]
+    assert len(flags) > 120
+    unknown = [flag for flag in flags if "no such flag" in answer(*command.split("."), flag)]
+    assert unknown == ["dataset"] * (command == "swift.infer")  # its message names --val_dataset
+
+
+def test_earlier_flags_are_known() -> None:
+    assert [flag for flag in EARLIER if "no such flag" in answer("megatron", "sft", flag)] == []
+    assert "no such flag" in answer("megatron", "sft", "xyzzyx")
