@@ -121,8 +121,6 @@ _TRAINING = {
 }  # fmt: skip
 
 _DATA = {
-    **_unsupported("self-cognition rows", "Write the name and the author into the rows.", model_name=NONE,
-                   model_author=NONE),
     **_unsupported("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
                    template=NONE, agent_template=NONE, response_prefix=NONE),
     **_unsupported("other prefixes of answers without thinking than the tokenizer's",
