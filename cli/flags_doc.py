@@ -7,6 +7,7 @@ from pathlib import Path
 from ..tasks.options import (
     CausalLmOptions,
     CompletionOptions,
+    CpoOptions,
     DpoOptions,
     EmbeddingOptions,
     EngineOptions,
@@ -17,6 +18,7 @@ from ..tasks.options import (
     InferOptions,
     KtoOptions,
     MegatronExportOptions,
+    OrpoOptions,
     PrecomputeOptions,
     PtOptions,
     ReferenceOptions,
@@ -25,6 +27,7 @@ from ..tasks.options import (
     RolloutOptions,
     SeqClsOptions,
     SftOptions,
+    SimpoOptions,
 )
 from .accepted_flags import ALWAYS_TRUE, NO_EFFECT
 from .flags import Flag, flags_of, show
@@ -126,6 +129,9 @@ def _preferences() -> Iterator[str]:
     yield from _added_flags("dpo, kto, grpo: the reference model", ReferenceOptions)
     yield from _added_flags("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
     yield from _added_flags("dpo", DpoOptions, SftOptions, PrecomputeOptions)
+    yield from _added_flags("orpo", OrpoOptions, SftOptions)
+    yield from _added_flags("cpo, simpo", CpoOptions, SftOptions)
+    yield from _added_flags("simpo alone", SimpoOptions, CpoOptions)
     yield from _added_flags("kto", KtoOptions, SftOptions, PrecomputeOptions)
     yield from _added_flags("rm", RmOptions, SftOptions)
     yield from _added_flags("grpo, gkd: completions", CompletionOptions, SftOptions)

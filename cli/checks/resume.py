@@ -15,6 +15,9 @@ LOG_PROBS = ("logps/chosen", "logps/rejected")
 METRICS = {  # metrics of evaluations, by task
     "causal_lm": ("loss", "mtp_loss"),
     "dpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
+    "orpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss", "log_odds_chosen", "log_odds_ratio"),
+    "simpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
+    "cpo": ("loss", *REWARDS, "rewards/accuracies", *LOG_PROBS, "nll_loss"),
     "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
     "rm": ("loss", *REWARDS, "rewards/accuracies"),
     "grpo": ("reward", "completions/mean_length", "completions/clipped_ratio"),

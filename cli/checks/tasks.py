@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from ...bridge.families.sequence_classification import SUFFIX, count_labels
 from ...bridge.option_groups import flag_value
 from ...tasks.options import (
+    CpoOptions,
     DpoOptions,
     EmbeddingOptions,
     GenerativeRerankerOptions,
@@ -15,6 +16,7 @@ from ...tasks.options import (
     GrpoOptions,
     InferOptions,
     KtoOptions,
+    OrpoOptions,
     PrecomputeOptions,
     RolloutOptions,
     SeqClsOptions,
@@ -31,6 +33,7 @@ from .vllm_lora import check_vllm_lora
 
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # DPO losses that read --label_smoothing
 DIFFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
+READ_LOSS_SCALE = DpoOptions | OrpoOptions | CpoOptions | KtoOptions | GkdOptions
 WithReference = DpoOptions | KtoOptions | GrpoOptions
 # flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH = {
@@ -41,6 +44,7 @@ ONLY_WITH = {
     "contrastive_margin": ("loss_type", ("contrastive", "online_contrastive")),
     "ref_model_mixup_alpha": ("sync_ref_model", (True,)),
     "ref_model_sync_steps": ("sync_ref_model", (True,)),
+    "simpo_gamma": ("loss_type", ("simpo",)),
     "listwise_temperature": ("loss_type", ("listwise_reranker",)),
 }
 
@@ -68,6 +72,8 @@ def check_task(
         case DpoOptions():
             yield from _check_reference(options, layout, model)
             _check_dpo(options)
+        case CpoOptions():
+            _check_cpo(options)
         case KtoOptions():
             yield from _check_reference(options, layout, model)
         case SeqClsOptions():
@@ -162,7 +168,7 @@ def _is_changed(name: str, options: SftOptions, sources: Mapping[str, str]) -> b
 
 
 def _unneeded_flags(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
-    if not isinstance(options, DpoOptions | KtoOptions | GkdOptions) and _is_changed("loss_scale", options, sources):
+    if not isinstance(options, READ_LOSS_SCALE) and _is_changed("loss_scale", options, sources):
         reason = "trains on completions" if options.stage == "prompts" else "has no loss per token"
         yield f"--loss_scale {options.data.loss_scale} is not needed: {task_flag(options)} {reason}."
     prefixes = VARIABLE_PREFIXES.get(options.stage, ())
@@ -195,6 +201,15 @@ def _check_dpo(options: DpoOptions) -> None:
         raise UsageError(
             f"--f_divergence_type {options.f_divergence_type} cannot be used with --loss_type {excluded[0]}: it is for "
             f"losses of the difference of two answers, {', '.join(DIFFERENCE_LOSSES)}. Remove it."
+        )
+
+
+def _check_cpo(options: CpoOptions) -> None:
+    smoothed = ("sigmoid", "simpo")
+    if options.label_smoothing and options.loss_type not in smoothed:
+        raise UsageError(
+            f"--label_smoothing {options.label_smoothing}: only for --loss_type {' or '.join(smoothed)}, not "
+            f"{options.loss_type}. Remove it."
         )
 
 

@@ -1,4 +1,4 @@
-"""Losses of preference training: DPO and its variants, KTO, reward models.
+"""Losses of preference training: DPO and its variants, ORPO, CPO, SimPO, KTO, reward models.
 
 Log-probabilities are sums over an answer's tokens, fp32. Values agree with TRL's (1.16), with two differences:
 `sigmoid` supports label smoothing (cDPO), and losses and gradients stay finite far from the reference.
@@ -216,6 +216,68 @@ def dpo_rewards(pairs: Pairs, options: Dpo) -> tuple[Tensor, Tensor]:
     """Return the rewards (beta x log ratio) of chosen and rejected answers for the log: [pairs] each, no gradients."""
     ratios = _log_ratios(pairs, options)
     return options.beta * ratios.chosen_ratio.detach(), options.beta * ratios.rejected_ratio.detach()
+
+
+class OrpoTerms(NamedTuple):
+    """Terms of ORPO without the chosen answers' cross-entropy: [pairs] each."""
+
+    losses: Tensor  # weighted by beta
+    log_odds: Tensor  # how much likelier the chosen answer is, in log odds
+    log_odds_ratio: Tensor  # log sigmoid of these
+
+
+def orpo_terms(chosen: Tensor, rejected: Tensor, beta: float) -> OrpoTerms:
+    """Return the odds ratio's loss and what the log has of it: https://arxiv.org/abs/2403.07691, equation 7.
+
+    chosen, rejected [pairs]: mean log-probabilities over the tokens of each answer.
+    """
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    ratio = logsigmoid(log_odds)
+    return OrpoTerms(-beta * ratio, log_odds, ratio)
+
+
+def _log1mexp(log_prob: Tensor) -> Tensor:
+    """Return log(1 - exp(log_prob)) without cancellation, and finite where the probability rounds to 1."""
+    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
+    is_likely = log_prob > -math.log(2.0)
+    # Each branch gets only what it can take: `where` multiplies the other one's gradient by 0.
+    likely, unlikely = log_prob.clamp(min=-math.log(2.0)), log_prob.clamp(max=-math.log(2.0))
+    return torch.where(is_likely, torch.log(-torch.expm1(likely)), torch.log1p(-torch.exp(unlikely)))
+
+
+@dataclass(frozen=True)
+class Cpo:
+    """Settings of `cpo_losses`, named as the flags."""
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 1.0
+
+    @property
+    def compares_means(self) -> bool:
+        """Whether log-probabilities are means over an answer's tokens instead of sums."""
+        return self.loss_type in ("simpo", "ipo")
+
+
+def cpo_losses(chosen: Tensor, rejected: Tensor, options: Cpo) -> Tensor:
+    """Return the loss of each pair, without the chosen answers' cross-entropy: [pairs].
+
+    sigmoid: CPO, https://arxiv.org/abs/2401.08417, equation 3; simpo: https://arxiv.org/abs/2405.14734, equation 6;
+    hinge and ipo: as in DPO, without a reference.
+    chosen, rejected [pairs]: log-probabilities of the answers, means where `options.compares_means`.
+    """
+    margin = chosen - rejected
+    match options.loss_type:
+        case "sigmoid":
+            return _smoothed_loss(options.beta * margin, options.label_smoothing)
+        case "simpo":
+            return _smoothed_loss(options.beta * margin - options.simpo_gamma, options.label_smoothing)
+        case "hinge":
+            return torch.relu(1 - options.beta * margin)
+        case "ipo":
+            return (margin - 1 / (2 * options.beta)) ** 2
+    raise ValueError(f"--loss_type {options.loss_type}: CPO has sigmoid, hinge, ipo and simpo.")
 
 
 def kto_kl(policy: Tensor, ref: Tensor) -> Tensor:

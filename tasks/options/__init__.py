@@ -40,10 +40,10 @@ from .rollout import RolloutOptions as RolloutOptions  # the option class of `sw
 
 # Flags that select the option class of a command. Each class has its own value as the default.
 RlhfType = Annotated[
-    Literal["dpo", "kto", "rm", "grpo", "gkd"],
-    "Algorithm: preference pairs (dpo), desirable and undesirable answers (kto), a reward model (rm), "
-    "rewards of generated completions (grpo), or distillation (gkd). Each has its own flags: see "
-    "--rlhf_type kto --help.",
+    Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "gkd"],
+    "Algorithm: preference pairs with a reference (dpo) or without (orpo, simpo, cpo), desirable and undesirable "
+    "answers (kto), a reward model (rm), rewards of generated completions (grpo), or distillation (gkd). Each has "
+    "its own flags: see --rlhf_type kto --help.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
@@ -132,6 +132,48 @@ class DpoOptions(SftOptions):
     f_alpha_divergence_coef: Annotated[float, "alpha_divergence: its alpha.", "(-inf, inf)"] = 0.5
     discopop_tau: Annotated[float, "discopop: temperature of its two parts' mixture.", "(0, inf)"] = 0.05
     data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
+
+
+@dataclass
+class OrpoOptions(SftOptions):
+    """ORPO"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "orpo"
+    beta: Annotated[
+        float,
+        "Weight of the odds ratio's loss beside the chosen answers' cross-entropy (the paper's lambda).",
+        "[0, inf)",
+    ] = 0.1
+
+
+@dataclass
+class CpoOptions(SftOptions):
+    """CPO"""
+
+    stage = "preference"
+    rlhf_type: RlhfType = "cpo"
+    beta: Annotated[float, "Scale of the log-probabilities that are compared (ipo: tau).", "(0, inf)"] = 0.1
+    loss_type: Annotated[
+        Literal["sigmoid", "hinge", "ipo", "simpo"],
+        "The loss. simpo and ipo compare means over an answer's tokens, the others sums.",
+    ] = "sigmoid"
+    label_smoothing: Annotated[float, "Assumed share of swapped pairs (sigmoid, simpo).", "[0, 0.5)"] = 0.0
+    cpo_alpha: Annotated[float, "Weight of the chosen answers' cross-entropy; 0: none.", "[0, inf)"] = 1.0
+    simpo_gamma: Annotated[float, "simpo: target margin of the rewards.", "[0, inf)"] = 1.0
+    data: PrepareOptions = group(PrepareOptions, loss_scale="last_round")
+
+
+@dataclass
+class SimpoOptions(CpoOptions):
+    """SimPO"""
+
+    rlhf_type: RlhfType = "simpo"
+    beta: Annotated[float, "Scale of the log-probabilities that are compared (ipo: tau).", "(0, inf)"] = 2.0
+    loss_type: Annotated[
+        Literal["sigmoid", "hinge", "ipo", "simpo"],
+        "The loss. simpo and ipo compare means over an answer's tokens, the others sums.",
+    ] = "simpo"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`megatron rlhf --rlhf_type dpo|kto|rm`: train on preferences between answers.
+"""`megatron rlhf --rlhf_type dpo|orpo|simpo|cpo|kto|rm`: train on preferences between answers.
 
 Log-probabilities of whole answers are sums over their trained tokens. Losses are means over the samples of the global
 batch. They do not depend on the number of ranks, of micro batches, and of samples in a pack.
@@ -18,9 +18,19 @@ from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
-from ..losses.preference import Dpo, Pairs, dpo_losses, dpo_rewards, kto_losses, reward_losses
+from ..losses.preference import (
+    Cpo,
+    Dpo,
+    Pairs,
+    cpo_losses,
+    dpo_losses,
+    dpo_rewards,
+    kto_losses,
+    orpo_terms,
+    reward_losses,
+)
 from ..observability.flops import Flops
-from ..options import DpoOptions, KtoOptions, RmOptions
+from ..options import CpoOptions, DpoOptions, KtoOptions, OrpoOptions, RmOptions
 from ..reference.reference_model import document_log_probs, make_reference, sum_by_document
 from ..run.context import Run
 from ..supervised.heads import scores
@@ -40,12 +50,13 @@ from ..train.setup import train
 from ..train.step import TrainState
 
 PAIR_METRICS = ["loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"]
+LOG_PROBS = ["logps/chosen", "logps/rejected"]
 
 
-def run(options: DpoOptions | KtoOptions | RmOptions, sources: dict[str, str]) -> int:
+def run(options: DpoOptions | OrpoOptions | CpoOptions | KtoOptions | RmOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    make = {"dpo": make_dpo, "kto": make_kto, "rm": make_rm}[options.rlhf_type]
-    return train(options, sources, make)
+    makers = {"dpo": make_dpo, "orpo": make_orpo, "simpo": make_cpo, "cpo": make_cpo, "kto": make_kto, "rm": make_rm}
+    return train(options, sources, makers[options.rlhf_type])
 
 
 def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
@@ -81,13 +92,9 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
         }
-        shares = {name: mean_share(values, batch, model.groups) for name, values in values_by_name.items()}
-        if nll_weight:
-            shares["nll_loss"] = context_parallel_share(-pairs.chosen.sum(), model.groups) / max(batch.loss_tokens, 1.0)
-            shares["loss"] = shares["loss"] + nll_weight * shares["nll_loss"]
-        return shares["loss"], detach_metrics(shares)
+        return _loss_with_nll(values_by_name, batch, sums, nll_weight, model.groups)
 
-    names = [*PAIR_METRICS, "logps/chosen", "logps/rejected", *(["nll_loss"] if nll_weight else [])]
+    names = [*PAIR_METRICS, *LOG_PROBS, *(["nll_loss"] if nll_weight else [])]
     flops = reference and reference.flops
     extra_flops = partial(forward_flops, flops, model.groups) if flops else no_flops
     follower = reference and reference.follower
@@ -95,6 +102,46 @@ def make_dpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tup
         loss, names, prepare=prepare, weight=samples, extra_flops=extra_flops, reference_sync=follower
     )
     return objective, [reference.note] if reference else []
+
+
+def make_orpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
+    """Return the objective of odds ratio preference optimization (https://arxiv.org/abs/2403.07691)."""
+    options = run.options
+    assert isinstance(options, OrpoOptions)
+
+    def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        sums = sum_by_document(batch, log_probs)
+        means = sums / _token_counts(batch, sums)
+        terms = orpo_terms(means[::2], means[1::2], options.beta)
+        values_by_name = {
+            "loss": terms.losses,
+            **_unreferenced_metrics(means, options.beta),
+            "log_odds_chosen": terms.log_odds,
+            "log_odds_ratio": terms.log_odds_ratio,
+        }
+        return _loss_with_nll(values_by_name, batch, sums, 1.0, model.groups)
+
+    names = [*PAIR_METRICS, *LOG_PROBS, "log_odds_chosen", "log_odds_ratio", "nll_loss"]
+    return Objective(loss, names, weight=samples), []
+
+
+def make_cpo(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
+    """Return the objective of contrastive preference optimization (https://arxiv.org/abs/2401.08417) and SimPO."""
+    options = run.options
+    assert isinstance(options, CpoOptions)
+    settings = Cpo(options.beta, options.loss_type, options.label_smoothing, options.simpo_gamma)
+
+    def loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        sums = sum_by_document(batch, log_probs)
+        compared = sums / _token_counts(batch, sums) if settings.compares_means else sums
+        values_by_name = {
+            "loss": cpo_losses(compared[::2], compared[1::2], settings),
+            **_unreferenced_metrics(compared, options.beta),
+        }
+        return _loss_with_nll(values_by_name, batch, sums, options.cpo_alpha, model.groups)
+
+    names = [*PAIR_METRICS, *LOG_PROBS, *(["nll_loss"] if options.cpo_alpha else [])]
+    return Objective(loss, names, weight=samples), []
 
 
 def make_kto(run: Run, model: Model, train: Batches, val: Batches | None) -> tuple[Objective, list[str]]:
@@ -226,6 +273,37 @@ def _kto_kl(
     if is_pp_last_stage(groups.pp):
         dist.all_reduce(total, group=groups.dp)
     return (total / max(samples(batches[0]), 1.0)).clamp(min=0)
+
+
+def _loss_with_nll(
+    values_by_name: dict[str, Tensor],
+    batch: Batch,
+    sums: Tensor,
+    nll_weight: float,
+    groups: ProcessGroupCollection,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this rank's share of the loss and metrics, from their values per pair.
+
+    Adds the chosen answers' cross-entropy, a mean over the tokens of the global batch.
+    sums: log-probabilities [documents].
+    """
+    shares = {name: mean_share(values, batch, groups) for name, values in values_by_name.items()}
+    if nll_weight:
+        shares["nll_loss"] = context_parallel_share(-sums[::2].sum(), groups) / max(batch.loss_tokens, 1.0)
+        shares["loss"] = shares["loss"] + nll_weight * shares["nll_loss"]
+    return shares["loss"], detach_metrics(shares)
+
+
+def _token_counts(batch: Batch, sums: Tensor) -> Tensor:
+    """Return the sum of each document's loss weights, at least 1: [documents]."""
+    return to_device(grouping_of(batch).tokens, sums.device).clamp(min=1.0)
+
+
+def _unreferenced_metrics(log_probs: Tensor, beta: float) -> dict[str, Tensor]:
+    """Return metrics of pairs without a reference from log-probabilities [documents], chosen and rejected in turn."""
+    chosen, rejected = log_probs[::2], log_probs[1::2]
+    rewards = beta * log_probs.detach()
+    return {**_pair_metrics(rewards[::2], rewards[1::2]), "logps/chosen": chosen, "logps/rejected": rejected}
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

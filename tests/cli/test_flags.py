@@ -83,7 +83,10 @@ def test_pt_has_its_own_defaults() -> None:
         (["--val_dataset"], "--val_dataset: no value. Set text ...."),
         (["--micro_batchsize", "2"], "--micro_batchsize: no such flag. The nearest is --micro_batch_size."),
         (["--learning_rate", "2"], "--learning_rate: no such flag. The nearest is --lr."),
-        (["--beta", "0.1"], "--beta: a flag of `megatron rlhf --rlhf_type dpo|kto|grpo|gkd`, not of this command."),
+        (
+            ["--beta", "0.1"],
+            "--beta: a flag of `megatron rlhf --rlhf_type dpo|orpo|simpo|cpo|kto|grpo|gkd`, not of this command.",
+        ),
         (["--temperature", "0"], "--temperature: a flag of `megatron rlhf --rlhf_type grpo|gkd`, not of this"),
         (["--config", "none.yaml"], "--config none.yaml: no such file."),
     ],

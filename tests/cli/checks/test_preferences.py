@@ -108,6 +108,38 @@ def test_what_dpo_can_be(words: str, dense: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("orpo", "--ref_model r", "--ref_model: only for --rlhf_type dpo|kto|grpo, not orpo. Remove it."),
+        ("orpo", "--beta -1", "--beta -1.0: must be at least 0."),
+        ("simpo", "--beta 0", "--beta 0.0: must be above 0."),
+        ("cpo", "--simpo_gamma 0.5", "--simpo_gamma 0.5: only for --loss_type simpo, not sigmoid. Remove it."),
+        ("cpo", "--cpo_alpha -1", "--cpo_alpha -1.0: must be at least 0."),
+        (
+            "cpo",
+            "--loss_type hinge --label_smoothing 0.1",
+            "--label_smoothing 0.1: only for --loss_type sigmoid or simpo, not hinge. Remove it.",
+        ),
+    ],
+)
+def test_what_pairs_without_a_reference_cannot_be(kind: str, words: str, message: str, dense: Path) -> None:
+    assert message in refusal(kind, dense, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("orpo", "--beta 0.2 --loss_scale all"),
+        ("simpo", "--simpo_gamma 0.5 --cpo_alpha 0 --label_smoothing 0.1"),
+        ("cpo", "--loss_type simpo --simpo_gamma 0.5"),
+        ("cpo", f"{LORA} --val_dataset v --metric_for_best_model rewards/accuracies"),
+    ],
+)
+def test_what_pairs_without_a_reference_can_be(kind: str, words: str, dense: Path) -> None:
+    assert check(kind, dense, words)[1] == []
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (LORA, "it is the model without its adapters"),

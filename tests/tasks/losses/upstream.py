@@ -103,6 +103,18 @@ def dpo(pairs: Pairs, options: Dpo) -> tuple[Tensor, dict[str, float]]:
     return loss, _metrics(trainer)
 
 
+def unreferenced(
+    kind: str, chosen: Tensor, rejected: Tensor, nll: Tensor, **settings: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """ORPOTrainer's or CPOTrainer's loss with the chosen answers' own, the mean over pairs, and its metrics."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    trainer = _trainer({"orpo": ORPOTrainer, "cpo": CPOTrainer}[kind], alpha=0.0, **settings)
+    trainer.concatenated_forward = lambda *_: (chosen, rejected, chosen, rejected, nll)
+    return trainer.get_batch_loss_metrics(None, {})
+
+
 def kto(
     log_probs: Tensor, ref: Tensor, desirable: Tensor, mismatched: tuple[Tensor, Tensor], **settings: Any
 ) -> tuple[Tensor, dict[str, float]]:

@@ -31,12 +31,13 @@ COMMON = f"{OPTIMIZER} {IN_ORDER} --global_batch_size 4 --train_iters 3 --loggin
 # The same twelve samples in every step, whether they are in two packs or none.
 WHOLE = "--global_batch_size 12"
 PACKED = "--packing true --max_length {} --global_batch_size 2 --micro_batch_size 1"
-OF_A_PACK = {"dpo": 800, "kto": 500, "rm": 800}  # tokens
+OF_A_PACK = {"dpo": 800, "kto": 500, "rm": 800, "orpo": 800, "simpo": 800, "cpo": 800}  # tokens
 # At its end a run is evaluated on five pairs: a whole batch, and one that is not.
 EVALUATED = {
     "dpo": "--val_dataset val.jsonl --eval_steps 3",
     "kto": "--val_dataset kto-val.jsonl --eval_steps 3 --desirable_weight 1.3 --undesirable_weight 0.6",
     "rm": "--val_dataset val.jsonl --eval_steps 3 --center_rewards_coefficient 0.05",
+    **dict.fromkeys(("orpo", "simpo", "cpo"), "--val_dataset val.jsonl --eval_steps 3"),
 }
 
 # The command line, in a process that a fault is planted into.
@@ -177,7 +178,7 @@ class Place:
         return printed
 
     def run(self, kind: str, flags: str = "", processes: int | None = None, *, fault: str = "") -> Trained:
-        """Three steps of four samples, on `kind`: dpo, kto or rm, with these flags beside its own.
+        """Three steps of four samples, on `kind`, a value of --rlhf_type, with these flags beside its own.
 
         `fault`: what Python does before, to see that a test finds it.
         """

@@ -61,6 +61,14 @@ def test_measured_against_the_base(place: Place, adapter: Path) -> None:
 
 
 @pytest.mark.long
+def test_without_a_reference(place: Place, adapter: Path) -> None:
+    ours = place.run("orpo", f"--adapters {adapter} {LORA} --micro_batch_size 4 --loss_scale last_round")
+    model = upstream.adapted(place.folder / "qwen3", adapter)
+    start = {name: tensor.clone() for name, tensor in upstream.adapter_of(model).items()}
+    agree(ours, upstream.unreferenced(place.folder, model, rows(place), "orpo"), start)
+
+
+@pytest.mark.long
 def test_measured_against_the_adapter_that_it_starts_from(place: Place, adapter: Path) -> None:
     """As TRL does where it is given PEFT's model and no reference."""
     ours = place.run("dpo", f"--adapters {adapter} --ref_adapters {adapter} {LORA}")
@@ -93,6 +101,9 @@ def test_the_reference_is_the_base_where_a_matrix_is_trained_whole(module: str, 
         ("dpo", "--context_parallel_size 2"),
         ("dpo", "--overlap_grad_reduce true --overlap_param_gather true"),
         ("dpo", "--use_distributed_optimizer true --precompute_ref_log_probs true"),
+        ("orpo", "--context_parallel_size 2"),
+        ("simpo", "--pipeline_model_parallel_size 2"),
+        ("cpo", "--tensor_model_parallel_size 2"),
         ("kto", "--pipeline_model_parallel_size 2"),
         ("kto", "--overlap_grad_reduce true --overlap_param_gather true"),
     ],

@@ -81,6 +81,28 @@ def kto(folder: Path, model: Any, rows: list[dict], ref_model: Any = None, **set
     return _trained(KTOTrainer, KTOConfig, folder, model, rows, settings, rotate, more={"ref_model": ref_model})
 
 
+def unreferenced(folder: Path, model: Any, rows: list[dict], kind: str, **settings: Any) -> tuple[Log, Any]:
+    """Likewise, of `kind` orpo or cpo. ORPO's cross-entropy is that of answers, as CPO's is, not of prompts too."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    def train_on_answers(trainer: Any) -> None:
+        """The attention mask chooses these tokens. Rows are padded on the right, so that attention does without it."""
+        inputs, forward = trainer.concatenated_inputs, trainer.model.forward
+
+        def masked(*arguments: Any, **named: Any) -> dict[str, torch.Tensor]:
+            made = inputs(*arguments, **named)
+            return made | {"concatenated_attention_mask": (made["concatenated_labels"] != -100).long()}
+
+        trainer.concatenated_inputs = masked
+        trainer.model.forward = lambda *arguments, attention_mask=None, **named: forward(*arguments, **named)
+
+    classes, change = (CPOTrainer, CPOConfig), lambda trainer: None
+    if kind == "orpo":
+        classes, change = (ORPOTrainer, ORPOConfig), train_on_answers
+    return _trained(*classes, folder, model, rows, {"max_length": 512} | settings, change, more={})
+
+
 def reward(folder: Path, model: Any, rows: list[dict], **settings: Any) -> tuple[Log, Any]:
     """Likewise."""
     from trl.trainer.reward_config import RewardConfig
