@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 # Options that caches and checkpoints of earlier versions lack. Each is false or empty by default.
-ADDED = ("model_author", "model_name")
+ADDED = ("model_author", "model_name", "add_non_thinking_prefix")
 
 
 @dataclass
@@ -50,9 +50,14 @@ class TemplateOptions:
         bool | None, "Passed to the chat template. Default: the template's; false for rerankers."
     ] = None
     loss_scale: Annotated[
-        Literal["default", "last_round", "all"],
-        "Train on all assistant messages, on those after the last user message, or on every token.",
+        str,
+        "Train on all assistant messages (default), on those after the last user message (last_round), or on every "
+        "token (all); and presets of weights for parts of answers: ignore_empty_think, ignore_think_prefix, hermes, "
+        "react, qwen, alpha_umi, agentflan. Several are joined by +.",
     ] = "default"
+    add_non_thinking_prefix: Annotated[
+        bool, "Put the template's empty thought before answers to the last question that have none."
+    ] = False
     model_author: Annotated[
         list[str], "Author that replaces {{AUTHOR}} in rows: one, or the Chinese and the English one."
     ] = field(default_factory=list)

@@ -14,6 +14,7 @@ from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOpti
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
+from ...templates.chat_template.loss_scale import LossScale
 from ...templates.formats.dataset_names import check_exists, resolve_text, split_count
 from ...templates.formats.self_cognition import SelfCognition
 from ...templates.options import PrepareOptions
@@ -115,6 +116,7 @@ def _check_data(options: PrepareOptions) -> None:
     _check_system(options)
     with usage_errors():
         SelfCognition(options.model_name, options.model_author)
+        LossScale.parse(options.loss_scale)
     if options.packing and options.max_length is None and options.packing_length is None:
         raise UsageError("--packing true needs the length of a pack. Set --max_length.")
     if options.packing_length and options.max_length and options.packing_length < options.max_length:

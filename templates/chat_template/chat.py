@@ -118,6 +118,12 @@ class ChatTemplate:
         thought = prompted[thought.start() :] if thought else ""
         return max(prefix, thought, key=len)
 
+    def without_end(self, turn: str) -> str:
+        """Return the text of a turn without the special token that ends it."""
+        body = turn.rstrip()
+        end = next((token for token in self._tokenizer.all_special_tokens if token and body.endswith(token)), "")
+        return body.removesuffix(end) if end else turn
+
     def _locate_turns(self, conversation: Conversation) -> tuple[str, Spans]:
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if self._has_generation_tags(conversation):

@@ -35,6 +35,8 @@ from ..json_types import JsonObject
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
 from .chat import ChatTemplate
+from .loss_scale import LossScale
+from .non_thinking import add_prefixes, non_thinking_prefix
 from .token_offsets import Span
 
 JUDGE = (
@@ -75,7 +77,8 @@ class Renderer:
             )
         self.stage: Stage = stage
         self.tools = tools  # for prompts without tools in their row
-        self.loss_scale, self.system = options.loss_scale, resolve_text("--system", options.system)
+        self.loss_scale, self.system = LossScale.parse(options.loss_scale), resolve_text("--system", options.system)
+        self.adds_non_thinking_prefix = options.add_non_thinking_prefix
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
         self.chat = None
         if stage not in ("pt", "embedding") and (tokenizer.chat_template or stage != "seq_cls"):
@@ -117,7 +120,12 @@ class Renderer:
 
     def notes(self) -> list[str]:
         """Return notes for the log on deviations of the trained text from the chat template's."""
-        return self.chat.notes() if self.chat and self.stage not in (*POOLED, "prompts") else []
+        if not self.chat or self.stage in (*POOLED, "prompts"):
+            return []
+        notes = self.chat.notes()
+        if self.adds_non_thinking_prefix and not non_thinking_prefix(self.chat, Conversation([], [])):
+            notes.append("--add_non_thinking_prefix: no effect, the chat template has no empty thought to add")
+        return notes
 
     def _prompt_conversation(self, row: JsonObject) -> Conversation:
         conversation = to_prompt(row)
@@ -130,7 +138,7 @@ class Renderer:
         self._add_system(conversation)
         roles = [message["role"] for message in conversation.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-        context_end = last_user if self.loss_scale == "last_round" else -1
+        context_end = last_user if self.loss_scale.strategy == "last_round" else -1
         weights = [
             float(i > context_end) if weight is None else weight
             for i, (role, weight) in enumerate(zip(roles, conversation.weights, strict=True))
@@ -139,10 +147,35 @@ class Renderer:
         if self.stage == "sft":
             _check_answers(conversation, weights)
         text, turns = self._template.assistant_turns(conversation)
+        if self.adds_non_thinking_prefix:
+            text, turns = add_prefixes(self._template, conversation, text, turns)
         answer = None
         if self.stage != "sft":
             answer = turns[roles[: last_user + 1].count("assistant")][0], len(text)
-        return Text(text, turns, weights, float(self.loss_scale == "all"), answer)
+        if self.loss_scale.presets:
+            turns, weights = self._weigh_parts(conversation, text, turns, weights)
+        return Text(text, turns, weights, float(self.loss_scale.strategy == "all"), answer)
+
+    def _weigh_parts(
+        self, conversation: Conversation, text: str, turns: Sequence[Span], weights: list[float]
+    ) -> tuple[list[Span], list[float]]:
+        """Return the parts of the turns by the presets of --loss_scale. A message's own weight goes before them."""
+        spans, part_weights, query, pairs = [], [], "", iter(zip(turns, weights, strict=True))
+        for message, own_weight in zip(conversation.messages, conversation.weights, strict=True):
+            if message["role"] != "assistant":
+                query = message["content"]
+                continue
+            (start, end), weight = next(pairs)
+            body = start + len(self._template.without_end(text[start:end]))
+            parts = self.loss_scale.parts(text[start:body], query) if own_weight is None and weight else []
+            for part in parts:
+                spans.append((start, start + len(part.text)))
+                part_weights.append(weight * (part.weight if self.stage == "sft" else float(part.weight > 0)))
+                start += len(part.text)
+            if end > start:
+                spans.append((start, end))
+                part_weights.append(weight)
+        return spans, part_weights
 
     def _classification_text(self, row: JsonObject) -> Text:
         if row.get("text") is not None and row.get("messages") is None:
