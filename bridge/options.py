@@ -40,7 +40,7 @@ class AdapterOptions:
     merge_lora: Annotated[
         bool | None,
         "Merge the adapter into the weights. Training saves merged weights beside the adapter (default: "
-        "--save_safetensors); export writes them (default: true with --mcore_adapter); infer runs them.",
+        "--save_safetensors); export writes them (default: true with --mcore_adapter or --to_hf); infer runs them.",
     ] = None
 
 

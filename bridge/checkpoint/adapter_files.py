@@ -52,6 +52,20 @@ def read_num_labels(folder: Path) -> int | None:
     return tensors[PREFIX + SCORE.hf].shape[0] if PREFIX + SCORE.hf in tensors else None
 
 
+def adapter_dtypes(folder: Path) -> tuple[torch.dtype, list[torch.dtype]]:
+    """Return the dtype of an adapter's matrices, and the dtypes of the fully trained tensors saved with them.
+
+    Raises ValueError for matrices of several dtypes.
+    """
+    matrices, others = set[torch.dtype](), set[torch.dtype]()
+    for name, stored in SafetensorsFolder(folder).tensors.items():
+        if not IGNORED_WEIGHTS.fullmatch(name):
+            (matrices if ".lora_" in name else others).add(stored.dtype)
+    if len(matrices) != 1:
+        raise ValueError(f"{folder} has adapters of {len(matrices)} dtypes. Save it with one by PEFT")
+    return matrices.pop(), sorted(others, key=lambda dtype: -dtype.itemsize)
+
+
 def load_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: Path) -> None:
     """Load a PEFT adapter, and the fully trained modules saved with it, into this rank's chunks.
 

@@ -196,6 +196,14 @@ def read_distributed_settings(folder: str | Path) -> LoraSettings:
     return replace(LoraSettings.from_adapter_config(config, modules), dtype=str(dtype).removeprefix("torch."))
 
 
+def distributed_adapter_dtypes(folder: str | Path) -> tuple[torch.dtype, list[torch.dtype]]:
+    """Return the dtypes of an adapter checkpoint, as `adapter_dtypes` does of one in PEFT's format."""
+    stored = _tensor_metadata(mcore_folder(folder, "--mcore_adapter"))
+    others = {entry.properties.dtype for name, entry in stored.items() if ADAPTER not in name}
+    matrices = next(entry.properties.dtype for name, entry in stored.items() if ADAPTER in name)
+    return matrices, sorted(others, key=lambda dtype: -dtype.itemsize)
+
+
 @torch.no_grad()
 def load_distributed_adapter(chunks: Sequence[GPTModel], hf_config: HfConfig, lora: Lora, folder: str | Path) -> None:
     """Load the adapters of `chunks`, and the fully trained modules, from the adapter checkpoint in `folder`.

@@ -44,14 +44,18 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
 def _check_formats(options: ExportOptions) -> None:
     if options.to_mcore and options.to_hf:
         raise UsageError("--to_mcore true cannot be used with --to_hf true. Remove one of them.")
-    if not options.to_mcore and not options.to_hf and not options.merge_lora:
+    if not options.to_mcore and not options.to_hf and (options.mcore_model or not options.merge_lora):
         raise UsageError(
             "--to_mcore, --to_hf: missing. Set one of them to true, for the format to export to, or set --adapters and "
             "--merge_lora true."
         )
-    if options.to_hf and not options.mcore_model:
-        raise UsageError("--to_hf true needs --mcore_model. Set it to the folder of a megatron-core checkpoint.")
-    if options.mcore_model and not options.to_hf:
+    has_adapter = options.adapters or options.mcore_adapter
+    if options.to_hf and not options.mcore_model and not has_adapter and not options.torch_dtype:
+        raise UsageError(
+            "--to_hf true needs --mcore_model, the folder of a megatron-core checkpoint. Set it, or --mcore_adapter or "
+            "--adapters beside --model, or the --torch_dtype to convert a Hugging Face checkpoint to."
+        )
+    if options.mcore_model and options.to_mcore and not has_adapter:
         raise UsageError(
             f"--mcore_model {options.mcore_model}: is in megatron-core's format already. Set --to_hf true, or a "
             "Hugging Face checkpoint as --model."
@@ -62,14 +66,14 @@ def _check_adapter(options: ExportOptions) -> None:
     source = adapter_flag(options)
     if options.merge_lora and not source:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
-    if options.adapters and not options.merge_lora:
-        raise UsageError(f"{source}: is in PEFT's format already. Set --merge_lora true to merge it.")
-    if source and not options.merge_lora and options.test_convert_precision:
+    if source and not options.merge_lora and bool(options.adapters) != options.to_mcore:
+        name = "PEFT's" if options.adapters else "megatron-core's"
+        raise UsageError(f"{source}: is in {name} format already. Set --merge_lora true to merge it.")
+    if source and options.mcore_model and options.test_convert_precision and not (options.merge_lora and options.to_hf):
         raise UsageError(
-            "--test_convert_precision true needs --merge_lora true, because it compares models. Remove it."
+            "--test_convert_precision true: transformers reads neither side of this export. Set the model's Hugging "
+            "Face checkpoint as --model in place of --mcore_model, or remove the flag."
         )
-    if options.mcore_adapter and not options.to_hf:
-        raise UsageError(f"{source}: needs its base model. Set --mcore_model and --to_hf true.")
 
 
 def check_export_layout(

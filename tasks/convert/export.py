@@ -1,6 +1,7 @@
 """Conversion between a Hugging Face folder and a megatron-core checkpoint: `swift export` and `megatron export`.
 
-An adapter is merged into the written weights (`--merge_lora`), or exported alone in PEFT's format.
+An adapter is merged into the written weights (`--merge_lora`), or converted alone, between PEFT's and megatron-core's
+formats.
 """
 
 import shutil
@@ -15,14 +16,22 @@ import torch
 import torch.distributed as dist
 
 from ...bridge.checkpoint import hub
-from ...bridge.checkpoint.adapter_files import load_adapter, read_num_labels, read_settings, save_adapter
+from ...bridge.checkpoint.adapter_files import (
+    adapter_dtypes,
+    load_adapter,
+    read_num_labels,
+    read_settings,
+    save_adapter,
+)
 from ...bridge.checkpoint.conversion_report import report_conversion
 from ...bridge.checkpoint.distributed import (
     count_mtp_depths,
+    distributed_adapter_dtypes,
     load_distributed,
     load_distributed_adapter,
     read_distributed_settings,
     save_distributed,
+    save_distributed_adapter,
 )
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.checkpoint.pretrained import load_tokenizer
@@ -54,6 +63,8 @@ from ..system.atomic_dir import (
 )
 from .logit_parity import LogitComparison, as_json, check_precision, round_weights
 
+PEFT_COPY = "adapter-in-peft-format"  # temporary, in the written folder
+
 
 @dataclass(frozen=True)
 class ExportSource:
@@ -83,6 +94,11 @@ class ExportSource:
         return cls(folder, mcore, hf_config, adapter, mcore_adapter, bool(options.merge_lora))
 
     @property
+    def adapter_only(self) -> bool:
+        """Whether only the adapter is converted, so that the model's weights are not needed."""
+        return self.adapter is not None and not self.merged
+
+    @property
     def folders(self) -> list[Path]:
         return [self.folder, self.adapter] if self.adapter else [self.folder]
 
@@ -95,7 +111,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     layout = build_options(options)
     initialize(layout, seed=0)
     source = local_rank0_first(lambda: ExportSource.of(options))
-    dtype = dtype_of(options, source.hf_config)
+    dtype = run_on_all_ranks(lambda: _dtype(options, source))
     destination = export_folder(options)
     broadcast_from_rank0(lambda: _check_free(destination, source, options))
     world = dist.get_world_size()
@@ -103,7 +119,7 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     run_on_all_ranks(lambda: _check_weights(source))
     if options.test_convert_precision:  # fails early if the tokenizer is missing
         broadcast_from_rank0(lambda: load_tokenizer(source.folder) and None)
-    if options.to_hf:  # including all prediction layers of the checkpoint
+    if source.mcore:  # including all prediction layers of the checkpoint
         layout.mtp_num_layers = run_on_all_ranks(lambda: count_mtp_depths(source.folder)) or None
     with _atomic_folder(destination) as temporary:
         started = time.perf_counter()
@@ -124,6 +140,22 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
     destroy()
 
 
+def _dtype(options: ExportOptions, source: ExportSource) -> torch.dtype:
+    """Return the model's dtype; where only an adapter is converted, one that holds its tensors exactly."""
+    dtype = dtype_of(options, source.hf_config)
+    if not source.adapter_only:
+        return dtype
+    matrices, others = _adapter_dtypes(source)
+    return next(iter(others), dtype if matrices == torch.float32 else matrices)
+
+
+def _adapter_dtypes(source: ExportSource) -> tuple[torch.dtype, list[torch.dtype]]:
+    """Return the dtype of the adapter's matrices, and those of the modules saved with it."""
+    assert source.adapter
+    read = distributed_adapter_dtypes if source.mcore_adapter else adapter_dtypes
+    return read(source.adapter)
+
+
 def _check_free(destination: Path, source: ExportSource, options: ExportOptions) -> None:
     for folder in source.folders:
         check_free(destination, folder, exist_ok=options.exist_ok)
@@ -131,7 +163,7 @@ def _check_free(destination: Path, source: ExportSource, options: ExportOptions)
 
 def _check_weights(source: ExportSource) -> None:
     """Raise ValueError if weight files differ from their folder's manifest. Each rank reads its share."""
-    for folder in source.folders:
+    for folder in source.folders[source.adapter_only :]:
         names = sorted(name for name in read_manifest(folder) if name.endswith(WEIGHTS))
         if faults := verify_files(folder, checksums=True, names=names[dist.get_rank() :: dist.get_world_size()]):
             raise ValueError(
@@ -150,8 +182,9 @@ def _open_model(
     hf_config, adapter = source.hf_config, source.adapter
     adapters = adapter is not None
     model = run_on_all_ranks(lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters))
-    read = load_distributed if source.mcore else load_weights
-    run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
+    if not source.adapter_only:
+        read = load_distributed if source.mcore else load_weights
+        run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
     if adapter:
         round_weights(model, hf_config, dtype)
         settings = run_on_all_ranks(lambda: _settings(source, adapter))
@@ -169,7 +202,8 @@ def _settings(source: ExportSource, adapter: Path) -> LoraSettings:
         settings = read_distributed_settings(adapter)
     else:
         settings = read_settings(adapter, hub.read_adapter_config(adapter))
-    return replace(settings, dtype="float32") if source.merged else settings
+    dtype = torch.float32 if source.merged else _adapter_dtypes(source)[0]
+    return replace(settings, dtype=str(dtype).removeprefix("torch."))
 
 
 def _write(
@@ -180,7 +214,8 @@ def _write(
     if source.adapter and not source.merged:
         config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
         base = config.get("base_model_name_or_path") or str(source.folder.absolute())
-        save_adapter(chunks, hf_config, model.lora, folder, base=base)
+        save = save_distributed_adapter if options.to_mcore else save_adapter
+        save(chunks, hf_config, model.lora, folder, base=base)
     elif options.to_mcore:
         is_converted = source.adapter is None
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=is_converted)
@@ -197,21 +232,36 @@ def _compare(
 ) -> list[LogitComparison]:
     """Compare the source with the result for `--test_convert_precision`, one of them loaded by transformers.
 
-    transformers loads the source if it has a Hugging Face format (with PEFT for an adapter), else the result.
+    transformers loads the side in Hugging Face's format, with PEFT for an adapter. Adapters are merged on both sides.
     """
-    if source.mcore or source.mcore_adapter:
+    merged, destination = replace(source, merged=True), ExportSource(written, options.to_mcore, source.hf_config)
+    dtype = dtype_of(options, source.hf_config)
+    if source.adapter_only and options.to_mcore:
+        tested = replace(merged, adapter=written, mcore_adapter=True)
+        reference, adapter = source.folder, source.adapter
+    elif source.adapter_only:
+        tested, reference, adapter = merged, source.folder, written
+    elif options.to_mcore and source.mcore_adapter:
+        tested, reference, adapter = destination, source.folder, written / PEFT_COPY
+        _write_peft_copy(source, adapter, layout, dtype)
+    elif source.mcore or source.mcore_adapter:
         tested, reference, adapter = source, written, None
     else:
-        tested, reference, adapter = (
-            ExportSource(written, options.to_mcore, source.hf_config),
-            source.folder,
-            source.adapter,
-        )
+        tested, reference, adapter = destination, source.folder, source.adapter
 
     def build(compute_dtype: torch.dtype) -> Model:
         return _open_model(tested, layout, dtype, compute_dtype)
 
-    return check_precision(reference, source.hf_config, build, dtype, adapter=adapter)
+    comparisons = check_precision(reference, source.hf_config, build, dtype, adapter=adapter)
+    broadcast_from_rank0(lambda: shutil.rmtree(written / PEFT_COPY, ignore_errors=True))
+    return comparisons
+
+
+def _write_peft_copy(source: ExportSource, folder: Path, layout: BuildOptions, dtype: torch.dtype) -> None:
+    """Write the source's adapter in PEFT's format, for transformers."""
+    broadcast_from_rank0(folder.mkdir)
+    model = _open_model(replace(source, merged=False), layout, dtype)
+    save_adapter(model.chunks, source.hf_config, model.lora, folder, base=str(source.folder.absolute()))
 
 
 @contextmanager

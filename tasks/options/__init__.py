@@ -421,7 +421,7 @@ class ExportOptions(
 
     def __post_init__(self) -> None:
         if self.merge_lora is None:
-            self.merge_lora = self.mcore_adapter is not None
+            self.merge_lora = self.mcore_adapter is not None or (self.to_hf and bool(self.adapters))
 
 
 @dataclass

@@ -209,8 +209,8 @@ class GenerationOptions:
 class ConversionOptions:
     """Conversion"""
 
-    to_mcore: Annotated[bool, "Convert --model to a megatron-core checkpoint."] = False
-    to_hf: Annotated[bool, "Convert --mcore_model to a Hugging Face folder."] = False
+    to_mcore: Annotated[bool, "Convert to a megatron-core checkpoint."] = False
+    to_hf: Annotated[bool, "Convert to a Hugging Face folder."] = False
     output_dir: Annotated[
         str | None,
         "Output folder. Default: <model>-mcore or <model>-hf, beside a model folder, else in the working directory.",

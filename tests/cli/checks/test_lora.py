@@ -352,18 +352,15 @@ def test_export_of_adapters(adapter: Path, dense: Path, tmp_path: Path, ran: lis
     given = ("--adapters", adapter)
     assert "error: --to_mcore, --to_hf: missing. Set" in said("--model", dense)
     assert "error: --merge_lora true needs an" in said("--model", dense, "--merge_lora")
-    for words in (given, (*given, "--to_mcore")):
+    for words in (given, (*given, "--to_hf", "--merge_lora", "false")):
         assert "--merge_lora true" in said(*words)
     assert "only one adapter is supported" in said(*given, dense, "--merge_lora")
-    assert "needs its base model. Set --mcore_model and --to_hf true" in said(
-        "--model", dense, "--mcore_adapter", delta, "--merge_lora"
-    )
     wide = write_model(tmp_path / "wide", DENSE | {"hidden_size": 128})
     assert "with hidden_size 64, and --model" in said(*given, "--merge_lora", "--model", wide)
     assert "it is, contains or lies within" in said(*given, "--merge_lora", "--output_dir", adapter / "merged")
 
     both = ("--mcore_model", base, "--mcore_adapter", delta, "--to_hf")
-    assert "--test_convert_precision true needs --merge_lora true" in said(
+    assert "--test_convert_precision true: transformers reads neither side" in said(
         *both, "--merge_lora", "false", "--test_convert_precision"
     )
 

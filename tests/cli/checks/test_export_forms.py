@@ -1,0 +1,50 @@
+"""Checks of the forms of an export: what goes in, what comes out, merged or not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from megaswift.cli import main as cli
+from megaswift.cli.main import main
+
+from tests.cli.checks.test_export import mcore, message
+from tests.cli.checks.test_lora import write_adapter
+from tests.cli.conftest import DENSE, write_model
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Return the options of the runs after the checks."""
+    ran: list = []
+    monkeypatch.setattr(cli, "_run", lambda command, options, sources: ran.append(options) or 0)
+    return ran
+
+
+def test_forms_of_an_adapters_export(tmp_path: Path, capsys, ran: list) -> None:
+    dense = write_model(tmp_path / "dense", DENSE)
+    peft, there, base = write_adapter(tmp_path / "peft", dense), mcore(tmp_path / "there", None), mcore(tmp_path / "m")
+    shutil.copy(peft / "adapter_config.json", there)
+    adapters, mcore_adapter, model = ("--adapters", peft), ("--mcore_adapter", there), ("--model", dense)
+    for number, (words, merges) in enumerate([
+        ((*model, *mcore_adapter, "--merge_lora", "false", "--to_hf", "true"), False),
+        ((*model, *adapters, "--merge_lora", "false", "--to_mcore", "true"), False),
+        ((*model, *mcore_adapter, "--merge_lora", "true", "--to_mcore", "true"), True),
+        ((*model, *adapters, "--merge_lora", "true", "--to_hf", "true"), True),
+        ((*adapters, "--to_hf"), True),
+        ((*adapters, "--to_mcore"), False),
+        ((*mcore_adapter, "--to_hf"), True),
+        ((*mcore_adapter, "--merge_lora"), True),
+        (("--mcore_model", base, *adapters, "--merge_lora", "--to_mcore"), True),
+        (("--mcore_model", base, *mcore_adapter, "--merge_lora", "false", "--to_hf"), False),
+        ((*model, "--to_hf", "--torch_dtype", "bfloat16"), False),
+    ]):  # fmt: skip
+        assert main("swift", ["export", *map(str, words)]) == 0, (number, capsys.readouterr().err)
+        assert ran[-1].merge_lora == merges
+        assert ran[-1].model == ("" if "--mcore_model" in words else str(dense))
+    for words, reason in (
+        ((*mcore_adapter, "--to_mcore", "--merge_lora", "false"), f"{there}: is in megatron-core's format already"),
+        ((*adapters, "--to_hf", "--merge_lora", "false"), f"{peft}: is in PEFT's format already. Set --merge_lora"),
+        (("--mcore_model", base, *mcore_adapter, "--merge_lora"), "--to_mcore, --to_hf: missing"),
+        (("--mcore_model", base, *adapters, "--to_mcore", "--test_convert_precision"), "transformers reads neither"),
+    ):
+        assert reason in message(capsys, "swift", *words)
