@@ -8,6 +8,7 @@ from typing import Any
 from ..options.rewards import RewardOptions
 from ..system.plugins import instantiate, load_plugins, unknown_name_error
 from . import functions
+from .math_verify_threads import allow_time_limits_in_threads
 from .registry import orms
 from .reward_fn import Reward
 
@@ -55,6 +56,8 @@ def load_rewards(options: RewardOptions, run_options: object, model: Callable | 
     model: the `ModelReward` of `--reward_model`, if set
     """
     load_plugins(options.external_plugins)
+    if options.external_plugins:
+        allow_time_limits_in_threads()
     return [
         Reward(name, model if name == MODEL and model else instantiate(orms[name], run_options))
         for name in reward_names(options)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,12 @@ from ...templates.json_types import JsonObject
 from ...templates.plural import plural
 from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import DaemonExecutor, file_of
+from .registry import ORM
 
-BUILT_IN = ("completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos")
+BUILT_IN = (
+    "completions", "completion_ids", "response_token_ids", "prompt", "messages", "rollout_infos", "finish_reason",
+    "is_truncated", "prompt_id", "request_id", "trajectory_inputs", "trainer_state",
+)  # fmt: skip
 
 
 class RewardError(RuntimeError):
@@ -34,9 +39,20 @@ class RewardSample:
     columns: JsonObject  # of its row; every sample has all columns, None where the row lacks one
     replies: list[JsonObject] | None = None  # messages after the prompt; None: only the completion
     info: JsonObject = field(default_factory=dict)  # `turn.info` of a multi-turn episode
+    finish_reason: str = "stop"  # "length": the completion was truncated
+    prompt_id: str = ""
+    request_id: str = ""
 
     def __str__(self) -> str:
         return f"{self.row}, completion {self.completion[:200]!r}"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Progress of the run, as rewards of ms-swift read it."""
+
+    global_step: int  # completed steps
+    max_steps: int
 
 
 class Reward:
@@ -49,7 +65,13 @@ class Reward:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = {p.name for p in keywords}
-        self.required_columns = [p.name for p in keywords if p.default is p.empty and p.name not in BUILT_IN]
+        # ms-swift passes the completions by position, so their parameter may have any name.
+        positional = [p.name for p in keywords if p.kind is p.POSITIONAL_OR_KEYWORD]
+        takes_completions = not isinstance(function, ORM) or "completions" in self._names or not positional
+        self._completions = "completions" if takes_completions else positional[0]
+        built_in = {*BUILT_IN, self._completions}
+        self.required_columns = [p.name for p in keywords if p.default is p.empty and p.name not in built_in]
+        self.trainer_state: TrainerState | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._coroutine: Awaitable | None = None  # the awaited coroutine
 
@@ -82,11 +104,11 @@ class Reward:
         """Return the current frame of a call in this thread."""
         return getattr(self._coroutine, "cr_frame", None) or sys._current_frames().get(thread)
 
-    def _arguments(self, samples: Sequence[RewardSample]) -> dict[str, list]:
+    def _arguments(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         columns = {name for sample in samples for name in sample.columns}
         ids = [sample.completion_ids for sample in samples]
-        lists = {name: [sample.columns.get(name) for sample in samples] for name in columns} | {
-            "completions": [sample.completion for sample in samples],
+        arguments = {name: [sample.columns.get(name) for sample in samples] for name in columns} | {
+            self._completions: [sample.completion for sample in samples],
             "completion_ids": ids,
             "response_token_ids": ids,  # ms-swift's name
             "prompt": [sample.prompt for sample in samples],
@@ -94,8 +116,15 @@ class Reward:
                 [*s.messages, *(s.replies or [{"role": "assistant", "content": s.completion}])] for s in samples
             ],
             "rollout_infos": [sample.info for sample in samples],
+            "finish_reason": [sample.finish_reason for sample in samples],
+            "is_truncated": [sample.finish_reason == "length" for sample in samples],
+            "prompt_id": [sample.prompt_id for sample in samples],
+            "request_id": [sample.request_id for sample in samples],
         }
-        return lists if self._takes_all else {name: lists[name] for name in self._names & lists.keys()}
+        rows = [{name: values[i] for name, values in arguments.items()} for i in range(len(samples))]
+        arguments["trajectory_inputs"] = {row["request_id"]: [row] for row in rows}
+        arguments["trainer_state"] = self.trainer_state
+        return arguments if self._takes_all else {name: arguments[name] for name in self._names & arguments.keys()}
 
     def values(self, result: object, samples: Sequence[RewardSample]) -> np.ndarray:
         """Return the result as float64 [samples] with NaN for None. Raises RewardError for an invalid one."""

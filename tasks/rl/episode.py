@@ -33,6 +33,8 @@ class Episode:
     kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
     advantage: float = 0.0
     old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
+    prompt_id: str = ""  # the same for all completions of a prompt
+    request_id: str = ""
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
 
     @classmethod

@@ -23,6 +23,7 @@ from ...templates.batching.episode_batches import BatchPlan, RolloutExtras
 from ...templates.batching.prompt_dataloader import Prompts
 from ..options import GrpoOptions
 from ..reference.reference_model import ReferenceFn, bind_reference, token_entropies, token_log_probs
+from ..rewards.reward_fn import TrainerState
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
@@ -134,6 +135,7 @@ class Grpo:
         engines get the current weights and generate the following batch.
         """
         self.generations += 1
+        self.worker.scorer.trainer_state = TrainerState(step - 1, trainer.max_steps)
         phase = partial(self._phase, trainer)
         if self.async_rollout is None and self.next_batch is None:
             with self.rollout.awake():

@@ -11,7 +11,7 @@ from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_ra
 from ..options.rewards import RewardOptions
 from ..rewards.load import load_rewards, reward_names, reward_weights
 from ..rewards.model import ModelReward
-from ..rewards.reward_fn import RewardSample
+from ..rewards.reward_fn import RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
 from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rollout.health import notify
@@ -38,6 +38,7 @@ class RewardScorer:
         evaluates = run.options.training.eval_iters != 0
         self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
         self.monitor = UnscoredMonitor(reward_names(options))
+        self.trainer_state: TrainerState | None = None  # set by the loop
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Set the rewards of the episodes. Raises RewardError on every rank if a reward function fails."""
@@ -62,8 +63,13 @@ class RewardScorer:
                     columns={name: episode.columns.get(name) for name in self.columns},
                     replies=episode.messages,
                     info=episode.info,
+                    finish_reason=episode.finish_reason,
+                    prompt_id=episode.prompt_id,
+                    request_id=episode.request_id,
                 )
             )
+        for reward in self.rewards or []:
+            reward.trainer_state = self.trainer_state
         scores = score(self.rewards or [], self.weights, samples, self.timeout)
         if note := self.monitor.check(samples, scores.rewards):
             notify(f"note: {note}")

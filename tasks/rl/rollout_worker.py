@@ -61,6 +61,10 @@ class RolloutWorker:
             Episode.from_completion(prompt, number // group_size, completion, text)
             for number, (prompt, completion, text) in enumerate(rows)
         ]
+        first = self.prompts.consumed - len(prompts)
+        for number, episode in enumerate(episodes):
+            episode.prompt_id = f"prompt-{first + number // group_size}"
+            episode.request_id = f"{episode.prompt_id}-{number % group_size}"
         if self.multi_turn:
             self.multi_turn(self.sampler, repeated, episodes, self.metrics, phase)
         with phase("reward"):

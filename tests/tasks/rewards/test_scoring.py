@@ -60,6 +60,8 @@ def test_functions_get_the_keywords_that_they_name():
     assert given["some"] == (["ab", "c"], [3, None], talks, "default")
     assert given["called"] == (["<user>0", "<user>1"], [[0, 1], [0]])
     ids = [[0, 1], [0]]
+    rows = given["every"].pop("trajectory_inputs")[""]  # of the last sample, since these have no ids
+    assert [row["completions"] for row in rows] == ["c"]
     assert given["every"] == {
         "completions": ["ab", "c"],
         "completion_ids": ids,
@@ -68,6 +70,11 @@ def test_functions_get_the_keywords_that_they_name():
         "messages": talks,
         "level": [3, None],
         "rollout_infos": [{}, {}],
+        "finish_reason": ["stop", "stop"],
+        "is_truncated": [False, False],
+        "prompt_id": ["", ""],
+        "request_id": ["", ""],
+        "trainer_state": None,
     }
     assert len(batch[0].messages) == 1
 
