@@ -4,9 +4,8 @@ from ..mapping.param_mapping import FUSED_GATE_UP, ROW, Architecture, Family, Hf
 from .decoder import check_supported, layer_mapping
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, hybrid
 from .qwen2_moe import gated_experts
-from .qwen3_5_text import qwen_text_config
 from .qwen3_next import describe_moe
-from .vlm_text import add_language_model_prefix
+from .vlm_text import add_language_model_prefix, mrope_text_config
 
 STACKED = [
     layer_mapping("mlp.experts.gate_up_proj", "mlp.experts.linear_fc1.weight", FUSED_GATE_UP, stacked=True),
@@ -32,7 +31,7 @@ FAMILY = Family(
     models="Qwen3.5 (MoE), text",
     architecture=architecture,
     mappings=mappings,
-    text_config=qwen_text_config,
+    text_config=mrope_text_config,
     vlm_names=(add_language_model_prefix,),
     limits=("images and videos: the vision tower passes through unchanged",),
     defaults=DEFAULTS

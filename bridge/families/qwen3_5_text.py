@@ -6,17 +6,7 @@ The checkpoints on the hub are of Qwen3_5ForConditionalGeneration: only their te
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping
 from .decoder import mlp
 from .gated_delta_hybrid import DEFAULTS, PROJECTED, describe_hybrid, hybrid
-from .vlm_text import add_language_model_prefix, text_config
-
-
-def qwen_text_config(config: HfConfig) -> HfConfig:
-    """Return the text model's part of a config.json, without multimodal rope settings."""
-    text = dict(text_config(config))
-    for key in ("rope_parameters", "rope_scaling"):
-        if text.get(key):
-            # For text the three positions of multimodal rotary embeddings are equal.
-            text[key] = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
-    return text
+from .vlm_text import add_language_model_prefix, mrope_text_config
 
 
 def architecture(config: HfConfig) -> Architecture:
@@ -33,7 +23,7 @@ FAMILY = Family(
     models="Qwen3.5 (dense), text",
     architecture=architecture,
     mappings=mappings,
-    text_config=qwen_text_config,
+    text_config=mrope_text_config,
     vlm_names=(add_language_model_prefix,),
     limits=("images and videos: the vision tower passes through unchanged",),
     defaults=DEFAULTS

@@ -18,6 +18,19 @@ def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:
     return {key: config[key] for key in outer_keys if key in config} | text
 
 
+def mrope_text_config(config: HfConfig) -> HfConfig:
+    """Return the text model's part of a config.json, without the sections of a multimodal rope.
+
+    A text token has one position for time, height and width, so that such a rope equals the plain one.
+    """
+    text = dict(text_config(config))
+    for key in ("rope_parameters", "rope_scaling"):
+        if text.get(key):
+            rope = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
+            text[key] = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+    return text
+
+
 def add_language_model_prefix(name: str) -> str:
     """Rename model.layers... to model.language_model.layers... and keep lm_head, as transformers 5 does."""
     return name.replace("model.", "model.language_model.", 1)

@@ -16,7 +16,7 @@ from megaswift.bridge.layers.rope import make_rotary_rule
 from megaswift.bridge.mapping.param_mapping import Architecture, MappingEntry, ParamKey, expand_mappings
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from tests.bridge.families.published import MODELS
 
@@ -166,7 +166,7 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"text_config": text} if "text_config" in config else text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if "_vl_" not in model.family])
 def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     """Of the text model alone: transformers' own, made of the published config.json and saved."""
     config = cut(MODELS[name].config)
@@ -188,7 +188,35 @@ def test_names_and_shapes_and_ropes_are_those_of_transformers(name):
     found = tensors(expand_mappings(family, config, about, saved), about)
     alone = {re.sub(r"^(model\.)?language_model\.", r"\1", key): tuple(shape) for key, shape in found.items()}
     assert alone == saved
-    turning = type(model.model.rotary_emb)(theirs)
+    check_ropes(about, model.model.rotary_emb, theirs)
+
+
+VISION_LANGUAGE = [name for name, model in MODELS.items() if "_vl_" in model.family]
+
+
+@pytest.mark.parametrize("name", VISION_LANGUAGE)
+def test_vision_language_models_are_those_of_transformers(name):
+    """Of the whole model, whose text model cannot be made alone: the tower's tensors are all passed through."""
+    config = cut(MODELS[name].config)
+    family = family_of(config)
+    about = family.describe(config)
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    with torch.device("meta"):
+        model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(theirs)](theirs)
+    saved = {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    for key in saved:
+        if ".mlp.experts." in key:  # transformers transposes only what it has loaded transposed
+            saved[key] = (saved[key][0], saved[key][2], saved[key][1])
+    found = tensors(expand_mappings(family, config, about, saved), about)
+    tower = passthrough_names(saved.keys() - found.keys(), about)
+    assert {key: tuple(shape) for key, shape in found.items()} == {k: s for k, s in saved.items() if k not in tower}
+    assert all("visual." in key for key in tower)
+    check_ropes(about, model.model.language_model.rotary_emb, theirs.text_config)
+
+
+def check_ropes(about: Architecture, rotary: Any, config: Any) -> None:
+    """Compare frequencies and factors with transformers' module, made anew outside the meta device."""
+    turning = type(rotary)(config)
     ropes = [turning] if len(about.ropes) == 1 else [turning, turning]
     prefixes = ["", ""] if len(about.ropes) == 1 else ["full_attention_", "sliding_attention_"]
     for rope, module, prefix in zip(about.ropes, ropes, prefixes, strict=False):

@@ -142,6 +142,50 @@ QWEN3_5_EXTRA = (
     "model.visual.pos_embed.weight",
 )
 
+# Flat on the hub: the text model's keys at the top.
+QWEN_2_5_VL_7B = QWEN_2_5_7B | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "max_position_embeddings": 128000,
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "sliding_window": 32768,
+    "vision_config": {"depth": 32, "model_type": "qwen2_5_vl"},
+    "vision_start_token_id": 151652,
+}
+QWEN_2_5_VL_TOWER = ("visual.patch_embed.proj.weight", "visual.merger.mlp.2.bias")
+QWEN3_VL_TOWER = ("model.visual.pos_embed.weight", "model.visual.deepstack_merger_list.2.linear_fc2.bias")
+
+
+def _qwen3_vl(model_type, name, text, tied=False):
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    inner = text | {"model_type": model_type + "_text", "rope_scaling": rope, "rope_theta": 5000000}
+    skipped = ("architectures", "max_window_layers", "sliding_window", "torch_dtype", "use_sliding_window")
+    return {
+        "architectures": [name],
+        "image_token_id": 151655,
+        "model_type": model_type,
+        "text_config": {key: value for key, value in inner.items() if key not in skipped},
+        "tie_word_embeddings": tied,
+        "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "model_type": model_type},
+    }
+
+
+QWEN3_30B_A3B = _qwen3(2048, 6144, 48, 32, 4) | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+}
+
 MODELS = {
     "Qwen2.5-7B-Instruct": Published("qwen2", "7615616512", QWEN_2_5_7B),
     "Qwen2.5-0.5B": Published(
@@ -205,25 +249,7 @@ MODELS = {
             },
         ),
     ),
-    "Qwen3-30B-A3B-Instruct-2507": Published(
-        "qwen3_moe",
-        "30532122624",
-        _qwen3(2048, 6144, 48, 32, 4)
-        | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "decoder_sparse_step": 1,
-            "max_position_embeddings": 262144,
-            "mlp_only_layers": [],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "output_router_logits": False,
-            "rope_theta": 10000000,
-            "router_aux_loss_coef": 0.001,
-        },
-    ),
+    "Qwen3-30B-A3B-Instruct-2507": Published("qwen3_moe", "30532122624", QWEN3_30B_A3B),
     "Qwen3-Next-80B-A3B-Instruct": Published("qwen3_next", "79674391296", QWEN3_NEXT, QWEN_PREDICTING),
     "Qwen3.5-0.8B": Published(
         "qwen3_5_text",
@@ -269,5 +295,18 @@ MODELS = {
             shared_expert_intermediate_size=512,
         ),
         QWEN3_5_EXTRA,
+    ),
+    "Qwen2.5-VL-7B-Instruct": Published("qwen2_5_vl_text", "7615616512", QWEN_2_5_VL_7B, QWEN_2_5_VL_TOWER),
+    "Qwen3-VL-8B-Instruct": Published(
+        "qwen3_vl_text",
+        "8190735360",
+        _qwen3_vl("qwen3_vl", "Qwen3VLForConditionalGeneration", _qwen3(4096, 12288, 36, 32, 8)),
+        QWEN3_VL_TOWER,
+    ),
+    "Qwen3-VL-30B-A3B-Instruct": Published(
+        "qwen3_vl_moe_text",
+        "30532122624",
+        _qwen3_vl("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", QWEN3_30B_A3B),
+        QWEN3_VL_TOWER,
     ),
 }
