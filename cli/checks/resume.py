@@ -1,11 +1,14 @@
 """Checks of saving and resuming."""
 
 import os
+import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from ...bridge.option_groups import flag_value
-from ...tasks.options import SftOptions
+from ...tasks.options import CheckpointOptions, SftOptions
 from ...tasks.run.resume import requested_checkpoint
 from ..flags import UsageError
 
@@ -27,6 +30,7 @@ METRICS = {  # metrics of evaluations, by task
     "reranker": ("loss", "accuracy", "mrr"),
     "generative_reranker": ("loss", "accuracy", "mrr"),
 }
+SHELL = re.compile(r"[|&;]+|\d?[<>]+(&\d)?|[<>].*")  # operators between words of a command line
 PARTIAL_FLAGS = ("no_load_optim", "no_load_rng", "ignore_data_skip")  # options that resume from a part of a checkpoint
 
 
@@ -66,9 +70,13 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "synchronously. Remove one of them."
         )
     metrics = METRICS[flag_value(options, "rlhf_type", None) or flag_value(options, "task_type", "causal_lm")]
-    if (
-        metric := (options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix("eval_")
-    ) not in metrics:
+    metric = (options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix("eval_")
+    if options.checkpoint.eval_command is not None:
+        _check_eval_command(options.checkpoint.eval_command)
+        return  # the metric may be the command's
+    if options.checkpoint.eval_command_timeout != CheckpointOptions.eval_command_timeout:
+        yield "--eval_command_timeout is not needed: there is no --eval_command."
+    if metric not in metrics:
         raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(metrics)}. Set one of them.")
     evaluates = (
         bool(options.data.val_dataset) or options.data.split_dataset_ratio > 0
@@ -78,3 +86,20 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             raise UsageError(
                 f"--{name}: nothing is evaluated. Set --val_dataset or --split_dataset_ratio, or remove it."
             )
+
+
+def _check_eval_command(command: str) -> None:
+    """Raise UsageError for a command that cannot start, or that only a shell understands."""
+    flag, fix = f"--eval_command {command}", "Put it into a script, or give it to a shell: bash -c '...'."
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}. Close the quotation.") from None
+    if not words:
+        raise UsageError('--eval_command "": is empty. Set a command, or remove it.')
+    if operators := [word for word in words if SHELL.fullmatch(word)]:
+        raise UsageError(f"{flag}: no shell runs it, so {operators[0]} would be one of its arguments. {fix}")
+    if "=" in words[0] and "/" not in words[0].partition("=")[0]:
+        raise UsageError(f"{flag}: no shell runs it, so {words[0]} sets no variable. {fix}")
+    if "{checkpoint}" not in words[0] and shutil.which(words[0]) is None:
+        raise UsageError(f"{flag}: there is no program {words[0]}. Set one that is on PATH, or its path.")

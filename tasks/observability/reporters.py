@@ -65,9 +65,13 @@ class Wandb(Reporter):
             id=_run_id(folder),
             resume="allow",
         )
+        self._step = 0
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._run.log(scalars, step=step)
+        if step < self._step:  # of --eval_command; wandb drops rows of earlier steps
+            scalars = scalars | {"eval/checkpoint_step": step}
+        self._step = max(step, self._step)
+        self._run.log(scalars, step=self._step)
 
     def close(self) -> None:
         self._run.finish()

@@ -15,8 +15,9 @@
 
     skipped_steps     steps so far whose update was skipped as a spike, if any
 
-A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of a checkpoint has
-save_wait, the seconds that training waited for it. The last row is the summary. Resuming a run removes the rows of
+A row of an evaluation has step, max_steps, eval_loss (and the task's metrics) and elapsed; one of --eval_command has
+its numbers, as eval_<key>, and comes later than the checkpoint's step; one of a checkpoint has save_wait, the seconds
+that training waited for it. The last row is the summary. Resuming a run removes the rows of
 later steps than the checkpoint's, which will be repeated.
 """
 
@@ -111,7 +112,8 @@ class RunLog:
             return
         if start.step:
             for row in _rows_until(start.step, folder / "logging.jsonl"):
-                self._add_row(row, "save" if "save_wait" in row else "eval" if "eval_loss" in row else "train")
+                is_evaluation = any(name.startswith("eval_") for name in row)
+                self._add_row(row, "save" if "save_wait" in row else "eval" if is_evaluation else "train")
         self._file = AppendFile(folder / "logging.jsonl", self._warn)
         resizes = bool(columns(sys.stderr))
         self._bar = tqdm(

@@ -100,6 +100,12 @@ class CheckpointOptions:
     greater_is_better: Annotated[
         bool | None, "Whether a higher metric is better. Default: true unless it is a loss."
     ] = None
+    eval_command: Annotated[
+        str | None,
+        "Command to run on each saved checkpoint, {checkpoint} in it: the numbers of the JSON object that it prints "
+        "are logged as eval_<key>. See docs/checkpoints.md.",
+    ] = None
+    eval_command_timeout: Annotated[float, "eval_command: seconds after which it is ended.", "(0, inf)"] = 3600.0
     no_save_optim: Annotated[
         bool,
         "Save checkpoints without the optimizer's state: smaller, but a run cannot resume exactly.",

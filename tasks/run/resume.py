@@ -4,7 +4,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -45,6 +46,7 @@ IGNORED_CHANGES = {field.name for kind in NON_NUMERIC_GROUPS for field in fields
 LESS_IS_BETTER = ("loss", "mse", "kl", "jsd", "rejected", "clipped_ratio")  # suffixes of metrics
 STARTED = "MEGASWIFT_STARTED"  # environment variable: id of the launch
 OUTPUT = "MEGASWIFT_OUTPUT"  # environment variable: parent of the launch's run folder
+_updating = threading.Lock()  # the thread of --async_save updates a run folder while the main one may
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,14 @@ def open_run_dir(options: SftOptions, verify: Verify = verify_checkpoint) -> tup
     return folder, Resumed(checkpoint, state, notes)
 
 
-def update_run_dir(options: SftOptions, newest: Path) -> None:
-    """Update the links of a run folder, and prune its checkpoints by the options."""
-    checkpoint = options.checkpoint
-    metric = f"eval_{(checkpoint.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
+def best_metric(options: SftOptions) -> str:
+    """Return the evaluation's metric that selects the best checkpoint, as `eval_<name>`."""
+    return f"eval_{(options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
+
+
+def update_run_dir(options: SftOptions, newest: Path, in_use: Collection[Path] = ()) -> None:
+    """Update the links of a run folder, and prune its checkpoints by the options, except those `in_use`."""
+    checkpoint, metric = options.checkpoint, best_metric(options)
     is_greater_better = (
         not metric.endswith(LESS_IS_BETTER) if checkpoint.greater_is_better is None else checkpoint.greater_is_better
     )
@@ -115,10 +121,11 @@ def update_run_dir(options: SftOptions, newest: Path) -> None:
         input_folders += [reference.ref_model, reference.mcore_ref_model, *reference.ref_adapters]
     if teacher := group_of(options, TeacherOptions):
         input_folders += [teacher.teacher_model, teacher.mcore_teacher_model]
-    keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder}
-    update_links_and_prune(
-        newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater_better, keep=keep
-    )
+    keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder} | set(in_use)
+    with _updating:
+        update_links_and_prune(
+            newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater_better, keep=keep
+        )
 
 
 def _choose_checkpoint(options: SftOptions, output: Path, verify: Verify) -> tuple[Path, Path | None, list[str]]:

@@ -33,6 +33,7 @@ from ..system.atomic_dir import (
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 Verify = Callable[[Path], list[str]]  # returns the faults of a checkpoint's files
+EVAL_COMMAND = "eval_command.json"  # file of a checkpoint with the metrics that --eval_command printed
 STATE = "training_state"  # folder of a checkpoint with the training state, beside the weights
 LAUNCH = ".launch"  # file in a run folder with the id of its torchrun
 _locks: list[TextIO] = []  # lock files, open until the process ends
@@ -142,13 +143,13 @@ def _clean(folder: Path) -> None:
         remove_leftovers(folder, is_locked=True)
         for marker in folder.glob(f"{SHARED}*"):
             marker.unlink(missing_ok=True)
-        newest = max((_step(path) for path in checkpoints(folder)), default=0)
+        newest = max((step_of(path) for path in checkpoints(folder)), default=0)
         for entry in folder.glob("checkpoint-*-merged"):  # its run was killed before the adapter's folder was renamed
-            if _step(entry) > newest and not is_export(entry / "args.json"):
+            if step_of(entry) > newest and not is_export(entry / "args.json"):
                 _delete(entry)
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint or its merged weights by the folder's name; 0 for other names."""
     match = CHECKPOINT.fullmatch(checkpoint.name.removesuffix("-merged"))
     return int(match[1]) if match else 0
@@ -200,6 +201,20 @@ def state_of(checkpoint: Path) -> JsonObject | None:
     return state if isinstance(state, dict) else None
 
 
+def metrics_of(checkpoint: Path) -> JsonObject:
+    """Return the metrics of the evaluation at a checkpoint; empty without one."""
+    return (state_of(checkpoint) or {}).get("metrics") or {}
+
+
+def command_metrics(checkpoint: Path) -> JsonObject:
+    """Return the metrics that --eval_command printed about a checkpoint; empty without any."""
+    try:
+        metrics = json.loads((checkpoint / EVAL_COMMAND).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
+
+
 class Saved(NamedTuple):
     """Position of a checkpoint among the saves into its run folder; compares by that order."""
 
@@ -219,7 +234,7 @@ def saved_at(checkpoint: Path) -> Saved:
         with contextlib.suppress(FileNotFoundError):  # another run has deleted it
             seconds = checkpoint.stat().st_mtime
     return Saved(
-        number if isinstance(number, int) else 0, seconds if isinstance(seconds, float) else 0.0, _step(checkpoint)
+        number if isinstance(number, int) else 0, seconds if isinstance(seconds, float) else 0.0, step_of(checkpoint)
     )
 
 
@@ -256,7 +271,7 @@ def best(folder: Path, metric: str, *, greater: bool) -> Path | None:
     """Return the checkpoint of a run folder with the best value of a metric; None if none has it."""
     candidates = []
     for path in checkpoints(folder):
-        value = ((state_of(path) or {}).get("metrics") or {}).get(metric)
+        value = (command_metrics(path) | metrics_of(path)).get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
             candidates.append((value if greater else -value, path))
     return max(candidates, default=(0, None), key=lambda candidate: candidate[0])[1]

@@ -36,6 +36,7 @@ from ..run.planning import shard_bytes
 from ..run.resume import update_run_dir
 from ..run.run_dir import STATE, last_save, merged_path
 from ..system.atomic_dir import FolderError, ManifestEntry, commit_together, os_error_hints, stage
+from .eval_command import EvalCommandCallback
 from .reference_sync import REFERENCE
 from .step import TrainState
 from .train_state import rank_file
@@ -59,11 +60,13 @@ class Checkpointer:
         note: Callable[[str], None],
         reference: Model | None = None,
         on_written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
+        eval_command: EvalCommandCallback | None = None,
     ):
         """
         note: prints a message to the user.
         reference: reference model to save too, if training updates it (TR-DPO).
         on_written: called with the paths and seconds of a checkpoint that was written during training.
+        eval_command: is given each complete checkpoint.
         """
         self._run, self._training, self._watchdog, self._reference = run, training, watchdog, reference
         # A separate connection: a rank that waits for a key blocks the process group's own.
@@ -73,6 +76,7 @@ class Checkpointer:
         self.last = {"checkpoint": run.resumed.checkpoint} if run.resumed else {}  # the last complete checkpoint
         self._pending: _PendingSave | None = None
         self._note, self._has_failed = note, False  # whether the previous checkpoint failed
+        self._eval_command = eval_command
         self._on_written = on_written if run.options.checkpoint.async_save else lambda paths, seconds: None
 
     def save(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Path]:
@@ -106,7 +110,15 @@ class Checkpointer:
                     folders[merged] = [self._stage_weights(temporary / merged.name)]
                 state = state | {"saves": self._saves_before + self._saves, "time": time.time(), "step": step}
                 self._pending = _PendingSave(
-                    self._run, self._store, self._saves, temporary, paths, folders, state, self._on_written
+                    self._run,
+                    self._store,
+                    self._saves,
+                    temporary,
+                    paths,
+                    folders,
+                    state,
+                    self._on_written,
+                    self._eval_command,
                 )
                 if not self._run.options.checkpoint.async_save:
                     self.wait()
@@ -199,7 +211,9 @@ class _PendingSave:
         folders: dict[Path, list[StagedFolder]],
         state: dict[str, Any],
         on_written: Callable[[dict[str, Path], float], None],
+        eval_command: EvalCommandCallback | None,
     ):
+        self._eval_command = eval_command
         self.paths, self._on_written, self._start = paths, on_written, time.perf_counter()
         self.waits_for_others = False  # for the watchdog: this rank has written its files, others have not
         self._run, self._store, self._number = run, store, number
@@ -270,7 +284,9 @@ class _PendingSave:
         for final_path in self.paths:
             (self._temporary / final_path.name / "args.json").write_bytes((run.folder / "args.json").read_bytes())
         commit_together(self._temporary, self.paths, entries)
-        update_run_dir(run.options, path)
+        update_run_dir(run.options, path, in_use=self._eval_command.pending() if self._eval_command else ())
+        if self._eval_command:
+            self._eval_command.add(path)
 
 
 def _with_sentence_transformers(staged: StagedFolder, folder: Path, options: EmbeddingOptions) -> StagedFolder:

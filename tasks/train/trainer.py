@@ -24,6 +24,7 @@ from .callbacks import (
     StopSignalCallback,
 )
 from .checkpointer import Checkpointer
+from .eval_command import EvalCommandCallback
 from .evaluation import EvaluationCallback
 from .objective import Data, Objective
 from .saving import SaveCallback
@@ -60,7 +61,10 @@ class Trainer:
         self._stop = Stop(run.options.resume.exit_duration_in_mins)
         self.watchdog = Watchdog(run.options.build.ddp_timeout, run.folder, lambda: ShardWriter.total_runs_taken)
         reference = objective.reference_sync and objective.reference_sync.reference
-        self._checkpointer = Checkpointer(run, state, self.watchdog, log.note, reference, log.written)
+        self._eval_command = EvalCommandCallback(run, self.watchdog, log)
+        self._checkpointer = Checkpointer(
+            run, state, self.watchdog, log.note, reference, log.written, self._eval_command
+        )
         evaluation_callbacks = (
             [EvaluationCallback(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
         )
@@ -71,6 +75,7 @@ class Trainer:
             ProfilerCallback(profile),
             *evaluation_callbacks,
             SaveCallback(run, state, objective, train, self._logger, self._checkpointer),
+            self._eval_command,
             GarbageCollectionCallback(run.options),
         ]
         self._data_wait, self._epoch = 0.0, train.epoch
@@ -164,6 +169,8 @@ class Trainer:
 
     def _fail(self, error: Exception) -> None:
         """Diagnose the failure, free servers and finish a pending checkpoint, without hiding the error."""
+        with suppress(Exception):
+            self._eval_command.stop()
         if isinstance(error, NonFiniteError):
             with suppress(Exception), self.watchdog.phase("the step that was not finite, once more"):
                 diagnosis = rerun_step(self.state, self.objective.loss, self.objective.output)
@@ -180,6 +187,9 @@ class Trainer:
         self.watchdog.phase("the end of training")
         if self.objective.loop:
             self.objective.loop.close()
+        if self.stop_reason is None:
+            self._eval_command.finish()
+        self._eval_command.stop()
         barrier()
         self.watchdog.close()
         if self.stop_reason is None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megaswift.bridge.option_groups import with_flags
+from megaswift.bridge.option_groups import compose, with_flags
 from megaswift.cli.checks.common import check_infer, check_lock, check_training
+from megaswift.cli.checks.resume import check_resume
 from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
-from megaswift.tasks.options import InferOptions
+from megaswift.tasks.options import InferOptions, SftOptions
 from megaswift.tasks.run import run_dir
 from megaswift.tasks.run.planning import ProcessLayout
 
@@ -377,6 +378,7 @@ def test_layout_sizes() -> None:
             "--metric_for_best_model acc: evaluations have loss, mtp_loss",
         ),
         ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Set --val_dataset"),
+        ("--eval_command no-such-program", "--eval_command no-such-program: there is no program no-such-program. Set"),
         ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
     ],
 )
@@ -384,6 +386,31 @@ def test_what_saving_and_resuming_cannot_be(dense: Path, words: str, message: st
     with pytest.raises(UsageError) as caught:
         check(dense, words)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", '--eval_command "": is empty'),
+        ("python 'a", "--eval_command python 'a: No closing quotation. Close"),
+        ("python a.py {checkpoint} | tail -1", "no shell runs it, so | would be one of its arguments. Put it into a"),
+        ("cd x && python a.py", "no shell runs it, so && would"),
+        ("python a.py > out", "no shell runs it, so > would"),
+        ("CUDA_VISIBLE_DEVICES=1 python a.py", "no shell runs it, so CUDA_VISIBLE_DEVICES=1 sets no variable."),
+    ],
+)
+def test_commands_that_need_a_shell(dense: Path, command: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        list(check_resume(compose(SftOptions, model="m", eval_command=command)))
+    assert message in str(caught.value)
+
+
+def test_a_command_may_have_any_metric(dense: Path) -> None:
+    words = "--eval_command python3 --metric_for_best_model acc --greater_is_better true"
+    assert check(dense, words)[1] == []
+    assert check(dense, "--eval_command_timeout 9")[1] == [
+        "--eval_command_timeout is not needed: there is no --eval_command."
+    ]
 
 
 def test_flags_of_resuming_without_it_are_told(dense: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 
 from tests import prepared, tiny
@@ -14,6 +16,11 @@ from tests import prepared, tiny
 pytestmark = pytest.mark.slow
 MEGATRON = Path(sys.executable).parent / "megatron"
 SUMS = [{"query": f"What is {a} + {b}?", "response": str(a + b)} for a in range(3, 9) for b in range(2, 9)]
+COUNT = """import glob, json, sys, time, safetensors
+time.sleep(1)
+files = glob.glob(sys.argv[1] + "/*.safetensors")
+print(json.dumps({"tensors": sum(len(safetensors.safe_open(file, "np").keys()) for file in files)}))
+"""
 COMMON = "--micro_batch_size 2 --global_batch_size 4 --lr 1e-3 --logging_steps 1 --dataloader_num_workers 0"
 
 
@@ -42,7 +49,7 @@ def megatron(place: Path, line: str, processes: int | None = None, *, fails=Fals
             timeout=240,
         )
     else:
-        words = ["-m", "megaswift.cli.main", "megatron", *line.split()]
+        words = ["-m", "megaswift.cli.main", "megatron", *shlex.split(line)]
         done = prepared.run(words, processes=processes, cwd=place, environment=environment)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -159,17 +166,26 @@ def test_a_gpus_lines_come_a_step_later_and_say_the_same(alone, place):
     assert [row["grad_norm"] for row in found] == pytest.approx(norms, rel=1e-3)
 
 
-def test_pretraining_streams_and_packs(place):
+def test_pretraining_streams_and_packs_while_a_command_evaluates(place):
+    """The command outlasts the training."""
+    (place / "count.py").write_text(COUNT)
     printed = megatron(
         place,
         f"pt --model qwen3 --dataset text.txt --streaming true --packing true --max_length 64 {COMMON} "
-        "--train_iters 3 --output_dir streamed",
+        f"--train_iters 3 --save_steps 2 --async_save true --eval_command '{sys.executable} count.py {{checkpoint}}' "
+        "--metric_for_best_model tensors --output_dir streamed",
         processes=2,
     )
-    found = losses(run_folder(place / "streamed"))
+    folder = run_folder(place / "streamed")
+    found = losses(folder)
     assert len(found) == 3
     assert found[-1] < found[0]
     assert "checkpoint-3" in printed
+    with safetensors.safe_open(folder / "checkpoint-3" / "model.safetensors", "pt") as file:
+        tensors = len(file.keys())
+    evaluations = [(row["step"], row["eval_tensors"]) for row in log_of(folder) if "eval_tensors" in row]
+    assert evaluations == [(2, tensors), (3, tensors)]
+    assert (folder / "best").resolve().name == "checkpoint-2"  # the first of two that are as good
 
 
 def test_experts_report_their_balance(place):

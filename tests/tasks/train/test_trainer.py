@@ -9,7 +9,7 @@ from megaswift.tasks.train import trainer
 
 def test_a_run_that_fails_frees_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends with what went wrong first, whatever they say to it."""
-    for name in ("StepLogger", "Profile", "Stop", "Watchdog", "Checkpointer"):
+    for name in ("StepLogger", "Profile", "Stop", "Watchdog", "Checkpointer", "EvalCommandCallback"):
         monkeypatch.setattr(trainer, name, MagicMock())
     run, objective, order = MagicMock(resumed=None), MagicMock(), []
 
