@@ -1,0 +1,156 @@
+"""Stand-ins for the models, adapters and files that ms-swift's commands name: config files without weights."""
+
+import json
+from pathlib import Path
+
+from tests.bridge.families.published import MODELS
+from tests.cli.checks.test_export import mcore
+from tests.cli.checks.test_lora import write_adapter
+from tests.cli.conftest import write_model
+
+FEW_EXPERTS = 16  # instead of hundreds, whose adapters would take seconds to plan
+# Model of a command -> published model of the same family, and what differs.
+SAME_FAMILY: dict[str, tuple[str, dict]] = {
+    "Qwen2.5-7B": ("Qwen2.5-7B-Instruct", {}),
+    "Qwen2.5-14B": ("Qwen2.5-7B-Instruct", {"num_attention_heads": 40, "num_key_value_heads": 8}),
+    "Qwen2.5-72B-Instruct": ("Qwen2.5-7B-Instruct", {"num_attention_heads": 64, "num_key_value_heads": 8}),
+    "Qwen3-4B": ("Qwen3-8B", {}),
+    "Qwen3-4B-Instruct-2507": ("Qwen3-8B", {}),
+    "Qwen3-8B-Base": ("Qwen3-8B", {}),
+    "Qwen3-14B-FP8": ("Qwen3-8B-FP8", {"num_hidden_layers": 40}),
+    "Qwen3-32B": ("Qwen3-8B", {"num_hidden_layers": 64, "num_attention_heads": 64}),
+    "Qwen3-Embedding-8B": ("Qwen3-8B", {}),
+    "Qwen3-Reranker-8B": ("Qwen3-8B", {}),
+    "Qwen3-30B-A3B": ("Qwen3-30B-A3B-Instruct-2507", {}),
+    "Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B-Instruct-2507", {}),
+    "Qwen3-30B-A3B-Instruct-2507-FP8": ("Qwen3-30B-A3B-Instruct-2507", {}),
+    "Qwen3-235B-A22B-Instruct-2507": (
+        "Qwen3-30B-A3B-Instruct-2507",
+        {"num_hidden_layers": 94, "num_attention_heads": 64},
+    ),
+    "Qwen3.5-2B": ("Qwen3.5-0.8B", {}),
+    "Qwen3.5-4B": ("Qwen3.5-27B", {}),
+    "Qwen3.5-9B": ("Qwen3.5-27B", {}),
+    "Moonlight-16B-A3B-Instruct": ("Moonlight-16B-A3B", {}),
+    "MiniMax-M2.7": ("MiniMax-M2", {}),
+}
+# Models without a family here: their classes, and whether they take images or audio.
+LACKING = {
+    "Qwen3-VL": ("Qwen3VLForConditionalGeneration", "qwen3_vl", True),
+    "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", True),
+    "Qwen3-Omni": ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", True),
+    "Qwen2.5-Omni": ("Qwen2_5OmniModel", "qwen2_5_omni", True),
+    "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
+    "GLM-4.6V": ("Glm4vForConditionalGeneration", "glm4v", True),
+    "gemma-4": ("Gemma4ForConditionalGeneration", "gemma4", True),
+    "DeepSeek-V4": ("DeepseekV4ForCausalLM", "deepseek_v4", False),
+    "NVIDIA-Nemotron": ("NemotronHForCausalLM", "nemotron_h", False),
+}
+MODEL_FLAGS = ("--model", "--ref_model", "--teacher_model", "--reward_model")
+
+PLUGIN = """
+from swift.rewards import ORM, orms
+
+
+class Constant(ORM):
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+
+orms["external_r1v_acc"] = Constant
+"""
+ENVIRONMENT = """
+from swift.rollout.gym_env import Env, envs
+
+
+class Lake(Env):
+    async def reset(self, config):
+        return "", {}, ""
+
+    async def step(self, action):
+        return "", 0.0, True, {}
+
+    async def close(self):
+        pass
+
+
+envs["frozen_lake"] = Lake
+"""
+CONFIG_FILE = """
+model: Qwen/Qwen2.5-7B-Instruct
+dataset: [AI-ModelScope/alpaca-gpt4-data-zh#500]
+num_train_epochs: 1
+tuner_type: lora
+micro_batch_size: 1
+global_batch_size: 8
+"""
+FILES = {
+    "examples/train/grpo/prompt.txt": "Answer briefly.",
+    "examples/train/grpo/plugin/plugin.py": PLUGIN,
+    "examples/train/new_special_tokens/tokens.txt": "<a>\n<b>\n",
+    "examples/megatron/grpo/multi_turn/frozen_lake_plugin.py": ENVIRONMENT,
+    "examples/megatron/grpo/multi_turn/frozen_lake.jsonl": '{"messages": [{"role": "user", "content": "Go."}]}\n',
+    "examples/yaml/megatron/sft.yaml": CONFIG_FILE,
+    "qwen3_cached_dataset/train/rows.jsonl": '{"messages": []}\n',
+    "qwen3_cached_dataset/val/rows.jsonl": '{"messages": []}\n',
+    **dict.fromkeys(
+        (
+            "examples/ray/grpo/ray_grpo_colocate.yaml",
+            "examples/ray/gkd/rollout_colocate_teacher_colocate.yaml",
+            "frozen_lake_colocate.yaml",
+        ),
+        "rlhf_type: grpo\n",
+    ),
+}
+
+
+def config(name: str) -> dict:
+    """Return config.json of a model by the last part of its name."""
+    for prefix, (architecture, model_type, has_media) in LACKING.items():
+        if name.startswith(prefix):
+            return {"architectures": [architecture], "model_type": model_type} | (
+                {"vision_config": {}} if has_media else {}
+            )
+    published, changes = SAME_FAMILY.get(name, (name, {}))
+    result = dict(MODELS[published].config)
+    text = dict(result["text_config"]) if "text_config" in result else result
+    text |= changes
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if text.get(key, 0) > FEW_EXPERTS:
+            text[key] = FEW_EXPERTS
+    return result | {"text_config": text} if "text_config" in result else text
+
+
+def write_files(root: Path) -> None:
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def write_model_of(root: Path, name: str) -> Path:
+    """Write the stand-in of a hub id or of the folder of a model."""
+    parts = Path(name).parts
+    folder = root / "models" / (parts[1] if "checkpoint" in parts[-1] else parts[-1])
+    if not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        write_model(folder, config(folder.name))
+    return folder
+
+
+def write_checkpoint(root: Path, flag: str, name: str) -> None:
+    """Write the stand-in of a checkpoint that an export reads."""
+    folder = root / name
+    base = name.removesuffix("-mcore") if flag == "--mcore_model" else name.split("/")[1]
+    model = write_model_of(root, base)
+    if flag == "--mcore_model" and not folder.is_dir():
+        mcore(folder, config(model.name))
+    elif flag == "--adapters":
+        folder.mkdir(parents=True, exist_ok=True)
+        write_adapter(folder, model)
+    elif flag == "--mcore_adapter":
+        (folder / "adapter_model.safetensors").unlink(missing_ok=True)
+        if not (folder / "latest_checkpointed_iteration.txt").is_file():
+            mcore(folder, None)
+        settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["v_proj", "q_proj"]}
+        settings["base_model_name_or_path"] = str(model)
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
