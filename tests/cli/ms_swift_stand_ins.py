@@ -28,6 +28,14 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
         "Qwen3-30B-A3B-Instruct-2507",
         {"num_hidden_layers": 94, "num_attention_heads": 64},
     ),
+    "Qwen2.5-VL-3B-Instruct": ("Qwen2.5-VL-7B-Instruct", {}),
+    "Qwen3-VL-Embedding-8B": ("Qwen3-VL-8B-Instruct", {}),
+    "Qwen3-VL-Reranker-8B": ("Qwen3-VL-8B-Instruct", {}),
+    "Qwen3-VL-30B-A3B-Instruct-FP8": ("Qwen3-VL-30B-A3B-Instruct", {}),
+    "Qwen3-VL-235B-A22B-Instruct": (
+        "Qwen3-VL-30B-A3B-Instruct",
+        {"num_hidden_layers": 94, "num_attention_heads": 64},
+    ),
     "Qwen3.5-2B": ("Qwen3.5-0.8B", {}),
     "Qwen3.5-4B": ("Qwen3.5-27B", {}),
     "Qwen3.5-9B": ("Qwen3.5-27B", {}),
@@ -36,8 +44,6 @@ SAME_FAMILY: dict[str, tuple[str, dict]] = {
 }
 # Models without a family here: their classes, and whether they take images or audio.
 LACKING = {
-    "Qwen3-VL": ("Qwen3VLForConditionalGeneration", "qwen3_vl", True),
-    "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", True),
     "Qwen3-Omni": ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", True),
     "Qwen2.5-Omni": ("Qwen2_5OmniModel", "qwen2_5_omni", True),
     "InternVL3_5": ("InternVLChatModel", "internvl_chat", True),
@@ -147,6 +153,10 @@ def write_checkpoint(root: Path, flag: str, name: str) -> None:
     elif flag == "--adapters":
         folder.mkdir(parents=True, exist_ok=True)
         write_adapter(folder, model)
+        if "3.5" in model.name:  # attention in every fourth layer only
+            name = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
+            header = json.dumps({name: {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}}).encode()
+            (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     elif flag == "--mcore_adapter":
         (folder / "adapter_model.safetensors").unlink(missing_ok=True)
         if not (folder / "latest_checkpointed_iteration.txt").is_file():
