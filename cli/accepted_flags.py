@@ -17,6 +17,7 @@ ALWAYS_TRUE = {
     "remove_unused_columns": "columns that nothing reads are dropped",
     "save_missing_weights": "every tensor of the checkpoint is saved",
     "log_throughput": "every log line has it",
+    "disable_ignore_empty_think": "--loss_scale ignore_empty_think leaves empty thoughts out",
     "create_checkpoint_symlink": "last and best are links to checkpoints",
     "dist_ckpt_optim_fully_reshardable": "the optimizer's state is read in any layout",
     "auto_detect_ckpt_format": "the format is read from the checkpoint",

@@ -154,7 +154,7 @@ def write_checkpoint(root: Path, flag: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_adapter(folder, model)
         if "3.5" in model.name:  # attention in every fourth layer only
-            name = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
+            name = "base_model.model.model.language_model.layers.3.self_attn.q_proj.lora_A.weight"
             header = json.dumps({name: {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}}).encode()
             (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     elif flag == "--mcore_adapter":
