@@ -1,7 +1,7 @@
 """Options of the model builder. Each field is one flag. Imports no torch, since the command line imports this."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 STORE = "MEGASWIFT_STORE"  # environment variable: path of the rendezvous file of a run on one node
 
@@ -17,6 +17,14 @@ class ModelOptions:
     torch_dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         "Type of the weights and the computation. Default: the checkpoint's.",
+    ] = None
+    rope_scaling: Annotated[
+        dict[str, Any],
+        "Scaling of the rotary embedding: a type (yarn, linear) with --max_model_len, or config.json's rope_scaling "
+        "as JSON. Saved in the config.json of checkpoints.",
+    ] = field(default_factory=dict)
+    max_model_len: Annotated[
+        int | None, "Positions of the model (max_position_embeddings). Default: the model's.", "[1, inf)"
     ] = None
 
 

@@ -1,5 +1,6 @@
 """Earlier spellings of flags and values, with their meaning in this version."""
 
+import json
 from collections.abc import Sequence
 
 from .flags import show
@@ -17,6 +18,7 @@ RENAMED = {
     "eval_interval": "eval_steps",
     "log_interval": "logging_steps",
     "max_epochs": "num_train_epochs",
+    "max_position_embeddings": "max_model_len",
     "num_workers": "dataloader_num_workers",
     "distributed_backend": "ddp_backend",
     "manual_gc_interval": "manual_gc_steps",
@@ -48,6 +50,7 @@ REWRITTEN = {
 
 # canonical name -> older value -> canonical value
 OLD_VALUES = {
+    "rope_scaling": {kind: json.dumps({"rope_type": kind}) for kind in ("yarn", "linear", "dynamic")},
     "infer_backend": {"pt": "transformers"},
     "cp_comm_type": {"allgather": "all_gather"},
     "report_to": {"all": "tensorboard"},

@@ -60,8 +60,6 @@ _MODELS = {
                    qk_pos_emb_head_dim=NONE, v_head_dim=NONE, mscale=NONE, mscale_all_dim=NONE,
                    mtp_decoder_input_detach="false", mtp_shared_weights="false"),
     **_unsupported("changes of the router's biases while training", "Remove it.", moe_router_bias_update_rate="0"),
-    **_unsupported("changed context lengths", "Edit max_position_embeddings in the model's config.json.",
-                   rope_scaling=NONE, max_model_len=NONE, max_position_embeddings=NONE),
     **_unsupported("settings of megatron-core by JSON", "Set the flag of the same name, if there is one.",
                    megatron_extra_kwargs="{}"),
     **_unsupported("sparse attention (DSA, CSA), hyper-connections and engrams", "Use a model without them.",

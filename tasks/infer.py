@@ -34,6 +34,7 @@ from ..bridge.checkpoint.hub import (
     set_base_model,
 )
 from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
+from ..bridge.checkpoint.rope_scaling import scaled_folder
 from ..templates.chat_template.chat import ChatTemplate
 from ..templates.dataset.sources import open_sources
 from ..templates.formats.dataset_names import resolve_text
@@ -63,7 +64,9 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     options = set_base_model(options, adapter and adapter.folder)
     folder = checked_folder(options)
     path = result_path(adapter.folder if adapter else folder, options) if options.val_dataset else None
-    engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(folder, adapter, options)
+    engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(
+        scaled_folder(folder, options), adapter, options
+    )
     if path is None:
         chat(engine, options)
     else:

@@ -24,13 +24,13 @@ from .adjust import adjust_options
 from .generation import check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
-    SAFETENSORS,
     WEIGHT_FILES,
     HfConfig,
     check_divisible,
     count_experts,
+    engine_config,
     position_notes,
-    read_model_config,
+    rope_notes,
     supported_config,
 )
 from .resume import check_resume
@@ -65,6 +65,8 @@ def check_training(
     if options.tuner.tuner_type == "lora":
         notes += check_base(options, options, model)
         notes += check_adapters(options, sources, config_with_head(options, model))
+    saves_config = options.tuner.tuner_type == "full" or bool(options.merge_lora)
+    notes += rope_notes(options, model, saves_config=saves_config)
     if model is not None:
         check_divisible(options.build, layout, model)
     notes += check_task(options, layout, model, sources)
@@ -87,7 +89,7 @@ def check_infer(options: InferOptions) -> list[str]:
     _check_cache()
     notes, model = list(set_base_model(options, options)), None
     if options.model or not options.adapters:  # the task reads a hub adapter's base model
-        model = read_model_config(options, weights=SAFETENSORS)
+        model = engine_config(options)
         check_generates(options, model)
         notes += check_base(options, options, model)
     low, high = TEMPERATURES
@@ -99,7 +101,7 @@ def check_infer(options: InferOptions) -> list[str]:
 
 def check_rollout(options: RolloutOptions) -> list[str]:
     """Raise UsageError for unusable options of `swift rollout`. Return notes for the user."""
-    model = read_model_config(options, weights=SAFETENSORS)
+    model = engine_config(options)
     check_generates(options, model)
     check_max_lora_rank(options)
     check_key("api_key", options.api_key)

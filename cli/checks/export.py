@@ -13,7 +13,7 @@ from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
 from .common import check_pipeline, check_processes
 from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
-from .model import HfConfig, check_divisible, supported_config
+from .model import HfConfig, check_divisible, rope_notes, supported_config
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE_SHARE = 0.9  # fraction of a GPU's memory available to weights
@@ -30,6 +30,7 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     is_hub_adapter = options.adapters and not options.model and not options.mcore_model
     config = None if is_hub_adapter else supported_config(options)  # the task reads the adapter's base model
     notes += check_base(options, options, config)
+    notes += rope_notes(options, config)
     adapter = adapter_settings(options)
     if config is not None and adapter is not None:
         check_fits(adapter, config, options, adapter_flag(options))

@@ -12,6 +12,7 @@ from ...bridge.checkpoint.hub import (
     no_weights_message,
     read_config,
 )
+from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.families import family_of
 from ...bridge.option_groups import flag_value
 from ...bridge.options import BuildOptions, ModelOptions
@@ -71,7 +72,31 @@ def supported_config(options: ModelOptions, *, weights: Collection[str] = WEIGHT
             family_of(config)
     except ValueError as error:
         raise UsageError(f"--model {options.model}: {error}") from None
-    return config
+    return config if config is None else scaled_config(config, options)
+
+
+def scaled_config(config: HfConfig, options: ModelOptions) -> HfConfig:
+    """Return config.json with --rope_scaling and --max_model_len. Raises UsageError if they are unusable."""
+    with usage_errors():
+        return scale_rope(config, options)
+
+
+def engine_config(options: ModelOptions) -> HfConfig | None:
+    """Return config.json of a model for an inference engine; None for a hub id."""
+    config = read_model_config(options, weights=SAFETENSORS)
+    return config if config is None else scaled_config(config, options)
+
+
+def rope_notes(options: ModelOptions, config: HfConfig | None, *, saves_config: bool = True) -> Iterator[str]:
+    """Yield a note of the positions that --rope_scaling gives. config: of `scaled_config`"""
+    if not options.rope_scaling:
+        return
+    text = {} if config is None else config.get("text_config") or config
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or options.rope_scaling
+    factor = f" by {scaling['factor']:g}" if scaling.get("factor") else ""
+    positions = f", for {get_max_positions(config)} positions" if config is not None else ""
+    saved = "saved in config.json" if saves_config else "not in adapters: set it again to use them"
+    yield f"--rope_scaling: {scaling.get('rope_type', scaling.get('type'))}{factor}{positions}; {saved}."
 
 
 def _mcore_model(options: ModelOptions, mcore: str) -> HfConfig:
@@ -88,7 +113,7 @@ def _mcore_model(options: ModelOptions, mcore: str) -> HfConfig:
     except (ValueError, FileNotFoundError) as error:
         text = str(error)
         raise UsageError(text if text.startswith("--") else f"--mcore_model {folder}: {text}") from None
-    return config
+    return scaled_config(config, options)
 
 
 def count_experts(model: HfConfig) -> int:

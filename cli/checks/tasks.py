@@ -289,7 +289,11 @@ def _check_teacher(options: GkdOptions, layout: ProcessLayout) -> None:
     parallel = teacher_layout(options)
     layout = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
     teacher_options = replace(
-        parallel or options, model=options.teacher.teacher_model or "", mcore_model=options.teacher.mcore_teacher_model
+        parallel or options,
+        model=options.teacher.teacher_model or "",
+        mcore_model=options.teacher.mcore_teacher_model,
+        rope_scaling={},
+        max_model_len=None,
     )
     try:
         _check_model(teacher_options, layout, flag, "teacher")

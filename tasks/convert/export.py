@@ -35,6 +35,7 @@ from ...bridge.checkpoint.distributed import (
 )
 from ...bridge.checkpoint.load import load_weights
 from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...bridge.checkpoint.rope_scaling import scale_rope, scaled_folder
 from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.save import save_weights
 from ...bridge.lora.attach import attach_adapters
@@ -86,7 +87,7 @@ class ExportSource:
             adapter = hub.adapter_folder(options, options.adapters)
         options, mcore = hub.set_base_model(options, adapter), bool(options.mcore_model)
         folder = hub.source_folder(options, options.mcore_model)
-        hf_config = hub.read_config(folder, mcore=mcore)
+        hf_config = scale_rope(hub.read_config(folder, mcore=mcore), options)
         is_peft = adapter is not None and (adapter / hub.ADAPTER_WEIGHTS).is_file()
         labels = read_num_labels(adapter) if adapter and is_peft else None
         if labels is not None:  # an adapter for a model with a head
@@ -248,6 +249,9 @@ def _compare(
         tested, reference, adapter = source, written, None
     else:
         tested, reference, adapter = destination, source.folder, source.adapter
+
+    if reference == source.folder:
+        reference = scaled_folder(reference, options)
 
     def build(compute_dtype: torch.dtype) -> Model:
         return _open_model(tested, layout, dtype, compute_dtype)

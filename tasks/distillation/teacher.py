@@ -85,7 +85,12 @@ class Teacher:
 
     def _build(self, run: Run, options: GkdOptions) -> None:
         flag = "--teacher_model" if options.teacher.teacher_model else "--mcore_teacher_model"
-        source = {"model": options.teacher.teacher_model or "", "mcore_model": options.teacher.mcore_teacher_model}
+        source = {
+            "model": options.teacher.teacher_model or "",
+            "mcore_model": options.teacher.mcore_teacher_model,
+            "rope_scaling": {},  # --rope_scaling is the student's
+            "max_model_len": None,
+        }
         self.model, self.folder = build_frozen(run, source, f"{flag} {self.name}", [])
 
     def annotate(self, batches: list[Batch], sequences: Sequences) -> list[Batch]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.adapter_files import load_adapter, read_settings
+from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
@@ -29,14 +30,14 @@ from ..train.step import Output, run_micro_batches
 def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapters: list[str]) -> tuple[Model, Path]:
     """Return a frozen model in the run's parallel layout, and its folder. Every rank calls it; errors reach every rank.
 
-    source: values of the options `model` and `mcore_model`
+    source: values of the options `model` and `mcore_model`, and of others that differ from the run's
     typed_flag: the flag and its value, for messages; None if the model comes from the run itself. The vocabulary is
         checked only with a flag
     adapters: adapters to merge into the model
     """
     options = replace(run.options, **source)
     folder = local_rank0_first(lambda: _folder(options, typed_flag))
-    hf_config = run_on_all_ranks(lambda: hub.read_config(folder, mcore=bool(options.mcore_model)))
+    hf_config = run_on_all_ranks(lambda: scale_rope(hub.read_config(folder, mcore=bool(options.mcore_model)), options))
     if typed_flag:
         broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
     build_options = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)

@@ -4,10 +4,12 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...bridge.checkpoint.hub import get_vocab_size
+from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.stream import stream_adapter, stream_weights
 from ...bridge.lora.attach import Lora
 from ...bridge.model.model import Model
@@ -52,7 +54,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
         return ModelRollout(run, model, engine, None, note, sleeps=level > 0, sends_adapter=bool(rank), moves=offload)
     if engine_kind(options) == "vllm":
         return _colocated(run, model, options, experts=experts, rank=rank)
-    engine = run_on_all_ranks(lambda: TransformersEngine(run.model_folder, dtype=run.dtype, load=False))
+    engine = run_on_all_ranks(lambda: TransformersEngine(engine_folder(run), dtype=run.dtype, load=False))
     note = "completions: transformers, with a copy of the model in each process"
     return ModelRollout(
         run, model, engine, 1, note, moves=OffloadPlan(weights, optimizer) if weights or optimizer else None
@@ -82,7 +84,7 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
         free_memory()
     settings = {"dtype": run.dtype, "experts": experts, "sleep_level": level, "memory_share": memory_share}
     settings["adapter_rank"] = rank and max(rank, options.vllm_max_lora_rank or 0)
-    engine = run_on_all_ranks(lambda: VllmEngine(run.model_folder, options, **settings))
+    engine = run_on_all_ranks(lambda: VllmEngine(engine_folder(run), options, **settings))
     idle = level > 0 or moves.weights or moves.optimizer
     group = options.vllm_tensor_parallel_size
     rollout = ModelRollout(
@@ -92,6 +94,11 @@ def _colocated(run: Run, model: Model, options: EngineOptions, *, experts: bool,
     initial_weights.onload()
     initial_weights.close()
     return rollout
+
+
+def engine_folder(run: Run) -> Path:
+    """Return the model's folder with the run's rope scaling."""
+    return scaled_folder(run.model_folder, run.options)
 
 
 def adapter_rank(model: Model, options: EngineOptions) -> int:

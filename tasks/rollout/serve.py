@@ -8,6 +8,7 @@ import logging
 import socket
 
 from ...bridge.checkpoint.hub import get_max_positions, get_vocab_size, model_folder, read_config
+from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.safetensors_io import check_headers
 from ..options.rollout import RolloutOptions, ServerOptions
 from ..system.atomic_dir import loading
@@ -25,6 +26,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
     kind = choose_backend(options)
     folder = model_folder(options)
     check_headers(folder)
+    folder = scaled_folder(folder, options)
     sock = bind(options.host, options.port)  # fails before the model is loaded, which can take minutes
     url = f"http://{options.host}:{sock.getsockname()[1]}"
     key, key_note = server_key(options.api_key)

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.pretrained import load_tokenizer
+from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.model.build import DTYPES
 from ...bridge.option_groups import with_flags
 from ...bridge.options import ModelOptions
@@ -111,7 +112,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     adapter_folder = local_rank0_first(lambda: hub.adapter_folder(options, options.adapters))
     if options.mcore_adapter:
         adapter_folder = Path(options.mcore_adapter).expanduser()
-    config = hub.read_config(model_folder, mcore=bool(options.mcore_model))
+    config = scale_rope(hub.read_config(model_folder, mcore=bool(options.mcore_model)), options)
     dtype = dtype_of(options, config)
     tokenizer = load_tokenizer(model_folder)
 

@@ -15,6 +15,7 @@ from megaswift.cli.flags import UsageError
 from megaswift.cli.main import main, read_options
 from megaswift.tasks.options import InferOptions, SftOptions
 from megaswift.tasks.run import run_dir
+from megaswift.tasks.run.args_json import save_args
 from megaswift.tasks.run.planning import ProcessLayout
 
 from tests.cli.conftest import DENSE, write_model
@@ -164,6 +165,21 @@ def test_epochs_beside_steps_are_left_out(dense: Path) -> None:
     options, notes = check(dense, "--num_train_epochs 0.5 --lr_warmup_fraction 0.05")
     assert options.training.num_train_epochs is None
     assert notes == ["--num_train_epochs 0.5 is ignored: --train_iters 1 is set."]
+
+
+@pytest.mark.parametrize("value", ["yarn", '{"type":"yarn","factor":4.0}'])
+def test_rope_scaling(value: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", DENSE | {"max_position_embeddings": 32})
+    words = f"--rope_scaling {value} --max_position_embeddings 128 --max_length 100"
+    options, notes = check(model, words)
+    assert notes == ["--rope_scaling: yarn by 4, for 128 positions; saved in config.json."]
+    saved = tmp_path / "args.json"
+    save_args(saved, options, {})
+    again, _, _ = read_options("megatron", ["sft", "--config", str(saved)])
+    assert again.rope_scaling == options.rope_scaling
+    assert "not in adapters" in check(model, f"{words} --tuner_type lora --merge_lora false")[1][0]
+    with pytest.raises(UsageError, match="no support for type dynamic, whose"):
+        check(model, "--rope_scaling dynamic --max_model_len 128")
 
 
 def test_packing_has_no_padding(dense: Path) -> None:

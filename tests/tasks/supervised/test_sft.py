@@ -241,3 +241,43 @@ def test_a_truncated_shard_is_named(place):
     )
     assert "model.safetensors" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.long
+def test_rope_scaling_is_trained_saved_and_exported(place):
+    """transformers has the loss of the first step, for the rope that is meant; the saved config.json has that rope."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tiny.save_tokenizer(
+        tiny.save(place / "plain", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    )
+    flags = "--model plain --rope_scaling yarn --max_model_len 96"
+    config = json.loads((place / "plain/config.json").read_text()) | {"max_position_embeddings": 32}
+    (place / "plain/config.json").write_text(json.dumps(config))
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32}
+    (place / "meant").mkdir()
+    (place / "meant/config.json").write_text(json.dumps(config | {"max_position_embeddings": 96}))
+    meant = AutoConfig.from_pretrained(place / "meant")
+    text = "How long is a long text? " * 9
+    (place / "long.jsonl").write_text(json.dumps({"response": text}) + "\n")
+    megatron(
+        place,
+        f"pt {flags} --dataset long.jsonl --torch_dtype float32 --train_iters 1 --global_batch_size 1 --lr 1e-3 "
+        "--logging_steps 1 --dataloader_num_workers 0 --output_dir rope",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(place / "plain")
+    tokens = torch.tensor([[*tokenizer(text).input_ids, tokenizer.eos_token_id]])
+    assert tokens.shape[1] > 32
+    model = AutoModelForCausalLM.from_pretrained(place / "plain", config=meant, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens).loss.item()
+        without = AutoModelForCausalLM.from_pretrained(place / "plain", dtype=torch.float32)(tokens, labels=tokens).loss
+    assert abs(without.item() - expected) > 1e-2
+    folder = run_folder(place / "rope")
+    assert losses(folder) == pytest.approx([expected], rel=1e-4)
+    saved = AutoConfig.from_pretrained(folder / "checkpoint-1")
+    assert (saved.rope_parameters, saved.max_position_embeddings) == (meant.rope_parameters, 96)
+    words = f"export {flags} --to_mcore true --torch_dtype float32 --test_convert_precision true --output_dir mcore"
+    done = prepared.run(["-m", "megaswift.cli.main", "swift", *words.split()], cwd=place, environment=os.environ)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert AutoConfig.from_pretrained(place / "mcore").rope_parameters == meant.rope_parameters
