@@ -38,7 +38,8 @@ from ..bridge.checkpoint.rope_scaling import scaled_folder
 from ..templates.chat_template.chat import ChatTemplate
 from ..templates.dataset.sources import open_sources
 from ..templates.formats.dataset_names import resolve_text
-from ..templates.formats.schemas import Conversation, UnusableRow, rename_columns, row_errors, to_conversation
+from ..templates.formats.presets import rename_columns
+from ..templates.formats.schemas import Conversation, UnusableRow, row_errors, to_conversation
 from ..templates.json_types import JsonObject
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
@@ -120,7 +121,7 @@ class InferPrompt:
 
 def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
     """Yield the rows of `--val_dataset`. `--system` is added to rows without a system prompt."""
-    hub = {"use_hf": options.use_hf, "hub_token": options.hub_token}
+    hub = {"use_hf": options.use_hf, "hub_token": options.hub_token, "columns": options.columns}
     system = resolve_text("--system", options.system)
     for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
         if not len(source):

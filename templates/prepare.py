@@ -25,6 +25,7 @@ from .dataset.report import describe_packs, describe_sample, describe_source, de
 from .dataset.sources import open_sources
 from .dataset.store import DroppedRows, TokenFile, TokenStore, cache_root, open_or_build, record_batch
 from .dataset.tokenize import Encoder, Row
+from .formats.presets import ConvertedRow
 from .formats.schemas import PROMPTED, Stage
 from .json_types import JsonObject
 from .options import PrepareOptions
@@ -120,7 +121,7 @@ def prepare(
     options = replace(options, packing=False) if stage in PROMPTED else _resolve_lengths(options)
     sample_length = options.packing_length if options.packing else None
     encoder = Encoder(tokenizer, options, stage, options.columns, sample_length, tools)
-    open_datasets = partial(open_sources, use_hf=use_hf, hub_token=hub_token)
+    open_datasets = partial(open_sources, use_hf=use_hf, hub_token=hub_token, columns=options.columns)
     random = np.random.default_rng(options.data_seed)
 
     def parts_of(flag: str, names: list[str], shuffle: bool) -> list[_Part]:
@@ -164,7 +165,7 @@ def _check_columns(columns: Collection[str], sources: Iterable[Iterator[Row]]) -
     names: set[str] = set()
     for rows in sources:
         for _, _, row in islice(rows, CHECKED_ROWS):
-            names |= row.keys()
+            names |= row.source_columns if isinstance(row, ConvertedRow) else row.keys()
     for name in columns:
         if name not in names:
             raise ValueError(

@@ -15,7 +15,7 @@ from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
 from ...templates.chat_template.loss_scale import LossScale
-from ...templates.formats.dataset_names import check_exists, resolve_text, split_count
+from ...templates.formats.dataset_names import check_dataset, resolve_text
 from ...templates.formats.self_cognition import SelfCognition
 from ...templates.options import PrepareOptions
 from ...templates.plural import plural
@@ -157,7 +157,7 @@ def _check_paths(flag: str, names: Iterable[str]) -> None:
     """Raise UsageError for a file or folder that does not exist. The run checks hub ids."""
     for name in names:
         try:
-            check_exists(split_count(name)[0])
+            check_dataset(name)
         except ValueError as error:
             raise UsageError(f"{flag} {error}") from None
 

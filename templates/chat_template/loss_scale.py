@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preset:
+class WeightPreset:
     """Rules that divide an answer into parts and weigh them. Text to which no rule applies has the weight 1.
 
     patterns: regular expression -> weight of what it matches
@@ -72,7 +72,7 @@ _QUESTIONS = (
 
 PRESETS = {
     # The second and third patterns are for generation prompts that open the thought themselves.
-    "ignore_empty_think": Preset(
+    "ignore_empty_think": WeightPreset(
         patterns={
             r"^\s*<think>\s*</think>\s*": 0.0,
             r"^\s*</think>\s*": 0.0,
@@ -82,13 +82,15 @@ PRESETS = {
             r"\n</seed:think>\s*": 0.0,
         }
     ),
-    "ignore_think_prefix": Preset(patterns={r"^<think>\n?": 0.0}),
-    "hermes": Preset(patterns={"<tool_call>.+?</tool_call>": 2.0}),
-    "react": Preset(markers=_markers(("Action:", "Action Input:"), _THOUGHTS, 2.0) | {"Observation:": (2.0, 0.0)}),
-    "alpha_umi": Preset(
+    "ignore_think_prefix": WeightPreset(patterns={r"^<think>\n?": 0.0}),
+    "hermes": WeightPreset(patterns={"<tool_call>.+?</tool_call>": 2.0}),
+    "react": WeightPreset(
+        markers=_markers(("Action:", "Action Input:"), _THOUGHTS, 2.0) | {"Observation:": (2.0, 0.0)}
+    ),
+    "alpha_umi": WeightPreset(
         markers=_markers(("Action:", "Action Input:", "Next:"), _THOUGHTS, 2.0) | {"Observation:": (2.0, 0.0)}
     ),
-    "qwen": Preset(
+    "qwen": WeightPreset(
         markers={
             "✿FUNCTION✿:": (2.0, 2.0),
             "✿ARGS✿:": (2.0, 2.0),
@@ -96,7 +98,7 @@ PRESETS = {
             "✿RESULT✿:": (2.0, 0.0),
         }
     ),
-    "agentflan": Preset(
+    "agentflan": WeightPreset(
         markers=dict.fromkeys(_ARGUMENTS, (1.0, 3.0))
         | dict.fromkeys(_THOUGHTS, (1.0, 1.0))
         | {"Observation:": (2.0, 0.0)},
@@ -110,7 +112,7 @@ class LossScale:
     """A value of `--loss_scale`."""
 
     strategy: str
-    presets: tuple[Preset, ...]
+    presets: tuple[WeightPreset, ...]
 
     @classmethod
     def parse(cls, value: str) -> "LossScale":

@@ -16,7 +16,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -66,10 +66,10 @@ class RowSource(ABC):
         """Yield the rows with these sorted numbers."""
 
     @abstractmethod
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
         """Yield every `shards`-th row from row `shard` on, except the first `start` of these.
 
-        Other rows are parsed as little as possible.
+        Other rows are parsed as little as possible. Returns the number of rows of the shard, including skipped ones.
         """
 
 
@@ -109,10 +109,6 @@ class File(RowSource):
 
     @abstractmethod
     def count(self) -> int: ...
-
-    @abstractmethod
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        """Yield as in RowSource. Return the number of rows of the shard, including skipped ones."""
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -415,9 +411,9 @@ class Parquet(TableFile):
 
 
 class Concatenation(RowSource):
-    """Files read one after another."""
+    """Sources read one after another."""
 
-    def __init__(self, name: str, sources: list[File]):
+    def __init__(self, name: str, sources: "Sequence[RowSource]"):
         self.name, self.sources = name, sources
 
     @property
@@ -437,9 +433,11 @@ class Concatenation(RowSource):
             for number, location, row in source.rows(selected) if len(selected) else ():
                 yield number + int(start), location, row
 
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        size = 0
         for source in self.sources:
-            start = max(start - (yield from source.stream(shard, shards, start)), 0)
+            size += yield from source.stream(shard, shards, max(start - size, 0))
+        return size
 
 
 def _deepest_line(text: str) -> int:

@@ -1,20 +1,25 @@
 """Resolution of --dataset: files, folders, datasets saved to disk by `datasets`, and hub datasets."""
 
 import json
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..formats.dataset_names import EXTENSIONS, check_exists, expand_user, extension, split_count
+from ..formats.dataset_names import EXTENSIONS, DatasetName, check_exists, expand_user, extension
+from ..formats.presets import DatasetPreset, preset_of, preset_of_path
 from ..formats.schemas import ArrowRow
 from .files import Arrow, Concatenation, Csv, File, GzipLineFile, JsonArray, LineFile, Parquet, RowSource
+from .folders import select_files
 from .tokenize import Row
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger(__name__)
 
 METADATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # files of `datasets`
 
@@ -37,7 +42,7 @@ class HubDataset(RowSource):
         for number, row in zip(numbers.tolist(), _rows(self.dataset[numbers.tolist()]), strict=True):
             yield number, f"{self.name} row {number + 1}", row
 
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Iterator[Row]:
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
         """Yield the rows of a shard. Downloads only its files if their number is a multiple of `shards`."""
         from datasets import Dataset
         from datasets.distributed import split_dataset_by_node
@@ -45,10 +50,42 @@ class HubDataset(RowSource):
         dataset = self.dataset.to_iterable_dataset() if isinstance(self.dataset, Dataset) else self.dataset
         # `iter`, because plain iteration would divide the rows among the loader's workers a second time.
         batches = split_dataset_by_node(dataset, shard, shards).iter(batch_size=100)
-        rows = (row for batch in batches for row in _rows(batch))
-        for number, row in enumerate(islice(rows, start, None), start):
-            number = number * shards + shard
-            yield number, f"{self.name} row {number + 1}", row
+        index = -1
+        for index, row in enumerate(row for batch in batches for row in _rows(batch)):
+            if index >= start:
+                number = index * shards + shard
+                yield number, f"{self.name} row {number + 1}", row
+        return index + 1
+
+
+class PresetSource(RowSource):
+    """Source whose rows a preset converts.
+
+    columns: columns to rename before, as in --columns
+    """
+
+    def __init__(self, source: RowSource, preset: DatasetPreset, columns: Mapping[str, str]):
+        self.name, self.source, self.preset, self.columns = source.name, source, preset, columns
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint} {self.preset.key}"
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
+        for number, location, row in self.source.rows(numbers):
+            yield number, location, self.preset(row, self.columns)
+
+    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
+        rows = self.source.stream(shard, shards, start)
+        while True:
+            try:
+                number, location, row = next(rows)
+            except StopIteration as end:
+                return end.value
+            yield number, location, self.preset(row, self.columns)
 
 
 def _rows(columns: dict[str, list]) -> Iterator[ArrowRow]:
@@ -56,15 +93,74 @@ def _rows(columns: dict[str, list]) -> Iterator[ArrowRow]:
         yield ArrowRow(zip(columns, values, strict=True))
 
 
-def open_source(name: str, *, use_hf: bool = False, hub_token: str | None = None, streaming: bool = False) -> RowSource:
-    """Open a dataset by its name in --dataset, without `#rows`. Raises ValueError with the fix."""
-    check_exists(name)
-    path = expand_user(name)
+@dataclass(frozen=True)
+class _Opener:
+    """Opener of datasets. Arguments as in `open_source`."""
+
+    use_hf: bool = False
+    hub_token: str | None = None
+    streaming: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def open(self, name: DatasetName) -> RowSource:
+        """Open a dataset, of all its subsets and splits. Raises ValueError with the fix."""
+        check_exists(name.location)
+        path = expand_user(name.location)
+        preset = preset_of_path(path.parts) if name.is_local else preset_of(name.location)
+        sources = []
+        for subset in name.subsets or (None,):
+            view = preset.view(subset) if preset and subset else None
+            subset, chosen = (None, view) if view else (subset, preset)
+            if name.is_local:
+                source = _open_local(path, name, subset, chosen)
+            else:
+                source = self._open_hub(name, subset, chosen)
+            if chosen and chosen.changes_rows:
+                logger.info("%s: read by the preset of %s", name.text, chosen.modelscope)
+                source = PresetSource(source, chosen, self.columns)
+            sources.append(source)
+        return sources[0] if len(sources) == 1 else Concatenation(name.text, sources)
+
+    def _open_hub(self, name: DatasetName, subset: str | None, preset: DatasetPreset | None) -> RowSource:
+        splits = (name.split,) if name.split else preset.splits if preset else ("train",)
+        subset = subset or (preset.subset if preset else None)
+        on_hugging_face = name.hub == "hf" or (self.use_hf and name.hub != "ms")
+        repository = name.location
+        if preset:  # the hubs have it by different ids
+            repository = (preset.hugging_face if on_hugging_face else preset.modelscope) or repository
+        if on_hugging_face:
+            loaded = _load_from_hugging_face(name.text, repository, subset, self.hub_token, self.streaming)
+            parts = _splits(name.text, loaded, splits, is_required=bool(name.split))
+        else:
+            parts = [_load_from_modelscope(name.text, repository, subset, split, self.streaming) for split in splits]
+        return _join(name.text, [HubDataset(name.text, part) for part in parts])
+
+
+def open_source(
+    name: str,
+    *,
+    use_hf: bool = False,
+    hub_token: str | None = None,
+    streaming: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> RowSource:
+    """Open a dataset by its name in --dataset. Raises ValueError with the fix.
+
+    columns: columns to rename before a preset reads them
+    """
+    return _Opener(use_hf, hub_token, streaming, columns or {}).open(DatasetName.parse(name))
+
+
+def _join(name: str, sources: list[HubDataset]) -> RowSource:
+    return sources[0] if len(sources) == 1 else Concatenation(name, sources)
+
+
+def _open_local(path: Path, name: DatasetName, subset: str | None, preset: DatasetPreset | None) -> RowSource:
     if path.is_dir():
-        return _folder(path)
-    if path.is_file():
-        return _file(path)
-    return HubDataset(name, _load_from_hub(name, use_hf, hub_token, streaming))
+        return _folder(path, name, subset, preset)
+    if subset or name.split:
+        raise ValueError(f"{name.text}: a file has neither subsets nor splits. Name the file alone.")
+    return _file(path)
 
 
 def _file(path: Path) -> File:
@@ -95,14 +191,18 @@ def _first_character(source: File) -> bytes:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
-def _folder(path: Path) -> RowSource:
+def _folder(path: Path, name: DatasetName, subset: str | None, preset: DatasetPreset | None) -> RowSource:
+    splits = (name.split,) if name.split else preset.splits if preset else ()
     if (path / "dataset_dict.json").is_file() or (
         (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
     ):  # written by datasets' save_to_disk
         import datasets
 
         saved = datasets.load_from_disk(str(path))
-        return HubDataset(str(path), _train_split(str(path), saved) if isinstance(saved, dict) else saved)
+        if not isinstance(saved, dict):
+            return HubDataset(str(path), saved)
+        parts = _splits(str(path), saved, splits or ("train",), is_required=bool(name.split))
+        return _join(str(path), [HubDataset(str(path), part) for part in parts])
     files = [file for file in sorted(path.rglob("*")) if extension(file) in EXTENSIONS and file.is_file()]
     files = [file for file in files if file.name not in METADATA]
     # `datasets` caches the results of map and filter beside the data.
@@ -110,15 +210,13 @@ def _folder(path: Path) -> RowSource:
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise ValueError(f"{path}: the folder has no data file. Use one with {' '.join(EXTENSIONS)}.")
+    if subset or splits:
+        required = bool(subset), bool(name.split)
+        files = select_files(path, files, subset or (preset and preset.subset), splits, *required)
     return Concatenation(str(path), [_file(file) for file in files])
 
 
-def _load_from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
-    """Load the training split of `id` or `id:subset`: `hf::id` from Hugging Face, `ms::id` from ModelScope."""
-    hub, _, dataset_id = name.rpartition("::")
-    repository, _, subset = dataset_id.partition(":")
-    if hub == "hf" or (use_hf and hub != "ms"):
-        return _train_split(name, _load_from_hugging_face(name, repository, subset or None, token, streaming))
+def _load_from_modelscope(name: str, repository: str, subset: str | None, split: str, streaming: bool):
     try:
         from modelscope import MsDataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -127,7 +225,7 @@ def _load_from_hub(name: str, use_hf: bool, token: str | None, streaming: bool):
             "`pip install modelscope`, or set --use_hf true to load it from Hugging Face."
         ) from error
     try:
-        dataset = MsDataset.load(repository, subset_name=subset or "default", split="train", use_streaming=streaming)
+        dataset = MsDataset.load(repository, subset_name=subset or "default", split=split, use_streaming=streaming)
     except Exception as error:  # the hub's client raises many types
         raise ValueError(f"{name}: cannot be loaded from ModelScope: {error}") from error
     return dataset.to_hf_dataset() if hasattr(dataset, "to_hf_dataset") else dataset
@@ -144,23 +242,31 @@ def _load_from_hugging_face(name: str, repository: str, subset: str | None, toke
         ) from error
 
 
-def _train_split(name: str, splits):
-    if "train" in splits:
-        return splits["train"]
-    if len(splits) == 1:
-        return next(iter(splits.values()))
-    raise ValueError(f"{name}: no split `train`, only {', '.join(splits)}. Save one of them to a file.")
+def _splits(name: str, loaded: Mapping, splits: tuple[str, ...], *, is_required: bool) -> list:
+    """Return the named splits that the data has, or its only one."""
+    if parts := [loaded[split] for split in splits if split in loaded]:
+        return parts
+    if len(loaded) == 1 and not is_required:
+        return list(loaded.values())
+    problem = f"no split `{splits[0]}`, only {', '.join(loaded)}"
+    raise ValueError(f"{name}: {problem}. Set one behind the name, as in @{next(iter(loaded), splits[0])}.")
 
 
 def open_sources(
-    flag: str, names: Iterable[str], *, use_hf: bool = False, hub_token: str | None = None, streaming: bool = False
+    flag: str,
+    names: Iterable[str],
+    *,
+    use_hf: bool = False,
+    hub_token: str | None = None,
+    streaming: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> list[tuple[RowSource, int | None]]:
     """Open the datasets of a flag, each with the number of rows to take (None: all)."""
-    opened = []
+    opener, opened = _Opener(use_hf, hub_token, streaming, columns or {}), []
     for name in names:
         try:
-            path, count = split_count(name)
-            opened.append((open_source(path, use_hf=use_hf, hub_token=hub_token, streaming=streaming), count))
+            dataset = DatasetName.parse(name)
+            opened.append((opener.open(dataset), dataset.rows))
         except ValueError as error:
             raise ValueError(f"{flag} {error}") from error
     return opened

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
-from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, rename_columns, row_errors
+from ..formats.presets import rename_columns
+from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, row_errors
 from ..formats.self_cognition import SelfCognition
 from ..json_types import JsonObject
 from ..options import TemplateOptions

@@ -1,5 +1,7 @@
 """Names of datasets and text files, resolved from the name and the disk. Imports no torch, for the command line."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt")  # text formats
@@ -36,6 +38,56 @@ def split_count(name: str) -> tuple[str, int | None]:
     if not count.isdecimal() or int(count) == 0:
         raise ValueError(f"{name}: a number of rows must follow #. Set one, as in {path}#500.")
     return path, int(count)
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A name in --dataset, `[hf::|ms::]LOCATION[:subset[/subset]][@split[:rows]][#rows]`, in parts.
+
+    text: the name without the number of rows
+    location: path, or hub id
+    rows: number of rows to take; None: all
+    """
+
+    text: str
+    location: str
+    hub: str = ""
+    subsets: tuple[str, ...] = ()
+    split: str | None = None
+    rows: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "DatasetName":
+        """Parse a name. What is a file or folder is never divided. Raises ValueError for a wrong number of rows."""
+        text, rows = split_count(name)
+        location, split = text, None
+        if not _exists(Path(text)) and (
+            found := re.fullmatch(r"(?P<location>.+)@(?P<split>[\w.-]+)(:(?P<rows>\d+))?", text)
+        ):
+            location, split = found["location"], found["split"]
+            text = f"{location}@{split}"
+            if found["rows"]:
+                if rows is not None:
+                    raise ValueError(f"{name}: has two numbers of rows. Keep one of {found['rows']} and {rows}.")
+                rows = int(found["rows"])
+                if not rows:
+                    raise ValueError(f"{name}: takes no row. Set a number above 0 behind the split.")
+        hub, subsets = "", ""
+        if not _exists(expand_user(location)):
+            hub, _, location = location.rpartition("::")
+            path, _, behind = location.rpartition(":")
+            if path:
+                location, subsets = path, behind
+        return cls(text, location, hub, tuple(filter(None, subsets.split("/"))), split, rows)
+
+    @property
+    def is_local(self) -> bool:
+        return _exists(expand_user(self.location))
+
+
+def check_dataset(name: str) -> None:
+    """Raise ValueError for a name that cannot be parsed, or of a missing file or folder, or of a pipe."""
+    check_exists(DatasetName.parse(name).location)
 
 
 def check_exists(name: str) -> None:

@@ -185,11 +185,6 @@ def to_prompt(row: JsonObject) -> Conversation:
     return conversation
 
 
-def rename_columns(row: JsonObject, columns: dict[str, str]) -> JsonObject:
-    """Return a row with its columns renamed as in --columns."""
-    return type(row)((columns.get(column, column), value) for column, value in row.items()) if columns else row
-
-
 def with_columns(conversation: Conversation, row: JsonObject) -> Conversation:
     """Set system prompt (if missing), tools and template arguments of a conversation from its row."""
     if not is_missing(system := row.get("system")) and (system := require_string(system, "system")):

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from megaswift.templates.dataset.sources import open_source, open_sources, split_count
+from megaswift.templates.dataset.sources import open_source, open_sources
+from megaswift.templates.formats.dataset_names import split_count
 
 ROWS = [{"query": f"q{i}", "response": 'line\nbreak, and "quotes" é漢'} for i in range(7)]
 
