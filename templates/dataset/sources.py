@@ -111,10 +111,7 @@ class _Opener:
         for subset in name.subsets or (None,):
             view = preset.view(subset) if preset and subset else None
             subset, chosen = (None, view) if view else (subset, preset)
-            if name.is_local:
-                source = _open_local(path, name, subset, chosen)
-            else:
-                source = self._open_hub(name, subset, chosen)
+            source = _open_local(path, name, subset, chosen) if name.is_local else self._open_hub(name, subset, chosen)
             if chosen and chosen.changes_rows:
                 logger.info("%s: read by the preset of %s", name.text, chosen.modelscope)
                 source = PresetSource(source, chosen, self.columns)
