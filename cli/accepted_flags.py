@@ -72,6 +72,7 @@ NO_EFFECT = {
     "dataloader_multiprocessing_context": "workers are started in the way that the platform needs",
     "pipeline_dtype": "stages exchange the type of the computation",
     "seq_length": "--max_length bounds samples, --packing_length packs",
+    "vllm_server_pass_dataset": "schedulers run in the trainer, which has the rows",
     # checkpoints
     "ckpt_format": "--save_safetensors chooses: Hugging Face folders, or torch_dist",
     "use_persistent_ckpt_worker": "checkpoints are written without one",

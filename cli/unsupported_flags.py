@@ -142,10 +142,8 @@ _DATA = {
 }  # fmt: skip
 
 _REINFORCEMENT = {
-    **_unsupported("gym environments", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler.",
-                   use_gym_env="false", gym_env=NONE, context_manager=NONE),
-    **_unsupported("rows sent to the rollout server", "Run the scheduler in the trainer: --multi_turn_scheduler.",
-                   vllm_server_pass_dataset="false"),
+    **_unsupported("context managers, which rewrite what the model has said",
+                   "Remove it, and send messages from a scheduler (--multi_turn_scheduler).", context_manager=NONE),
     **_unsupported("a length per answer of an episode", "--max_completion_length bounds the episode.",
                    completion_length_limit_scope="total"),
     **_unsupported("plugins of reward models", "Write it as a reward function, and set --reward_funcs.",

@@ -28,6 +28,7 @@ from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
 from .generation import REFERENCE_FLAGS, as_flag, check_generation, check_replay, is_set_by_user
 from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
 from .model import HfConfig, check_divisible, count_experts, supported_config
+from .plugins import check_plugins
 from .teacher import check_teacher, to_teacher_flags
 from .vllm_lora import check_vllm_lora
 
@@ -54,6 +55,7 @@ def check_task(
 ) -> Iterator[str]:
     """Raise UsageError for unusable options of the task. Yield notes. model: config.json; None if not downloaded yet"""
     _check_head(options, model)
+    check_plugins(options)
     if options.stage in ("sft", "pt"):
         return
     _check_data(options)

@@ -10,9 +10,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...templates.formats.schemas import UnusableRow, from_messages
 from ...templates.json_types import JsonObject
 from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import DaemonExecutor, file_of, line_of
-from .registry import Turn
+from .registry import EditedAnswer, Turn
 
 GRACE = 1.0  # seconds beyond the timeout, if the event loop itself is blocked
 ROLES = "user", "tool", "system"
@@ -41,6 +41,19 @@ class SchedulerCall:
         return f"{self.row}, turn {self.turn.number}, completion {self.turn.completion[:200]!r}"
 
 
+@dataclass
+class EpisodeStart:
+    """Episode before the first answer, whose messages a scheduler may change."""
+
+    row: str  # description of the row, for errors
+    request_id: str
+    messages: list[JsonObject]
+    columns: JsonObject
+
+    def __str__(self) -> str:
+        return f"{self.row}, before the first answer"
+
+
 class Scheduler:
     """Scheduler with its name and timeout.
 
@@ -50,17 +63,30 @@ class Scheduler:
     def __init__(self, name: str, function: Callable, timeout: float, *, has_own_timeouts: bool = False):
         self.name, self._function, self._timeout = name, function, timeout
         self._call_timeout = None if has_own_timeouts else timeout
-        self._file = file_of(function)
+        self._file = file_of(getattr(function, "scheduler", function))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         import torch  # the command line imports this file without torch
 
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._current: SchedulerCall | None = None  # the last started call
+        self._current: SchedulerCall | EpisodeStart | None = None  # the last started call
         self._progress_time = 0.0  # last time that the loop was responsive or a call was started
 
-    def __call__(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
+    def __call__(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject] | EditedAnswer]:
         """Return the next messages of each episode; empty if the episode is over. Raises TurnError."""
+        return self._run_in_loop(self._call_all(calls))
+
+    @property
+    def starts_episodes(self) -> bool:
+        """Whether the scheduler may change an episode's prompt before the first answer."""
+        return getattr(self._function, "starts_episodes", False)
+
+    def start(self, episodes: Sequence[EpisodeStart]) -> None:
+        """Let the scheduler change the messages of each prompt. Raises TurnError."""
+        if episodes:
+            self._run_in_loop(self._start_all(episodes))
+
+    def _run_in_loop(self, coroutine: Coroutine) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonExecutor())
@@ -68,10 +94,10 @@ class Scheduler:
             self._thread.start()
         self._progress_time = time.monotonic()
         with ms_swift_imports():
-            return self._wait(asyncio.run_coroutine_threadsafe(self._call_all(calls), self._loop))
+            return self._wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    def _wait(self, answers: Future) -> list[list[JsonObject]]:
-        """Return the results. Raises TurnError if the loop is blocked for longer than the timeout."""
+    def _wait(self, answers: Future) -> Any:
+        """Return the result. Raises TurnError if the loop is blocked for longer than the timeout."""
         while True:
             try:
                 return answers.result(timeout=min(1.0, self._timeout / 4))
@@ -90,7 +116,23 @@ class Scheduler:
             torch.cuda.set_device(self._device)  # a new thread starts with device 0
         self._loop.run_forever()
 
-    async def _call_all(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject]]:
+    async def _start_all(self, episodes: Sequence[EpisodeStart]) -> None:
+        self._current, heartbeat = episodes[0], asyncio.ensure_future(self._heartbeat())
+        future = asyncio.ensure_future(self._function.start(episodes))
+        try:
+            done, _ = await asyncio.wait({future}, timeout=self._call_timeout)
+            if not done:
+                raise self._timeout_error(episodes[0], future)
+            future.result()
+        except (TurnError, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # also SystemExit, which would end only this thread
+            raise self._exception_error(error, episodes[0]) from error
+        finally:
+            heartbeat.cancel()
+            future.cancel()
+
+    async def _call_all(self, calls: Sequence[SchedulerCall]) -> list[list[JsonObject] | EditedAnswer]:
         heartbeat = asyncio.ensure_future(self._heartbeat())
         tasks = [asyncio.ensure_future(self._call_one(call)) for call in calls]
         try:
@@ -104,7 +146,7 @@ class Scheduler:
             self._progress_time = time.monotonic()
             await asyncio.sleep(self._timeout / 8)
 
-    async def _call_one(self, call: SchedulerCall) -> list[JsonObject]:
+    async def _call_one(self, call: SchedulerCall) -> list[JsonObject] | EditedAnswer:
         self._current, self._progress_time = call, time.monotonic()
         future: asyncio.Future | None = None
         try:
@@ -118,14 +160,19 @@ class Scheduler:
         except (TurnError, asyncio.CancelledError):
             raise
         except BaseException as error:  # also SystemExit, which would end only this thread
-            raise TurnError(
-                f"--multi_turn_scheduler {self.name} raised {type(error).__name__}: {error} "
-                f"({line_of(error.__traceback__, self._file)}) for {call}. Fix it"
-            ) from error
+            raise self._exception_error(error, call) from error
         finally:
             if future is not None:
                 future.cancel()
+        if isinstance(result, EditedAnswer):
+            return replace(result, messages=self._messages(result.messages, call))
         return self._messages(result, call)
+
+    def _exception_error(self, error: BaseException, call: SchedulerCall | EpisodeStart) -> TurnError:
+        return TurnError(
+            f"--multi_turn_scheduler {self.name} raised {type(error).__name__}: {error} "
+            f"({line_of(error.__traceback__, self._file)}) for {call}. Fix it"
+        )
 
     def _messages(self, result: Any, call: SchedulerCall) -> list[JsonObject]:
         """Convert a scheduler's result to messages. Raises TurnError."""
@@ -146,7 +193,7 @@ class Scheduler:
             ) from None
         return reply
 
-    def _timeout_error(self, call: SchedulerCall, task: asyncio.Future | None = None) -> TurnError:
+    def _timeout_error(self, call: SchedulerCall | EpisodeStart, task: asyncio.Future | None = None) -> TurnError:
         """Return the error of a call that hangs, with the line where it waits or blocks the loop."""
         assert self._thread is not None
         stack = task.get_stack(limit=1) if isinstance(task, asyncio.Task) else []

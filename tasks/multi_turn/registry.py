@@ -26,6 +26,17 @@ class Turn:
     columns: JsonObject  # of the row; None for columns that only other rows have
     state: JsonObject  # for the scheduler's own use, kept for the whole episode
     info: JsonObject  # the same, restricted to JSON types: rewards get it as `rollout_infos`
+    request_id: str = ""  # of the episode
+
+
+@dataclass
+class EditedAnswer:
+    """Result of a scheduler that has cut off generated tokens, or appended others, which are not trained on."""
+
+    text: str  # of the message
+    token_ids: list[int]  # generated tokens, then appended ones
+    loss_mask: list[int]  # 0 or 1 for each
+    messages: list[JsonObject]  # after the answer; empty: the model continues the message
 
 
 scheduler = Registrar(multi_turns, "scheduler")

@@ -34,6 +34,7 @@ from .groups import (
     TrainingOptions,
 )
 from .multi_turn import TurnOptions
+from .plugins import PluginOptions
 from .rewards import RewardOptions
 from .rollout import EngineOptions
 from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`
@@ -67,6 +68,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
     resume: ResumeOptions = group(ResumeOptions)
     logging: LoggingOptions = group(LoggingOptions)
     profile: ProfileOptions = group(ProfileOptions)
+    plugins: PluginOptions = group(PluginOptions)
 
     stage: ClassVar[Stage] = "sft"  # decides what a dataset row is converted to
     usual_metric: ClassVar[str] = "loss"  # default of --metric_for_best_model
@@ -289,6 +291,8 @@ class GrpoOptions(SftOptions):
             )
         if self.sampling.generation_batch_size is None:
             self.sampling.generation_batch_size = self.training.global_batch_size * self.sampling.steps_per_generation
+        if self.rewards.use_gym_env is None:
+            self.rewards.use_gym_env = self.multi_turn.gym_env is not None
         if self.rewards.cosine_max_len is None:
             self.rewards.cosine_max_len = self.sampling.max_completion_length
         if self.rewards.soft_max_length is None:

@@ -9,7 +9,10 @@ class TurnOptions:
     """Turns"""
 
     multi_turn_scheduler: Annotated[
-        str | None, "Scheduler of multi-turn episodes: tools, or a plugin's. Default: single-turn."
+        str | None, "Scheduler of multi-turn episodes: tools, gym_scheduler, or a plugin's. Default: single-turn."
+    ] = None
+    gym_env: Annotated[
+        str | None, "gym_scheduler: environment of rows whose column env_config names none; a plugin's."
     ] = None
     max_turns: Annotated[
         int | None, "Maximum turns of an episode. Default: as many as fit into --max_completion_length.", "(0, inf)"

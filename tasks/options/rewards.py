@@ -17,9 +17,10 @@ class RewardOptions:
         "Weight of each reward; --reward_model is the last if --reward_funcs does not list it. Default: 1.",
         "(-inf, inf)",
     ] = field(default_factory=list)
-    external_plugins: Annotated[list[str], "Python files in which rewards, schedulers and tools are registered."] = (
-        field(default_factory=list)
-    )
+    use_gym_env: Annotated[
+        bool | None,
+        "Add the total reward of an episode's environment, as the last reward. Default: true with --gym_env.",
+    ] = None
     reward_model: Annotated[str | None, "A reward model: a folder, or a hub id."] = None
     reward_timeout: Annotated[float, "Timeout of a reward in seconds; then the run fails.", "(0, 1e9]"] = 60.0
     cosine_min_len_value_wrong: Annotated[

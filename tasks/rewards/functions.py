@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from ...templates.json_types import JsonObject
 from ..options.rewards import RewardOptions
 from .math_verify_pool import MathVerifyPool
 from .registry import reward
@@ -73,6 +74,17 @@ class Cosine:
         short, long = self._ends[is_correct]
         share = min(length / self._length, 1.0)
         return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
+
+
+@reward("gym_reward")
+def total_rewards_of_environments(rollout_infos: Sequence[JsonObject]) -> list[float]:
+    """Return `total_reward` of the scheduler's information, which a gym environment's scheduler sums up."""
+    if not all("total_reward" in info for info in rollout_infos):
+        raise ValueError(
+            "--use_gym_env true: an episode has no total_reward in its rollout_infos. Set --multi_turn_scheduler "
+            "gym_scheduler, or one that returns it"
+        )
+    return [float(info["total_reward"]) for info in rollout_infos]
 
 
 @reward("repetition")

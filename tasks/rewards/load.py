@@ -6,19 +6,20 @@ from functools import partial
 from typing import Any
 
 from ..options.rewards import RewardOptions
-from ..system.plugins import instantiate, load_plugins, unknown_name_error
+from ..system.plugins import instantiate, is_plugins, unknown_name_error
 from . import functions
 from .math_verify_threads import allow_time_limits_in_threads
 from .registry import orms
 from .reward_fn import Reward
 
-MODEL = "reward_model"
+MODEL, GYM = "reward_model", "gym_reward"
 
 
 def reward_names(options: RewardOptions) -> list[str]:
     """Return the rewards of a run, in the order of their weights."""
     has_extra_model = options.reward_model is not None and MODEL not in options.reward_funcs
-    return [*options.reward_funcs, *([MODEL] if has_extra_model else [])]
+    has_extra_gym = options.use_gym_env and GYM not in options.reward_funcs
+    return [*options.reward_funcs, *([MODEL] if has_extra_model else []), *([GYM] if has_extra_gym else [])]
 
 
 def reward_weights(options: RewardOptions) -> list[float]:
@@ -27,8 +28,7 @@ def reward_weights(options: RewardOptions) -> list[float]:
 
 
 def check_rewards(options: RewardOptions) -> None:
-    """Import the plugins. Raises ValueError, naming the flag, for invalid options."""
-    load_plugins(options.external_plugins)
+    """Raise ValueError, naming the flag, for invalid options. Plugins must have been loaded."""
     names, weights = reward_names(options), options.reward_weights
     if not names:
         raise ValueError("--reward_funcs: completions need a reward. Set some, or a --reward_model")
@@ -50,18 +50,15 @@ def check_rewards(options: RewardOptions) -> None:
 
 
 def load_rewards(options: RewardOptions, run_options: object, model: Callable | None = None) -> list[Reward]:
-    """Return the rewards of options that `check_rewards` has accepted.
+    """Return the rewards of options that `check_rewards` has accepted. Plugins must have been loaded.
 
     run_options: all options of the run, passed to a reward class as `args`
     model: the `ModelReward` of `--reward_model`, if set
     """
-    load_plugins(options.external_plugins)
-    if options.external_plugins:
+    names = reward_names(options)
+    if any(is_plugins(orms.get(name)) for name in names):
         allow_time_limits_in_threads()
-    return [
-        Reward(name, model if name == MODEL and model else instantiate(orms[name], run_options))
-        for name in reward_names(options)
-    ]
+    return [Reward(name, model if name == MODEL and model else instantiate(orms[name], run_options)) for name in names]
 
 
 def signatures(options: RewardOptions) -> list[Reward]:

@@ -20,8 +20,9 @@ def allow_time_limits_in_threads() -> None:
     except ImportError:  # not installed, so that no plugin uses it
         return
     for module in (parser, grader):
-        if not isinstance(module.timeout, ThreadTimeLimit):
-            module.timeout = ThreadTimeLimit(module.timeout)
+        names = vars(module)
+        if not isinstance(names["timeout"], ThreadTimeLimit):
+            names["timeout"] = ThreadTimeLimit(names["timeout"])
 
 
 class ThreadTimeLimit:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...templates.batching.episode_batches import Sequences
 from ...templates.batching.prompt_dataloader import Prompt
+from ..multi_turn.registry import EditedAnswer
 from ..rollout.engine import Completion
 
 
@@ -33,6 +34,8 @@ class Episode:
     kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
     advantage: float = 0.0
     old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
+    answer_start: int = 0  # position in `tokens` of the last generation
+    answer_offset: int = 0  # position in `text` of the last generation: above 0 if it continues a message
     prompt_id: str = ""  # the same for all completions of a prompt
     request_id: str = ""
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
@@ -51,14 +54,20 @@ class Episode:
             finish_reason=completion.finish,
             columns=prompt.columns,
             text=text,
+            answer_start=prompt_length,
             experts=completion.padded_experts(prompt_length + completion_length),
         )
 
     def append_turn(self, messages: list[dict[str, Any]], tokens: list[int], completion: Completion, text: str) -> None:
-        """Append messages with their tokens, and the model's answer to them."""
+        """Append messages with their tokens, and the model's answer to them; without messages its last one goes on."""
         log_probs = np.concatenate([np.zeros(len(tokens), np.float32), np.array(completion.log_probs, np.float32)])
         mask = np.repeat(np.array([0, 1], np.float32), [len(tokens), len(completion.tokens)])
-        self.turns = [*self.messages, *messages, {"role": "assistant", "content": text}]
+        self.answer_start, self.answer_offset = len(self.tokens) + len(tokens), 0 if messages else len(self.text)
+        if messages:
+            self.turns = [*self.messages, *messages, {"role": "assistant", "content": text}]
+        else:
+            text = self.text + text
+            self.turns = [*self.messages[:-1], {"role": "assistant", "content": text}]
         self.tokens = np.concatenate([self.tokens, np.array([*tokens, *completion.tokens], np.int32)])
         self.loss_mask = np.concatenate([self.loss_mask, mask])
         self.rollout_log_probs = np.concatenate([self.rollout_log_probs, log_probs])
@@ -69,6 +78,24 @@ class Episode:
             earlier[:] = np.where(self.experts < 0, earlier, self.experts)
         self.experts = experts
 
+    def edit_answer(self, answer: EditedAnswer) -> None:
+        """Replace the last generation by what a scheduler has made of it. Kept tokens keep their log-probabilities."""
+        start, generated = self.answer_start, self.last_answer.tolist()
+        tokens, mask = np.array(answer.token_ids, np.int32), np.array(answer.loss_mask, np.float32)
+        kept = common_prefix(generated, answer.token_ids)
+        added = len(tokens) - kept
+        log_probs = np.concatenate(
+            [self.rollout_log_probs[start : start + kept] * mask[:kept], np.zeros(added, np.float32)]
+        )
+        self.tokens = np.concatenate([self.tokens[:start], tokens])
+        self.loss_mask = np.concatenate([self.loss_mask[:start], mask])
+        self.rollout_log_probs = np.concatenate([self.rollout_log_probs[:start], log_probs])
+        if self.experts is not None:
+            unknown = np.full((added, *self.experts.shape[1:]), -1, self.experts.dtype)
+            self.experts = np.concatenate([self.experts[: start + kept], unknown])
+        self.text = answer.text
+        self.turns = [*self.messages[:-1], {"role": "assistant", "content": answer.text}]
+
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Messages after the prompt's."""
@@ -76,13 +103,18 @@ class Episode:
 
     @property
     def last_answer(self) -> np.ndarray:
-        """Tokens of the last answer."""
-        return self.tokens[int(np.flatnonzero(self.loss_mask == 0)[-1]) + 1 :]
+        """Tokens of the last generation."""
+        return self.tokens[self.answer_start :]
 
     @property
     def length(self) -> int:
         """Number of tokens that the model generated."""
         return int(self.loss_mask.sum())
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequences:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from ...templates.batching.prompt_dataloader import Prompt
 from ...templates.chat_template.continuation import Continuation
+from ...templates.chat_template.render import Renderer
 from ...templates.formats.schemas import UnusableRow
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, rank0_only
-from ..multi_turn.call import SchedulerCall, TurnError
+from ..multi_turn.call import EpisodeStart, SchedulerCall, TurnError
 from ..multi_turn.load import load_scheduler, prompt_tools
-from ..multi_turn.registry import Turn
+from ..multi_turn.registry import EditedAnswer, Turn
 from ..options import GrpoOptions
 from ..rollout.eos import eos_token_ids
 from ..run.context import Run
@@ -29,6 +31,11 @@ class NextTurn(NamedTuple):
     tokens: list[int]  # of the messages, up to and including the generation prompt
     is_full: bool  # the messages exceed the maximal length: the episode is over, and truncated
     info: dict[str, Any]
+    edit: EditedAnswer | None = None  # what the scheduler has made of the answer
+
+    @property
+    def is_over(self) -> bool:
+        return not (self.messages or self.edit)
 
 
 class MultiTurn:
@@ -39,7 +46,12 @@ class MultiTurn:
         self._max_turns, self._max_length = options.multi_turn.max_turns, options.sampling.max_completion_length
         self._name = options.multi_turn.multi_turn_scheduler
         self._columns = rank0_only(lambda: run.data.columns) or []
-        self._scheduler = rank0_only(lambda: load_scheduler(options))
+        self._scheduler = rank0_only(lambda: load_scheduler(options, run.tokenizer))
+        self._starts_episodes = broadcast_from_rank0(
+            lambda: self._scheduler is not None and self._scheduler.starts_episodes, gloo_group()
+        )
+        self._renderer = Renderer(run.tokenizer, options.data, "prompts", prompt_tools(options))
+        self._max_prompt = options.data.max_length
         thinking = options.data.enable_thinking
         self._continuation = rank0_only(
             lambda: Continuation(
@@ -49,6 +61,46 @@ class MultiTurn:
                 **({} if thinking is None else {"enable_thinking": thinking}),
             )
         )
+
+    def start(self, prompts: Sequence[Prompt], request_ids: Sequence[str]) -> list[Prompt]:
+        """Return the prompts of episodes, as the scheduler has changed them. Every rank makes the same call.
+
+        Raises TurnError on every rank if the scheduler fails.
+        """
+        if not self._starts_episodes:
+            return list(prompts)
+        return broadcast_from_rank0(lambda: self._start(prompts, request_ids), gloo_group())
+
+    def _start(self, prompts: Sequence[Prompt], request_ids: Sequence[str]) -> list[Prompt]:
+        assert self._scheduler is not None
+        starts = [
+            EpisodeStart(
+                prompt.source_row, request_id, deepcopy(prompt.columns["messages"]), self._row_columns(prompt.columns)
+            )
+            for prompt, request_id in zip(prompts, request_ids, strict=True)
+        ]
+        self._scheduler.start(starts)
+        return [self._started(prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
+
+    def _started(self, prompt: Prompt, start: EpisodeStart) -> Prompt:
+        """Return a prompt with the messages that the scheduler has set."""
+        if start.messages == prompt.columns["messages"]:
+            return prompt
+        try:
+            columns = prompt.columns | {"messages": start.messages}
+            ((text,), _), *_ = self._renderer(columns | {"system": None})
+        except UnusableRow as error:
+            raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says for {start})") from None
+        tokens = self._tokenizer.encode(text.text, add_special_tokens=False)
+        if self._max_prompt and len(tokens) > self._max_prompt:
+            raise TurnError(
+                f"--max_length {self._max_prompt}: below the {len(tokens)} tokens that --multi_turn_scheduler "
+                f"{self._name} says for {start}. Raise it"
+            )
+        return prompt._replace(tokens=tokens, columns=columns)
+
+    def _row_columns(self, columns: dict[str, Any]) -> dict[str, Any]:
+        return {name: columns.get(name) for name in self._columns}
 
     def __call__(
         self,
@@ -71,8 +123,12 @@ class MultiTurn:
             for (_, episode), next_turn in zip(active, continuations, strict=True):
                 episode.info = next_turn.info | {"num_turns": number}
                 episode.finish_reason = "length" if next_turn.is_full else episode.finish_reason
+                if next_turn.edit:
+                    episode.edit_answer(next_turn.edit)
             continued = [
-                (pair, next_turn) for pair, next_turn in zip(active, continuations, strict=True) if next_turn.tokens
+                (pair, next_turn)
+                for pair, next_turn in zip(active, continuations, strict=True)
+                if not next_turn.is_over
             ]
             if continued:
                 with phase("gen"):
@@ -106,28 +162,33 @@ class MultiTurn:
         turn = Turn(
             number,
             [*episode.columns["messages"], *episode.messages],
-            episode.text,
+            episode.text[episode.answer_offset :],
             self._tokenizer.decode(ids, skip_special_tokens=False),
             ids,
             "length" if episode.finish_reason == "length" else "stop",
             episode.finish_reason == "length" or number == self._max_turns,
-            {name: episode.columns.get(name) for name in self._columns},
+            self._row_columns(episode.columns),
             state,
             episode.info,
+            episode.request_id,
         )
         return SchedulerCall(episode.source_row, turn)
 
     def _next_turn(
-        self, prompt: Prompt, episode: Episode, call: SchedulerCall, messages: list[dict[str, Any]]
+        self, prompt: Prompt, episode: Episode, call: SchedulerCall, reply: list[dict[str, Any]] | EditedAnswer
     ) -> NextTurn:
         assert self._continuation is not None
-        if not messages or call.turn.final:
+        edit = reply if isinstance(reply, EditedAnswer) else None
+        messages = edit.messages if edit else reply
+        assert isinstance(messages, list)
+        if (not messages and not edit) or call.turn.final:
             return NextTurn([], [], False, call.turn.info)
+        answer = edit.token_ids if edit else call.turn.token_ids
         try:
-            tokens = self._continuation(messages, episode.columns, call.turn.token_ids)
+            tokens = self._continuation(messages, episode.columns, answer) if messages else []
         except UnusableRow as error:
             raise TurnError(f"--multi_turn_scheduler {self._name}: {error} (what it says to {call})") from None
-        used = len(episode.tokens) - len(prompt.tokens) + len(tokens)
+        used = episode.answer_start + len(answer) - len(prompt.tokens) + len(tokens)
         if used >= self._max_length:
             return NextTurn([], [], True, call.turn.info)
-        return NextTurn(messages, tokens, False, call.turn.info)
+        return NextTurn(messages, tokens, False, call.turn.info, edit)

@@ -8,14 +8,16 @@ from pathlib import Path
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_rank0_first, rank0_only
+from ..options import GrpoOptions
 from ..options.rewards import RewardOptions
 from ..rewards.load import load_rewards, reward_names, reward_weights
 from ..rewards.model import ModelReward
-from ..rewards.reward_fn import RewardSample, TrainerState
+from ..rewards.reward_fn import Reward, RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
 from ..rewards.unscored import UnscoredMonitor, check_columns
 from ..rollout.health import notify
 from ..run.context import Run
+from ..system.plugins import load_plugins
 from .episode import Episode
 
 
@@ -34,11 +36,18 @@ class RewardScorer:
             reward_options = replace(run.options, model=options.reward_model, mcore_model=None)
             folder = local_rank0_first(lambda: hub.source_folder(reward_options, None))
         self.columns = rank0_only(lambda: run.data.columns) or []
-        self.rewards = rank0_only(lambda: load_rewards(options, run.options, _model(folder)))
+        self.rewards = rank0_only(lambda: self._load(run, folder))
         evaluates = run.options.training.eval_iters != 0
         self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
         self.monitor = UnscoredMonitor(reward_names(options))
         self.trainer_state: TrainerState | None = None  # set by the loop
+
+    @staticmethod
+    def _load(run: Run, model_folder: Path | None) -> list[Reward]:
+        options = run.options
+        assert isinstance(options, GrpoOptions)
+        load_plugins(options.plugins.external_plugins)
+        return load_rewards(options.rewards, options, _model(model_folder))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Set the rewards of the episodes. Raises RewardError on every rank if a reward function fails."""

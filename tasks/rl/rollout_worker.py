@@ -52,7 +52,13 @@ class RolloutWorker:
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, phase: Phase) -> list[list[Episode]]:
         """Return `group_size` scored episodes of each prompt."""
+        first = self.prompts.consumed - len(prompts)
+        prompt_ids = [f"prompt-{first + number}" for number in range(len(prompts)) for _ in range(group_size)]
+        request_ids = [f"{prompt_id}-{number % group_size}" for number, prompt_id in enumerate(prompt_ids)]
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
+        if self.multi_turn:
+            with phase("multi_turn"):
+                repeated = self.multi_turn.start(repeated, request_ids)
         with phase("gen"):
             completions = self.sampler(repeated)
         texts = self.texts([prompt.columns for prompt in repeated], [prompt.tokens for prompt in repeated], completions)
@@ -61,10 +67,8 @@ class RolloutWorker:
             Episode.from_completion(prompt, number // group_size, completion, text)
             for number, (prompt, completion, text) in enumerate(rows)
         ]
-        first = self.prompts.consumed - len(prompts)
-        for number, episode in enumerate(episodes):
-            episode.prompt_id = f"prompt-{first + number // group_size}"
-            episode.request_id = f"{episode.prompt_id}-{number % group_size}"
+        for episode, prompt_id, request_id in zip(episodes, prompt_ids, request_ids, strict=True):
+            episode.prompt_id, episode.request_id = prompt_id, request_id
         if self.multi_turn:
             self.multi_turn(self.sampler, repeated, episodes, self.metrics, phase)
         with phase("reward"):

@@ -16,6 +16,7 @@ from ...bridge.option_groups import flag_values
 from ...templates.json_types import JsonObject
 from .ms_swift_imports import MsSwiftImportError, ms_swift_imports
 
+MODULE_PREFIX = "megaswift_plugin"
 _loaded: set[Path] = set()
 
 
@@ -66,6 +67,11 @@ def instantiate(entry: Any, options: object) -> Any:
         return entry(args=SimpleNamespace(**flag_values(options))) if takes_options else entry()
 
 
+def is_plugins(entry: Any) -> bool:
+    """Return whether a registered function or class is from a plugin's file."""
+    return getattr(entry, "__module__", "").startswith(MODULE_PREFIX)
+
+
 def load_plugins(paths: Sequence[str]) -> None:
     """Import Python files, each once. Their folders are added to sys.path.
 
@@ -77,7 +83,7 @@ def load_plugins(paths: Sequence[str]) -> None:
             continue
         if not path.is_file() or path.suffix != ".py":
             raise ValueError(f"--external_plugins {name}: no such Python file. Set the path of one")
-        module_name = f"megaswift_plugin{len(_loaded)}_{path.stem}"
+        module_name = f"{MODULE_PREFIX}{len(_loaded)}_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
         assert spec.loader is not None

@@ -10,6 +10,7 @@ from tests.cli.checks.checking import check
 from tests.tasks.multi_turn.conftest import own_registry, own_turns  # noqa: F401  (fixtures)
 
 PLUGIN = """
+from swift.rollout.gym_env import Env, envs
 from megaswift.tasks.multi_turn import MultiTurnScheduler, multi_turns, scheduler, tool
 
 
@@ -28,7 +29,12 @@ class Stepping(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
 
+class Lakes(Env):
+    pass
+
+
 multi_turns["whole"] = Whole
+envs["lakes"] = Lakes
 multi_turns["stepping"] = Stepping
 """
 BARE = """
@@ -70,13 +76,21 @@ def words(tmp_path: Path) -> str:
         ("bare.py --multi_turn_scheduler tools", "@tool bare: "),
         (
             "plugin.py --multi_turn_scheduler whole",
-            "--multi_turn_scheduler whole: its run() would never be called, only step() and check_finished().",
+            "--multi_turn_scheduler whole: its run() would never be called, only step(),",
         ),
         (
             "swift.py",
             "swift.rollout.multi_turn_schedulers does not exist here. swift.rollout has Env, envs, gym_env,",
         ),
-        ("plugin.py --use_gym_env true", "Write one as a scheduler (docs/grpo.md) and set --multi_turn_scheduler."),
+        ("plugin.py --gym_env lake", "--gym_env lake: only for episodes of several turns. Set --multi_turn_sch"),
+        (
+            "plugin.py --multi_turn_scheduler stepping --gym_env lake",
+            "--gym_env lake: --multi_turn_scheduler stepping has no environments. Set gym_scheduler",
+        ),
+        (
+            "plugin.py --multi_turn_scheduler gym_scheduler --gym_env lake",
+            "--gym_env lake: no such environment. The nearest is lakes. Use one of lakes, or register it in",
+        ),
         ("plugin.py --completion_length_limit_scope per_round", "--max_completion_length bounds the episode."),
     ],
 )
@@ -90,7 +104,7 @@ def test_what_is_accepted(words: str, dense: Path) -> None:
     more = "plugin.py --multi_turn_scheduler stepping --max_turns 3 --turn_timeout 5"
     options, _ = check(dense, f"{words}{more} --completion_length_limit_scope total --use_gym_env false")
     assert (options.multi_turn.max_turns, options.multi_turn.turn_timeout) == (3, 5)
-    assert set(multi_turns) == {"again", "whole", "stepping"}
+    assert set(multi_turns) == {"gym_scheduler", "again", "whole", "stepping"}
     assert not registered_tools
 
 

@@ -192,10 +192,12 @@ def test_ms_swift_s():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "must append messages, and keep the others unchanged"),
-        ({"messages": [user("?"), user("x"), user("y")]}, "must append messages"),
-        ({"response_loss_mask": [1, 0]}, "response_token_ids or a response_loss_mask that differ from the answer's"),
-        ({"response_token_ids": [5]}, "response_token_ids or a response_loss_mask that differ from the answer's"),
+        ({}, "must append messages, or text to the answer"),
+        ({"messages": [user("?"), user("x"), user("y")]}, "must keep the messages before the answer, and the answer"),
+        ({"messages": [user("!"), *said("a")[1:], user("y")]}, "must keep the messages before the answer, and"),
+        ({"messages": [*said("b"), user("y")]}, "changes the answer's text and not its tokens"),
+        ({"response_loss_mask": [1]}, "a response_loss_mask with 0 or 1 for each of response_token_ids"),
+        ({"response_token_ids": [5], "response_loss_mask": [1]}, "a response_loss_mask of 1 for tokens that the mod"),
     ],
 )
 def test_what_ms_swift_s_may_not(changes, message):

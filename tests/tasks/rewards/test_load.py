@@ -5,6 +5,7 @@ from megaswift.tasks.options.rewards import RewardOptions
 from megaswift.tasks.rewards import orms, reward
 from megaswift.tasks.rewards.functions import Accuracy
 from megaswift.tasks.rewards.load import MODEL, check_rewards, load_rewards, reward_names, reward_weights
+from megaswift.tasks.system.plugins import load_plugins
 
 OURS = """
 from dataclasses import dataclass
@@ -49,11 +50,11 @@ def test_plugins_register_in_both_ways(tmp_path):
         file.write_text(text)
     options = RewardOptions(
         reward_funcs=["length", "starts", "later", "bare", "format"],
-        external_plugins=[str(file) for file in files],
         repetition_max_penalty=-3,
     )
+    for _ in range(2):  # once in the command, once in the run: files are imported once
+        load_plugins([str(file) for file in files])
     check_rewards(options)
-    check_rewards(options)  # once in the command, once in the run: files are imported once
     rewards = {reward.name: reward.function for reward in load_rewards(options, options)}
     assert list(rewards) == options.reward_funcs
     assert rewards["length"](completions=["abcd"], other=1) == [2]
@@ -98,7 +99,6 @@ def test_a_reward_model_comes_last_where_it_is_not_named():
             RewardOptions(reward_funcs=["soft_overlong"], soft_max_length=9, soft_cache_length=9),
             "--soft_cache_length 9 is not above 0 and below --soft_max_length 9",
         ),
-        (RewardOptions(external_plugins=["/no/plugin.py"]), "--external_plugins /no/plugin.py: no such"),
     ],
 )
 def test_what_cannot_be_is_named(options, words):
@@ -120,7 +120,12 @@ def test_a_plugin_that_raises_is_named(text, words, tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(text)
     with pytest.raises(ValueError, match=rf"--external_plugins {file}: (?s:.*){words}"):
-        check_rewards(RewardOptions(external_plugins=[str(file)]))
+        load_plugins([str(file)])
+
+
+def test_a_missing_plugin_is_named():
+    with pytest.raises(ValueError, match=r"--external_plugins /no/plugin\.py: no such"):
+        load_plugins(["/no/plugin.py"])
 
 
 def test_a_name_is_taken_once():

@@ -17,6 +17,7 @@ from megaswift.tasks.rewards.load import load_rewards
 from megaswift.tasks.rewards.math_verify_threads import ThreadTimeLimit, allow_time_limits_in_threads
 from megaswift.tasks.rewards.reward_fn import Reward, RewardSample, TrainerState
 from megaswift.tasks.rewards.scoring import score
+from megaswift.tasks.system.plugins import load_plugins
 
 SWALLOWS = r"""
 from concurrent.futures import ThreadPoolExecutor
@@ -118,7 +119,8 @@ def test_math_verify_in_worker_threads(tmp_path, own_limits):
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="threaded environment"):
         pool.submit(parse, "$1/2$").result()
     (tmp_path / "plugin.py").write_text(SWALLOWS)
-    options = RewardOptions(reward_funcs=["swallows"], external_plugins=[str(tmp_path / "plugin.py")])
+    load_plugins([str(tmp_path / "plugin.py")])
+    options = RewardOptions(reward_funcs=["swallows"])
     asked = [
         RewardSample(f"row {i}", "", [], text, [], {"solution": "$1/2$"})
         for i, text in enumerate(("$0.5$", r"\boxed{\frac{2}{4}}", "$2$"))

@@ -82,7 +82,8 @@ def sample(text: str, **columns) -> RewardSample:
 
 
 def test_names_are_ours(tmp_path, registries):
-    options = RewardOptions(reward_funcs=["late"], external_plugins=plugin(tmp_path, PLUGIN))
+    options = RewardOptions(reward_funcs=["late"])
+    load_plugins(plugin(tmp_path, PLUGIN))
     check_rewards(options)
     assert find_spec("swift") is None
     assert issubclass(rewards.orms["late"], rewards.ORM)
@@ -177,7 +178,8 @@ def test_an_async_reward_imports_late(tmp_path):
         "        return [float(len(text)) for text in completions]\n"
         "orms['slow'] = Slow\n"
     )
-    options = RewardOptions(reward_funcs=["slow"], external_plugins=plugin(tmp_path, text))
+    options = RewardOptions(reward_funcs=["slow"])
+    load_plugins(plugin(tmp_path, text))
     (reward,) = load_rewards(options, options)
     assert isinstance(reward, Reward)
     assert reward([sample("abc")]) == [3]
