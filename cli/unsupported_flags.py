@@ -36,6 +36,10 @@ ANY_BOOLEAN = ("true", "false")
 MULTIMODAL = ("multimodal models", "Remove it, and use a text model.")
 ARCHITECTURE = ("architectures other than that of config.json", "Remove it, or edit the model's config.json.")
 SGLANG = ("SGLang", "Remove it, and set --infer_backend vllm.")
+LLM_COMPRESSOR = (
+    "Set --quant_method fp8, or export to a folder and quantize that: pip install llmcompressor, and its oneshot(model="
+    "FOLDER, dataset=..., recipe=...), whose recipes are AWQModifier and GPTQModifier."
+)
 LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
 
 _MODELS = {
@@ -184,7 +188,7 @@ _INFERENCE_AND_EXPORT = {
                    sglang_enable_dp_attention=NONE, sglang_disable_custom_all_reduce=NONE,
                    sglang_speculative_algorithm=NONE, sglang_speculative_num_steps=NONE,
                    sglang_speculative_eagle_topk=NONE, sglang_speculative_num_draft_tokens=NONE),
-    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits=NONE, quant_method=NONE,
+    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits="8",
                    quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
                    to_ollama="false", to_cached_dataset="false", template_mode=NONE, test_convert_dtype=NONE),
     **_unsupported("a number of files", "Set --max_shard_size.", thread_count=NONE),
@@ -197,6 +201,12 @@ UNSUPPORTED: dict[str, UnsupportedFlag] = {**_MODELS, **_TRAINING, **_DATA, **_R
 # Unsupported values of flags.
 UNSUPPORTED_VALUES: dict[tuple[str, str], UnsupportedFlag] = {
     ("tuner_type", "lora_llm"): UnsupportedFlag("multimodal models", "Set --tuner_type lora, and a text model."),
+    ("quant_method", "awq"): UnsupportedFlag("AWQ", LLM_COMPRESSOR),
+    ("quant_method", "gptq"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),
+    ("quant_method", "gptq_v2"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),
+    ("quant_method", "bnb"): UnsupportedFlag(
+        "bitsandbytes", "Set --quant_method fp8, or give transformers' BitsAndBytesConfig when the folder is loaded."
+    ),
     ("infer_backend", "sglang"): UnsupportedFlag(SGLANG[0], "Set --infer_backend vllm."),
     ("infer_backend", "lmdeploy"): UnsupportedFlag(LMDEPLOY[0], "Set --infer_backend vllm."),
 }

@@ -23,7 +23,9 @@ from ..mapping.local_params import collect_params, local_experts, shard_group, s
 from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
 from ..model.chunk_mapping import map_chunks
 from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
+from .fp8_blocks import fp8_specs, quantization_config, quantize_blocks, quantized_names
 from .passthrough import RECORD, PassthroughTensors
+from .quantized import SCALES
 from .safetensors_io import TensorSpec, finish_shards, sync, tensor_names
 from .writer import RankReport, ShardWriter, StagedFolder
 
@@ -57,6 +59,11 @@ class GatherJob(NamedTuple):
     def bytes(self) -> int:
         return sum(spec.bytes for spec in self.specs.values())
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the order of the parts of their megatron-core tensor; without scales."""
+        return list(self.pieces[0].entry.hf)
+
 
 def save_weights(
     chunks: Sequence[GPTModel],
@@ -67,14 +74,14 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     merge: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Save the model of `chunks` as `stage_weights` does, and return once the files are on disk.
 
     Raises OSError on every rank if any rank cannot write; the folder is then incomplete.
     """
-    complete_folder(
-        stage_weights(chunks, hf_config, source, destination, dtype=dtype, max_shard_bytes=max_shard_bytes, merge=merge)
-    )
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "merge": merge, "fp8": fp8}
+    complete_folder(stage_weights(chunks, hf_config, source, destination, **options))
 
 
 @torch.no_grad()
@@ -87,13 +94,15 @@ def stage_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     merge: bool = False,
+    fp8: bool = False,
     copy_to_host: bool = False,
 ) -> StagedFolder:
     """Start to save the model of `chunks` in `dtype` as a Hugging Face folder at `destination`, which is empty.
 
     chunks: this rank's GPTModels. hf_config: the raw config.json of `source`, whose tokenizer and other small files are
     copied. max_shard_bytes: the most bytes of a file, unless the tensors of one mapping are larger. merge: save with
-    merged adapters; the weights in memory do not change. copy_to_host: training may continue at once (see ShardWriter).
+    merged adapters; the weights in memory do not change. fp8: quantize linear layers (see fp8_blocks.py).
+    copy_to_host: training may continue at once (see ShardWriter).
 
     Every rank calls this. One rank writes each file. conversion.json is written (see conversion_report.py). Besides its
     shards a rank holds one full tensor (of one expert), and the tensors that wait for its disk (see writer.py).
@@ -105,7 +114,7 @@ def stage_weights(
         tensors.pop(OUTPUT, None)  # the last stage's copy; the first stage has the embedding itself
     writer, started = ShardWriter(destination, copy_to_host=copy_to_host), time.perf_counter()
     merges = merge_functions(chunks) if merge else {}
-    write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges)
+    write_tensors(writer, tensors, entries, architecture, dtype, max_shard_bytes, merges, fp8=fp8)
     passthrough = PassthroughTensors(source, hf_config, architecture, describe_sources(entries), dtype)
     for number, specs in enumerate(passthrough.files(max_shard_bytes)):
         if number % dist.get_world_size() == dist.get_rank():
@@ -115,14 +124,16 @@ def stage_weights(
 
     def complete(ranks: list[RankReport]) -> dict[str, str]:
         shards = sorted((shard for report in ranks for shard in report.shards), key=lambda shard: shard.name)
-        written = sorted(name for shard in shards for name in shard.specs)
+        specs = {name: spec for shard in shards for name, spec in shard.specs.items()}
+        written = sorted(name for shard in shards for name in shard.specs if not is_scale(name, specs))
         if written != sorted(passthrough.specs.keys() | {name for entry in entries.values() for name in entry.hf}):
             raise RuntimeError(
                 f"{len(written)} tensors were written, which are not those of the {family.name} rows once each"
             )
         file_by_tensor = finish_shards(destination, [(shard.name, shard.specs) for shard in shards])
-        copy_small_files(Path(source), destination, hf_config, dtype)
+        copy_small_files(Path(source), destination, hf_config, dtype, quantization_config(specs) if fp8 else None)
         sources = describe_sources(entries)
+        sources |= {name: {"scales_of": name.removesuffix(SCALES)} for name in specs if is_scale(name, specs)}
         records = {
             name: sources.get(name, RECORD) | describe_tensor(spec, file_by_tensor[name], shard.written.checksums[name])
             for shard in shards
@@ -167,6 +178,8 @@ def write_tensors(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     merges: Mapping[ParamKey, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+    *,
+    fp8: bool = False,
 ) -> None:
     """Convert the `tensors` of all ranks to Hugging Face tensors, and give `writer` this rank's files of them.
 
@@ -175,7 +188,8 @@ def write_tensors(
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    for group_index, (jobs, group, replicas) in enumerate(plan_jobs(tensors, entries, architecture, dtype, merges)):
+    job_lists = plan_jobs(tensors, entries, architecture, dtype, merges, fp8=fp8)
+    for group_index, (jobs, group, replicas) in enumerate(job_lists):
         # Separate experts have files per EP rank.
         prefix = f"{stage:04}-{group_index}-{ep_rank if group_index == 1 else 0:04}"
         # Files are distributed round-robin: first over the replicas, then over the ranks of the group.
@@ -200,6 +214,8 @@ def plan_jobs(
     architecture: Architecture,
     dtype: torch.dtype | None,
     merges: Mapping[ParamKey, Callable[[Tensor], Tensor]],
+    *,
+    fp8: bool = False,
 ) -> list[tuple[list[GatherJob], ProcessGroup, ProcessGroup]]:
     """Return the jobs of this rank, in three lists: dense tensors, separate experts, stacked experts.
 
@@ -210,10 +226,11 @@ def plan_jobs(
         entry = entries[key]
         ranks, _ = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)
-        specs = {
-            name: TensorSpec(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
-            for name, shape in entry.hf_shapes(tensor.shape, spans).items()
-        }
+        shapes, specs = entry.hf_shapes(tensor.shape, spans), dict[str, TensorSpec]()
+        quantized = quantized_names(key, entry, shapes) if fp8 else ()
+        for name, shape in shapes.items():
+            spec = TensorSpec(torch.float32 if entry.fp32 else dtype or tensor.dtype, entry.stored_shape(shape))
+            specs |= fp8_specs(name, spec) if name in quantized else {name: spec}
         if entry.expert_index is None:
             holders = range(ranks) if ranks > 1 else ()
             pieces = [TensorShards(entry, spans, holders, tensor, merges.get(key))]
@@ -280,14 +297,23 @@ def init_communicator(group: ProcessGroup) -> None:
 
 def gather_job(job: GatherJob, group: ProcessGroup, writer: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face tensors of `job`, each in runs, on rank `writer` of `group`; nothing on other ranks."""
-    names = list(job.specs)
+    names = job.names
     # Stacked tensors are written one after another: the experts are gathered once for each.
     for batch in [names] if len(job.pieces) == 1 else [[name] for name in names]:
+        scales: list[Tensor] = []
         for piece in job.pieces:
             shards = _gather(piece, group, writer)
-            if group.rank() == writer:
-                for name in batch:
-                    yield from ((name, run) for run in _tensor_runs(piece, shards, names.index(name)))
+            for name in batch if group.rank() == writer else ():
+                runs = _tensor_runs(piece, shards, names.index(name))
+                if name + SCALES not in job.specs:
+                    yield from ((name, run) for run in runs)
+                    continue
+                values, block_scales = quantize_blocks(runs[0] if len(runs) == 1 else torch.cat(runs))
+                yield name, values
+                scales.append(block_scales)
+                if piece is job.pieces[-1]:
+                    yield from ((name + SCALES, run) for run in scales)
+                    scales = []
 
 
 def _gather(piece: TensorShards, group: ProcessGroup, writer: int) -> list[Tensor]:
@@ -340,18 +366,32 @@ def gather_or_raise[T](value: T, failure: Exception | None) -> list[T]:
     return values
 
 
-def copy_small_files(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
-    """Copy config.json, changed for weights in `dtype`, and the other small files of a model folder."""
-    _write_config(source, destination, hf_config, dtype)
+def is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a tensor of `specs` has the scales of another one."""
+    return name.endswith(SCALES) and name.removesuffix(SCALES) in specs
+
+
+def copy_small_files(
+    source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype, quantization: HfConfig | None = None
+) -> None:
+    """Copy config.json, changed for weights in `dtype`, and the other small files of a model folder.
+
+    quantization: `quantization_config` of the written weights.
+    """
+    _write_config(source, destination, hf_config, dtype, quantization)
     _copy_small_files(source, destination)
 
 
-def _write_config(source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype) -> None:
-    """Write config.json with the dtype set and without its quantization."""
+def _write_config(
+    source: Path, destination: Path, hf_config: HfConfig, dtype: torch.dtype, quantization: HfConfig | None
+) -> None:
+    """Write config.json with the dtype and the quantization of the written weights."""
     config = _set_dtype(hf_config, dtype)
     config.pop("quantization_config", None)
     if "text_config" in config:
         config["text_config"] = _set_dtype(config["text_config"], dtype)
+    if quantization:
+        config["quantization_config"] = quantization
     original = (source / "config.json").read_text(encoding="utf-8")
     is_unchanged = json.loads(original) == config
     with (destination / "config.json").open("w", encoding="utf-8") as stream:

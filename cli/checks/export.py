@@ -12,6 +12,7 @@ from ...tasks.run.planning import ProcessLayout, build_options, export_folder, s
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
 from .common import check_pipeline, check_processes
+from .generation import as_flag
 from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
 from .model import HfConfig, check_divisible, rope_notes, supported_config
 
@@ -24,6 +25,7 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     """Return config.json of the model to export (None: not downloaded yet), and notes. Raises UsageError."""
     _check_formats(options)
     _check_adapter(options)
+    _check_quantization(options)
     with usage_errors():
         shard_bytes(options.max_shard_size)
     notes = list(set_base_model(options, options))
@@ -51,16 +53,35 @@ def _check_formats(options: ExportOptions) -> None:
             "--merge_lora true."
         )
     has_adapter = options.adapters or options.mcore_adapter
-    if options.to_hf and not options.mcore_model and not has_adapter and not options.torch_dtype:
+    changes = options.mcore_model or has_adapter or options.torch_dtype or options.quant_method
+    if options.to_hf and not changes:
         raise UsageError(
             "--to_hf true needs --mcore_model, the folder of a megatron-core checkpoint. Set it, or --mcore_adapter or "
-            "--adapters beside --model, or the --torch_dtype to convert a Hugging Face checkpoint to."
+            "--adapters beside --model, or --quant_method fp8, or the --torch_dtype to convert --model to."
         )
     if options.mcore_model and options.to_mcore and not has_adapter:
         raise UsageError(
             f"--mcore_model {options.mcore_model}: is in megatron-core's format already. Set --to_hf true, or a "
             "Hugging Face checkpoint as --model."
         )
+
+
+def _check_quantization(options: ExportOptions) -> None:
+    fp8_flag = next((name for name in ("fp8_format", "fp8_recipe") if getattr(options, name, None)), None)
+    if fp8_flag and not options.quant_method:
+        raise UsageError(
+            f"{as_flag(fp8_flag, options)}: an export computes nothing in FP8. Set --fp8_param_gather true to write "
+            "FP8 weights, or remove it."
+        )
+    if not options.quant_method:
+        return
+    flag = f"--quant_method {options.quant_method}"
+    if options.to_mcore:
+        raise UsageError(f"{flag} is for Hugging Face folders. Set --to_hf true in place of --to_mcore true.")
+    if adapter_flag(options) and not options.merge_lora:
+        raise UsageError(f"{flag}: an adapter alone is not quantized. Set --merge_lora true, or remove it.")
+    if options.test_convert_precision:
+        raise UsageError(f"--test_convert_precision true cannot be used with {flag}, which rounds weights. Remove it.")
 
 
 def _check_adapter(options: ExportOptions) -> None:

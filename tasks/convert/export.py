@@ -224,8 +224,8 @@ def _write(
             seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
             run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
     else:
-        max_bytes = shard_bytes(options.max_shard_size)
-        save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=max_bytes)
+        max_bytes, fp8 = shard_bytes(options.max_shard_size), options.quant_method == "fp8"
+        save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=max_bytes, fp8=fp8)
 
 
 def _compare(

@@ -424,6 +424,8 @@ class ExportOptions(
     """swift export"""
 
     def __post_init__(self) -> None:
+        if self.quant_method and not self.to_mcore:
+            self.to_hf = True
         if self.merge_lora is None:
             self.merge_lora = self.mcore_adapter is not None or (self.to_hf and bool(self.adapters))
 
@@ -432,8 +434,16 @@ class ExportOptions(
 class MegatronExportOptions(ExportOptions, LayoutOptions):
     """megatron export"""
 
+    fp8_format: Annotated[Literal["e4m3"] | None, "With --fp8_param_gather true: --quant_method fp8."] = None
+    fp8_recipe: Annotated[Literal["blockwise"] | None, "With --fp8_param_gather true: --quant_method fp8."] = None
+    fp8_param_gather: Annotated[bool, "Write an FP8 checkpoint, as --quant_method fp8."] = False
     # Very long, because other ranks wait while one writes.
     ddp_timeout: Annotated[int, "Timeout of collectives, in seconds.", "(0, inf)"] = 18_000_000
+
+    def __post_init__(self) -> None:
+        if self.fp8_param_gather:
+            self.quant_method = "fp8"
+        super().__post_init__()
 
 
 @dataclass

@@ -217,9 +217,13 @@ class ConversionOptions:
 
     to_mcore: Annotated[bool, "Convert to a megatron-core checkpoint."] = False
     to_hf: Annotated[bool, "Convert to a Hugging Face folder."] = False
+    quant_method: Annotated[
+        Literal["fp8"] | None,
+        "Quantize the linear layers of a Hugging Face folder. fp8: e4m3 in blocks of 128 x 128, as DeepSeek-V3.",
+    ] = None
     output_dir: Annotated[
         str | None,
-        "Output folder. Default: <model>-mcore or <model>-hf, beside a model folder, else in the working directory.",
+        "Output folder. Default: <model>-mcore, -hf or -fp8, beside a model folder, else in the working directory.",
     ] = None
     exist_ok: Annotated[bool, "Replace the folder of an earlier export."] = False
     test_convert_precision: Annotated[

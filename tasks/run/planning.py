@@ -108,6 +108,8 @@ def export_folder(options: ExportOptions) -> Path:
     source, ending = adapter or options.mcore_model or options.model, "mcore" if options.to_mcore else "hf"
     if adapter and options.merge_lora:
         ending = "merged-mcore" if options.to_mcore else "merged"
+    if options.quant_method:
+        ending = f"{ending}-{options.quant_method}".removeprefix("hf-")
     folder = Path(source).expanduser().absolute()
     return (
         folder.with_name(f"{folder.name}-{ending}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from megaswift.cli import main as cli
 from megaswift.cli.main import main
+from megaswift.tasks.run.planning import export_folder
 
 from tests.cli.checks.test_export import mcore, message
 from tests.cli.checks.test_lora import write_adapter
@@ -48,3 +49,27 @@ def test_forms_of_an_adapters_export(tmp_path: Path, capsys, ran: list) -> None:
         (("--mcore_model", base, *adapters, "--to_mcore", "--test_convert_precision"), "transformers reads neither"),
     ):
         assert reason in message(capsys, "swift", *words)
+
+
+def test_fp8(tmp_path: Path, capsys, ran: list) -> None:
+    dense = write_model(tmp_path / "dense", DENSE)
+    peft = write_adapter(tmp_path / "peft", dense)
+    fp8 = ("--quant_method", "fp8")
+    ms_swift = ("--to_hf", "true", "--fp8_recipe", "blockwise", "--fp8_format", "e4m3", "--fp8_param_gather", "true")
+    for program, words in (("swift", fp8), ("swift", (*fp8, "--quant_bits", "8")), ("megatron", ms_swift)):
+        assert main(program, ["export", "--model", str(dense), *words]) == 0, capsys.readouterr().err
+        assert (ran[-1].quant_method, ran[-1].to_hf) == ("fp8", True)
+        assert export_folder(ran[-1]) == tmp_path / "dense-fp8"
+    assert main("swift", ["export", "--adapters", str(peft), *fp8]) == 0
+    assert export_folder(ran[-1]) == tmp_path / "peft-merged-fp8"
+    for program, words, reason in (
+        ("swift", (*fp8, "--to_mcore"), "--quant_method fp8 is for Hugging Face folders"),
+        ("swift", (*fp8, "--test_convert_precision"), "--test_convert_precision true cannot be used with --quant_m"),
+        ("swift", (*fp8, "--adapters", peft, "--merge_lora", "false"), "is in PEFT's format already"),
+        ("megatron", ms_swift[:-2], "--fp8_format e4m3: an export computes nothing in FP8. Set --fp8_param_gather tr"),
+        ("swift", ("--quant_method", "awq", "--quant_bits", "8"), "no support for AWQ"),
+        ("swift", ("--quant_method", "gptq"), "pip install llmcompressor"),
+        ("swift", ("--quant_method", "bnb"), "Set --quant_method fp8, or give transformers' BitsAndBytesConfig"),
+        ("swift", (*fp8, "--quant_bits", "4"), "--quant_bits 4"),
+    ):
+        assert reason in message(capsys, program, "--model", dense, *words)
