@@ -34,6 +34,7 @@ INVERTED = {
     "no_bias_swiglu_fusion": "bias_activation_fusion",
     "no_bias_dropout_fusion": "bias_dropout_fusion",
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "grad_reduce_in_bf16": "accumulate_allreduce_grads_in_fp32",
 }
 
 KERNELS = {"flash_attn": "flash", "flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "eager": "unfused"}

@@ -53,6 +53,10 @@ def check_tuner(options: SftOptions, sources: Mapping[str, str]) -> None:
                 f"{as_flag(name, options)} cannot be used with --tuner_type lora, which trains adapters. Select them "
                 "with --target_modules or --target_regex, and fully trained modules with --modules_to_save."
             )
+    if options.optimizer.apply_wd_to_qk_layernorm:
+        raise UsageError(
+            "--apply_wd_to_qk_layernorm true cannot be used with --tuner_type lora, which freezes norms. Remove it."
+        )
     _check_lora(options, sources)
 
 

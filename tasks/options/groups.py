@@ -41,6 +41,9 @@ class OptimizerOptions:
 
     optimizer: Annotated[Literal["adam", "sgd"], "Optimizer; adam is AdamW."] = "adam"
     weight_decay: Annotated[float, "Weight decay of all but norms and biases.", "[0, inf)"] = 0.1
+    apply_wd_to_qk_layernorm: Annotated[
+        bool, "Weight decay also of the norms of queries and keys, as Qwen3-Next was trained."
+    ] = False
     clip_grad: Annotated[float, "Maximum gradient norm; 0: no clipping.", "[0, inf)"] = 1.0
     adam_beta1: Annotated[float, "Adam: decay rate of the first moment.", "[0, 1)"] = 0.9
     adam_beta2: Annotated[float, "Adam: decay rate of the second moment.", "[0, 1)"] = 0.95

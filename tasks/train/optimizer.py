@@ -97,11 +97,14 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         params_dtype=dtype,
+        apply_wd_to_qk_layernorm=options.apply_wd_to_qk_layernorm,
         initial_loss_scale=2.0**16,  # for fp16; megatron-core's default 2**32 would skip the first dozen steps
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         fp8_recipe=model.config.fp8_recipe if model.config.fp8_param else None,
     )
+    if options.apply_wd_to_qk_layernorm and not model.config.qk_layernorm:
+        raise ValueError("--apply_wd_to_qk_layernorm true: the model has no norms of queries and keys. Remove it")
     groups = get_standard_config_overrides(config)
     if (ratio := options.lorap_lr_ratio) is not None:  # not for embeddings, where A is initialised to zero
         lora_b_rates = {"max_lr": ratio * schedule.lr, "min_lr": ratio * min(schedule.min_lr, schedule.lr)}

@@ -183,3 +183,38 @@ def test_frozen_weights_have_neither_gradients_nor_state(alone):
 def test_adapters_in_a_half_precision_of_their_own_are_refused(alone):
     with pytest.raises(ValueError, match=r"--lora_dtype float16 cannot be used with a model of another type\. Set"):
         adapted(lora_dtype="float16")
+
+
+def whole(family: str, dtype: torch.dtype = torch.float32, **flags):
+    """A tiny model that is fully trained, wrapped, and its options."""
+    options = compose(SftOptions, **RATES | flags)
+    model = build_model(tiny.config(family).to_dict(), options.build, dtype)
+    return options, model, wrap_for_data_parallelism(model, options.build)
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_weight_decay_of_query_and_key_norms(is_applied, alone):
+    options, model, chunks = whole("qwen3", apply_wd_to_qk_layernorm=is_applied)
+    groups = groups_of(model, build_optimizer(model, chunks, options.optimizer, options.schedule))
+    decayed = {name for name, group in groups.items() if group["wd_mult"] == 1.0}
+    norms = {f"decoder.layers.{n}.self_attention.{x}_layernorm.weight" for n in range(4) for x in "qk"}
+    matrices = {name for name, parameter in model.chunks[0].named_parameters() if parameter.dim() > 1}
+    assert norms <= groups.keys()
+    assert decayed == matrices | (norms if is_applied else set())
+
+
+def test_a_model_without_query_and_key_norms_has_none_to_decay(alone):
+    options, model, chunks = whole("llama", apply_wd_to_qk_layernorm=True)
+    with pytest.raises(ValueError, match="--apply_wd_to_qk_layernorm true: the model has no norms of queries and keys"):
+        build_optimizer(model, chunks, options.optimizer, options.schedule)
+
+
+@pytest.mark.parametrize(("in_fp32", "total"), [(True, 1 + 2**-10), (False, 1.0)])
+def test_gradients_of_micro_batches_are_summed_in_their_type(in_fp32, total, alone):
+    """1 + 2^-10 has more digits than bf16, so that a sum in bf16 is 1."""
+    _, model, chunks = whole("qwen3", torch.bfloat16, accumulate_allreduce_grads_in_fp32=in_fp32)
+    assert chunks[0].ddp_config.grad_reduce_in_fp32 is in_fp32
+    parameter = model.chunks[0].decoder.final_layernorm.weight
+    for gradient in (1.0, 2**-10):
+        (parameter * gradient).sum().backward()
+    assert set(parameter.main_grad.tolist()) == {total}
