@@ -5,6 +5,13 @@ def _because(reason: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, reason)
 
 
+# Flags that say what the model's folder says: compared with it (checks/agreement.py), and without other effect.
+COMPARED = {
+    "model_type": "config.json says it",
+    "template": "the chat template is the tokenizer's own",
+    "agent_template": "the tokenizer's chat template has the format of tool calls",
+}
+
 # Flags whose `true` always holds. Another value has no effect, which a note says.
 ALWAYS_TRUE = {
     "cross_entropy_loss_fusion": "the loss is computed in pieces, vocab-parallel, without full logits",
@@ -56,7 +63,6 @@ NO_EFFECT = {
     "bridge_backend": "weights are converted by this project's own mapping",
     "local_repo_path": "no model needs the code of a repository",
     "exit_on_missing_checkpoint": "a missing checkpoint is always an error",
-    "model_type": "the model's config.json says it",
     "teacher_model_type": "the teacher's config.json says it",
     "_teacher_use_disable_adapter": "it follows from --teacher_model and --adapters",
     # data

@@ -29,7 +29,7 @@ from ..tasks.options import (
     SftOptions,
     SimpoOptions,
 )
-from .accepted_flags import ALWAYS_TRUE, NO_EFFECT
+from .accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
 from .flags import Flag, flags_of, show
 from .foreign_flags import FOREIGN_FLAGS
 from .legacy_flags import INVERTED, OLD_VALUES, RENAMED, REWRITTEN
@@ -225,6 +225,9 @@ def _accepted_values(values: tuple[str, ...]) -> str:
 
 def _no_effect() -> Iterator[str]:
     yield "## Accepted without effect\n"
+    yield "Compared with the model's folder, whose own is used; an error if that differs:\n"
+    yield from (f"- `--{name}`: {reason}." for name, reason in COMPARED.items())
+    yield "\nOthers:\n"
     for reason, rows in itertools.groupby({**ALWAYS_TRUE, **NO_EFFECT}.items(), key=lambda row: row[1]):
         yield f"- {', '.join(f'`--{name}`' for name, _ in rows)}: {reason}."
 

@@ -209,7 +209,12 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
     from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
-    return *resolve(options, values, from_file), notes
+    resolved, sources = resolve(options, values, from_file)
+    if claims := (from_file.claims if from_file else {}) | typed.claims:
+        from .checks.agreement import check_agreement
+
+        notes += check_agreement(resolved, claims)
+    return resolved, sources, notes
 
 
 @guarded_exit()

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..bridge.option_groups import compose, flag_values
 from ..tasks.run.args_json import load_args
 from ..templates.json_types import Json, JsonObject
-from .accepted_flags import ALWAYS_TRUE, NO_EFFECT
+from .accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
 from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
 from .foreign_flags import FOREIGN_FLAGS
 from .legacy_flags import canonical, flag_text
@@ -31,6 +31,7 @@ class ParsedFlags:
     values: dict[str, OptionValue] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    claims: dict[str, str] = field(default_factory=dict)  # flags of COMPARED with their values
     ignores_unknown: bool = False  # unknown flags become notes
 
 
@@ -189,6 +190,9 @@ def _add(
             parsed.sources[name] = source
         elif not warning:  # an older spelling may have no effect
             raise UsageError(f"{original}: no value{origin}. Set {flags[name].metavar}.")
+    elif name in COMPARED:
+        if values != [None]:
+            parsed.claims[name] = show(values)
     elif name in ALWAYS_TRUE:
         if show(values).lower() not in ("", "true"):
             parsed.notes.append(f"{original} has no effect: {ALWAYS_TRUE[name]}.")

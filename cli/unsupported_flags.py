@@ -121,7 +121,7 @@ _TRAINING = {
 
 _DATA = {
     **_unsupported("other templates than the tokenizer's", "Write the template to the model's chat_template.jinja.",
-                   template=NONE, agent_template=NONE, response_prefix=NONE),
+                   response_prefix=NONE),
     **_unsupported("a choice of which turns keep their thoughts", "The chat template decides: edit it.",
                    preserve_thinking=NONE),
     **_unsupported("weights of the loss that are rounded to 0 and 1", "Set --loss_scale without such weights.",

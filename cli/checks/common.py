@@ -21,6 +21,7 @@ from ...templates.options import PrepareOptions
 from ...templates.plural import plural
 from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
+from .agreement import drop_second_model
 from .generation import check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
@@ -47,7 +48,7 @@ def check_training(
     processes: number of processes to run on this machine
     sources: source of each option's value
     """
-    notes = list(adjust_options(options))
+    notes = [*drop_second_model(options), *adjust_options(options)]
     check_tuner(options, sources)
     notes += check_resume(options)
     notes += set_base_model(options, options)

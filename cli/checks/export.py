@@ -11,6 +11,7 @@ from ...tasks.options import ExportOptions, MegatronExportOptions
 from ...tasks.run.planning import ProcessLayout, build_options, export_folder, shard_bytes
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
+from .agreement import drop_second_model
 from .common import check_pipeline, check_processes
 from .generation import as_flag
 from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
@@ -28,7 +29,7 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     _check_quantization(options)
     with usage_errors():
         shard_bytes(options.max_shard_size)
-    notes = list(set_base_model(options, options))
+    notes = [*drop_second_model(options), *set_base_model(options, options)]
     is_hub_adapter = options.adapters and not options.model and not options.mcore_model
     config = None if is_hub_adapter else supported_config(options)  # the task reads the adapter's base model
     notes += check_base(options, options, config)

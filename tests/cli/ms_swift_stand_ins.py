@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.bridge.families.published import MODELS
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
-from tests.cli.conftest import write_model
+from tests.cli.conftest import CHATML, write_model
 
 FEW_EXPERTS = 16  # instead of hundreds, whose adapters would take seconds to plan
 # Model of a command -> published model of the same family, and what differs.
@@ -140,6 +140,9 @@ def write_model_of(root: Path, name: str) -> Path:
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)
         write_model(folder, config(folder.name))
+        if "Qwen" in folder.name:
+            calls = "<function=" if "Qwen3.5" in folder.name else "<tool_call>"
+            (folder / "chat_template.jinja").write_text(CHATML + calls)
     return folder
 
 

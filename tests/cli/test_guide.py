@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megaswift.bridge.option_groups import flag_value
-from megaswift.cli.accepted_flags import ALWAYS_TRUE, NO_EFFECT
+from megaswift.cli.accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
 from megaswift.cli.flags import flags_of
 from megaswift.cli.flags_doc import DIFFERENT_DEFAULTS, PAGE, page
 from megaswift.cli.legacy_flags import INVERTED, OLD_VALUES, RENAMED, REWRITTEN
@@ -24,7 +24,7 @@ FLAGS = {
 }
 # Flags of training and the rollout server that have no effect in `swift infer`.
 NOT_FOR_INFER = {"vllm_enable_lora", "vllm_max_lora_rank", "attention_backend"}
-KNOWN = {*FLAGS, *UNSUPPORTED, *ALWAYS_TRUE, *NO_EFFECT}
+KNOWN = {*FLAGS, *UNSUPPORTED, *ALWAYS_TRUE, *COMPARED, *NO_EFFECT}
 
 
 def guide() -> dict[str, str]:
@@ -55,7 +55,7 @@ def test_defaults_are_the_guides() -> None:
 
 def test_what_is_known_by_another_name_is_known_once() -> None:
     """No name is in two tables, and what older names stand for is there."""
-    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS_TRUE, NO_EFFECT, UNSUPPORTED))]
+    tables = [*map(set, (RENAMED, INVERTED, REWRITTEN, ALWAYS_TRUE, COMPARED, NO_EFFECT, UNSUPPORTED))]
     assert len(set().union(*tables)) == sum(map(len, tables))
     assert FLAGS & set().union(*tables) == NOT_FOR_INFER
     assert {*RENAMED.values(), *INVERTED.values(), *(new for new, _ in REWRITTEN.values())} <= KNOWN

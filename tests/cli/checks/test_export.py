@@ -80,8 +80,9 @@ def test_to_where(dense: Path, tmp_path: Path, capsys) -> None:
     there = mcore(tmp_path / "there")
     said = message(capsys, "swift", "--to_mcore", "--mcore_model", there)
     assert f"--mcore_model {there}: is in megatron-core's format already" in said
-    said = message(capsys, "swift", "--to_hf", "--mcore_model", there, "--model", dense)
-    assert f"--model {dense}: config.json and tokenizer come from the folder of --mcore_model" in said
+    other = write_model(tmp_path / "other", MIXTURE)
+    said = message(capsys, "swift", "--to_hf", "--mcore_model", there, "--model", other)
+    assert f"--model {other}: its model_type is qwen3_moe, that of {there} qwen3, and config.json and tokenizer" in said
 
 
 def test_what_is_no_mcore_folder(dense: Path, tmp_path: Path, capsys) -> None:
@@ -215,14 +216,16 @@ def test_a_model_too_large_for_one_gpu_passes_through_several(tmp_path: Path, mo
         gpus_needed(options, config, gpus=8)
 
 
-def test_training_from_mcore(dense: Path, tmp_path: Path, rows: Path, capsys) -> None:
+def test_training_from_mcore(dense: Path, mixture: Path, tmp_path: Path, rows: Path, capsys) -> None:
     def said(*words: str | Path) -> str:
         line = ["sft", "--dataset", str(rows), "--train_iters", "1", *map(str, words)]
         assert main("megatron", line) == 2
         return capsys.readouterr().err
 
     there = mcore(tmp_path / "there")
-    assert "come from the folder of --mcore_model. Remove one of them" in said("--mcore_model", there, "--model", dense)
+    assert "come from the folder of --mcore_model. Remove one of them" in said(
+        "--mcore_model", there, "--model", mixture
+    )
     assert f"--mcore_model {dense}: no megatron-core distributed checkpoint" in said("--mcore_model", dense)
     assert "must be above 0" in said("--mcore_model", there, "--save_safetensors", "false", "--micro_batch_size", "0")
 
