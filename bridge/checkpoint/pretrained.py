@@ -59,6 +59,7 @@ def load_config(folder: Path, *, flag: str = "--model") -> Any:
 def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", **settings: Any) -> Any:
     """Load transformers' `AutoModelFor<kind>` from a checkpoint folder, with `settings` for `from_pretrained`.
 
+    A causal model that exists only within a vision-language model is loaded as that.
     Raises ValueError, naming `flag`, if the folder has no safetensors, if the model needs Python code of the folder, or
     for unexpected and missing tensors and mismatched shapes.
     """
@@ -71,8 +72,8 @@ def load_model(folder: Path, kind: str = "CausalLM", *, flag: str = "--model", *
         raise ValueError(f"{flag} {folder} {no_weights_message(folder)}")
     check_headers(folder)
     check_folder_names(folder, read_config(folder))
-    auto = getattr(transformers, f"AutoModelFor{kind}")
     config = load_config(folder, flag=flag)
+    auto = _causal_class(config) if kind == "CausalLM" else getattr(transformers, f"AutoModelFor{kind}")
     try:
         with _quiet():
             model, report = auto.from_pretrained(
@@ -117,9 +118,20 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
 
 def empty_model(config: Any, **settings: Any) -> Any:
     """Build transformers' causal language model of `config` without loading weights."""
-    from transformers import AutoModelForCausalLM
+    return _causal_class(config).from_config(config, trust_remote_code=False, **settings)
 
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+
+def _causal_class(config: Any) -> Any:
+    """Return AutoModelForCausalLM, or AutoModelForImageTextToText for a config that only it knows."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    kind = type(config)
+    is_vision_language = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_vision_language else AutoModelForCausalLM
 
 
 def _describe(hf_config: HfConfig) -> Architecture | None:

@@ -51,6 +51,7 @@ def architecture(config: HfConfig) -> Architecture:
         post_norms=True,
         output_bias=bias,
         passthrough=r"(model\.)?(vision_tower|multi_modal_projector)\.",
+        module_names=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
     )
     return replace(architecture, ropes=(*architecture.ropes, read_rope(config | local_rope, config["head_dim"])))
 

@@ -11,7 +11,11 @@ from .vlm_text import add_language_model_prefix, mrope_text_config
 
 
 def architecture(config: HfConfig) -> Architecture:
-    return replace(qwen2.architecture(config), passthrough=r"(model\.)?visual\.")
+    return replace(
+        qwen2.architecture(config),
+        passthrough=r"(model\.)?visual\.",
+        module_names=((r"^model\.(?!language_model\.)", "model.language_model."),),
+    )
 
 
 def text_config(config: HfConfig) -> HfConfig:

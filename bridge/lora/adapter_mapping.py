@@ -90,6 +90,7 @@ def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Arc
     """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for invalid settings."""
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
+    entries = _by_module(entries, architecture)
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
@@ -152,6 +153,19 @@ def adapted_modules(folder: Path, names: Iterable[str]) -> list[str]:
         f"decoder.layers.{fused[name][1]}.mlp.experts.linear_fc{1 if fused[name][2] else 2}" if name in fused else name
         for name in modules
     ]
+
+
+def _by_module(entries: ParamTable, architecture: Architecture) -> ParamTable:
+    """Return the table with transformers' names of modules, which PEFT's files have."""
+
+    def rename(name: str) -> str:
+        for pattern, replacement in architecture.module_names:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    if not architecture.module_names:
+        return entries
+    return {key: entry._replace(hf=tuple(rename(name) for name in entry.hf)) for key, entry in entries.items()}
 
 
 def _matrices(entries: ParamTable) -> Iterator[_Matrix]:

@@ -73,6 +73,8 @@ class Architecture:
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
     num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
+    # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
+    module_names: tuple[tuple[str, str], ...] = ()
 
 
 class Span(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -106,7 +107,7 @@ class Replica:
             if target.rule is not None:
                 tensors = revert_weight_conversion(self.model, {target.target: self._state[target.target]})
             if name in tensors:
-                checksums[name] = checksum(tensors[name])
+                checksums[name] = checksum(self._transpose_back(tensors[name], target.rule))
         return checksums
 
     def move(self, device: torch.device) -> None:
@@ -138,6 +139,13 @@ class Replica:
             raise ValueError(f"{name}: transformers' {type(self.model).__name__} has no such tensor")
         self._targets[name] = _Target(*target)
         return self._targets[name]
+
+    def _transpose_back(self, tensor: Tensor, rule: str | None) -> Tensor:
+        """Revert a Transpose(check_dims=True), as of Qwen3-VL-MoE's experts, which transformers 5.17 does not."""
+        for operation in self._by_pattern[rule].operations if rule in self._by_pattern else ():
+            if isinstance(operation, Transpose) and operation.check_dims:
+                return tensor.transpose(operation.dim0, operation.dim1).contiguous()
+        return tensor
 
     def _convert(self, target: str, tensors: dict[str, Tensor]) -> None:
         names = sorted(tensors, key=dot_natural_key)

@@ -11,6 +11,7 @@ def config(**changes):
     from transformers import Qwen2_5_VLConfig
 
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48}
+    vision |= {"patch_size": 4}
     outer = {"tie_word_embeddings": changes.pop("tie_word_embeddings", False)}
     return Qwen2_5_VLConfig(text_config=SHARED | {"rope_parameters": MROPE} | changes, vision_config=vision, **outer)
 
@@ -18,7 +19,7 @@ def config(**changes):
 def qwen2_vl():
     from transformers import Qwen2VLConfig
 
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     return Qwen2VLConfig(text_config=SHARED | {"rope_parameters": MROPE}, vision_config=vision)
 
 

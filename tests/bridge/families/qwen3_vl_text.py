@@ -12,6 +12,7 @@ VISION = {
     "num_heads": 2,
     "out_hidden_size": 48,
     "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 36,
 }
 TEXT = {"head_dim": 16, "rope_parameters": {"mrope_section": [4, 2, 2], "mrope_interleaved": True, **ROPE}}
 

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Gemma3Config
 
-from tests.bridge.families import gemma3_text
+from tests.bridge.families import gemma3_text, qwen2_5_vl_text
 from tests.bridge.lora.launched import FAMILIES, KEPT, KEPT_LONG, TRAINED, TRAINED_LONG, pairs
 from tests.bridge.lora.reference import ALPHA, CASES, RANK, adapt_by_hand, distance, load_base, log_probs_of
 
@@ -169,19 +169,30 @@ def _check_settings(case, base, folder):
 def test_what_sees_has_no_adapters():
     """Within a vision-language model the vision tower has a q_proj, k_proj and v_proj, too."""
     text = gemma3_text.config()
-    raw = gemma3_text.nested(text.to_dict())
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=sizes)
+    check_language_model(gemma3_text.nested(text.to_dict()), config, "language_model.model.")
+
+
+def test_adapters_have_the_names_of_modules():
+    """Qwen2.5-VL's files name the text model as Qwen2.5 does, and transformers' modules are elsewhere."""
+    config = qwen2_5_vl_text.config()
+    check_language_model(config.to_dict() | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, config, "model.")
+
+
+def check_language_model(raw, config, prefix):
+    """Compare what is saved with the modules in which PEFT puts adapters by the saved adapter_config.json."""
     family = family_of(raw)
     architecture = family.describe(raw)
     settings = LoraSettings.from_adapter_config(
         {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
     )
-    names = {f"language_model.model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}
+    names = {f"{prefix}layers.{layer}.self_attn.q_proj.weight" for layer in range(4)}
     plan = plan_adapters(expand_mappings(family, raw, architecture, names), settings, architecture)
     written = adapter_config(Lora(settings, plan), architecture, "base")
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(Gemma3Config(text_config=text.to_dict(), vision_config=sizes))
+        model = AutoModelForImageTextToText.from_config(config)
         adapted = get_peft_model(model, LoraConfig(**written))
-    found = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
-    assert len(found) == len(plan.modules)
-    assert all(".language_model." in name for name in found)
+    modules = {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert modules == {"base_model.model." + name for name in plan.modules}
+    assert all(".language_model." in name for name in modules)
