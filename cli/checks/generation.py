@@ -2,29 +2,40 @@
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ...bridge.option_groups import flag_value
 from ...tasks.options import GkdOptions, GrpoOptions
+from ...tasks.options.policy import PolicyLossOptions
 from ...tasks.rollout.addresses import server_urls
 from ..flags import UsageError, show, usage_errors
 from .model import SAFETENSORS, HfConfig, count_experts, read_model_config
 
 type GeneratingOptions = GrpoOptions | GkdOptions
 
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")
 # flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "tau_pos": ("loss_type", ("sapo",)),
     "tau_neg": ("loss_type", ("sapo",)),
-    "delta": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo")),
-    "epsilon": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo")),
-    "epsilon_high": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")),
+    "real_tau": ("loss_type", ("real",)),
+    "fipo_decay_rate": ("loss_type", ("fipo",)),
+    "fipo_clip_range": ("loss_type", ("fipo",)),
+    "fipo_clip_high_only": ("loss_type", ("fipo",)),
+    "fipo_safety_threshold": ("loss_type", ("fipo",)),
+    "delta": ("loss_type", CLIPPED_LOSSES),
     "max_resample_times": ("dynamic_sample", (True,)),
     "rollout_importance_sampling_threshold": (
         "rollout_importance_sampling_mode",
         ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     ),
+}
+# Accepted without effect, since ms-swift's scripts set them with every loss.
+NOTED_UNLESS = {
+    "epsilon": ("loss_type", CLIPPED_LOSSES),
+    "epsilon_high": ("loss_type", (*CLIPPED_LOSSES, "cispo")),
+    "scale_rewards": ("loss_type", (*CLIPPED_LOSSES, "cispo", "sapo")),
 }
 REFERENCE_FLAGS = ("ref_model", "mcore_ref_model", "ref_adapters")
 TEACHER_FLAGS = "teacher_model", "mcore_teacher_model", "teacher_model_server"
@@ -242,6 +253,14 @@ def _check_unread(options: GrpoOptions, sources: Mapping[str, str]) -> None:
             )
 
 
+def unread_flags(options: GrpoOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each option that the chosen loss does not read."""
+    for name in _set_by_user(NOTED_UNLESS, sources):
+        mode, values = NOTED_UNLESS[name]
+        if flag_value(options, mode) not in values:
+            yield f"{as_flag(name, options)} has no effect with {as_flag(mode, options)}."
+
+
 def _check_policy(options: GrpoOptions) -> None:
     if not options.beta:
         for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
@@ -250,8 +269,34 @@ def _check_policy(options: GrpoOptions) -> None:
                     f"{as_flag(name, options)} cannot be used with --beta 0, which has no reference. Remove one of "
                     "them."
                 )
-    if options.delta is not None and options.delta <= 1 + options.epsilon:
-        raise UsageError(f"--delta {options.delta}: bounds nothing. Set a value above 1 + --epsilon {options.epsilon}.")
+    policy = options.policy
+    if policy.loss_type == "real":
+        _check_real(options)
+    if policy.delta is not None and policy.delta <= 1 + policy.epsilon:
+        raise UsageError(f"--delta {policy.delta}: bounds nothing. Set a value above 1 + --epsilon {policy.epsilon}.")
+
+
+def _check_real(options: GrpoOptions) -> None:
+    """Raise UsageError for options of losses per token, and for groups in several steps."""
+    policy, defaults = options.policy, PolicyLossOptions()
+    names = (
+        "importance_sampling_level", "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta",
+        "top_entropy_quantile",
+    )  # fmt: skip
+    for name in names:
+        if getattr(policy, name) != getattr(defaults, name):
+            raise UsageError(
+                f"{as_flag(name, options)} cannot be used with --loss_type real, whose loss is of a prompt's "
+                "completions. Remove one of them."
+            )
+    batch, group = options.training.global_batch_size, options.sampling.num_generations
+    if batch % group:
+        raise UsageError(
+            f"--num_generations {group}: does not divide --global_batch_size {batch}, and --loss_type real compares a "
+            "prompt's completions in one step. Set a divisor."
+        )
+    if group == 1:
+        raise UsageError("--num_generations 1 cannot be used with --loss_type real: it compares completions. Set more.")
 
 
 def check_replay(options: GrpoOptions, model: HfConfig | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 LARGEST_EXPONENT = 30.0
 SMALLEST_SPREAD = 1e-4  # is added to standard deviations, as TRL has it
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo")
 LEVELS = ("token", "sequence", "sequence_token")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
@@ -36,8 +36,13 @@ class Policy:
     beta: float = 0.04  # of the KL divergence from the reference in the loss; 0: no reference is read
     tau_pos: float = 1.0  # sapo's temperatures
     tau_neg: float = 1.05
+    fipo_decay_rate: float = 32.0  # fipo: tokens after which a later token's influence has halved
+    fipo_clip_range: float = 0.2  # 0: a weight has no bounds
+    fipo_clip_high_only: bool = True
+    fipo_safety_threshold: float = 4.0
     rollout_importance_sampling_mode: str | None = None  # of CORRECTIONS; None: what the engine says is not read
     rollout_importance_sampling_threshold: float = 2.0
+    log_rollout_offpolicy_metrics: bool = False
     off_policy_sequence_mask_delta: float | None = None  # None: no sample is left out
     max_completion_length: int = 512  # what dr_grpo divides a sample by
 
@@ -53,6 +58,8 @@ class Completions(NamedTuple):
     mask: Tensor  # [tokens] fp32: loss weights, 0 on prompts and padding
     counts: Tensor  # [samples] fp32: sums of each sample's mask, over all context-parallel ranks
     by_sample: Callable[[Tensor], Tensor]  # [tokens] -> [samples]: sums, over these ranks too, and of gradients as well
+    # [tokens], decay -> [tokens]: sums over a token and the later ones of its sample, times decay^distance
+    future_sums: Callable[[Tensor, float], Tensor] | None = None
 
 
 class Totals(NamedTuple):
@@ -172,19 +179,34 @@ def policy_losses(
     baselines: BaselineLogProbs = NO_BASELINES,
     entropies: Tensor | None = None,
     entropy_threshold: Tensor | float | None = None,
+    slopes: tuple[Tensor, Tensor] | None = None,
 ) -> Terms:
     """Return the loss and the metrics of each token.
 
     log_probs [tokens] fp32, by the model being trained; advantages [tokens], usually the sample's; entropies [tokens].
+    slopes: real's losses and slopes [tokens], of their samples (`score_groups`).
     entropy_threshold: tokens below it have no policy loss (https://arxiv.org/abs/2506.01939); a quantile over all
     tokens of the batch.
     """
     sampled, ref = baselines.sampled, baselines.ref
     old = log_probs.detach() if baselines.old is None else baselines.old
-    weights = _weights(policy, _trained(log_probs - old, completions), completions)
-    losses, clipped = _LOSSES[policy.loss_type](policy, weights, advantages, log_probs)
+    ratios = _trained(log_probs - old, completions)
+    weights = _weights(policy, ratios, completions)
     by_token, by_sample = {}, {}
-    (by_token if policy.importance_sampling_level == "token" else by_sample).update(clipped)
+    if policy.loss_type == "real":
+        assert slopes is not None
+        losses = slopes[0] + slopes[1] * (ratios - ratios.detach())
+    else:
+        losses, clipped = _LOSSES[policy.loss_type](policy, weights, advantages, log_probs)
+        (by_token if policy.importance_sampling_level == "token" else by_sample).update(clipped)
+    if policy.loss_type == "fipo":
+        influence, metrics = future_influence(policy, ratios.detach(), weights.detach(), advantages, completions)
+        losses = losses * influence
+        by_token |= metrics
+    if policy.log_rollout_offpolicy_metrics:
+        assert sampled is not None
+        of_tokens, of_samples = offpolicy_metrics(old.detach(), sampled, completions)
+        by_token, by_sample = by_token | of_tokens, by_sample | of_samples
     if entropy_threshold is not None:
         assert entropies is not None
         losses = losses * (entropies >= entropy_threshold)
@@ -208,6 +230,59 @@ def policy_losses(
     return Terms(losses, *({name: value.detach() for name, value in each.items()} for each in (by_token, by_sample)))
 
 
+def future_influence(
+    policy: Policy, ratios: Tensor, weights: Tensor, advantages: Tensor, completions: Completions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return FIPO's weight of each token, and what is logged of it: [tokens] each. https://arxiv.org/abs/2603.19835.
+
+    It is the exponential of the discounted sum of the later tokens' log ratios: how far the policy has gone since the
+    tokens that this one led to. Tokens with a ratio above delta do not count. ratios, weights, advantages [tokens].
+    """
+    assert completions.future_sums is not None
+    counted = ratios if policy.delta is None else torch.where(weights > policy.delta, 0.0, ratios)
+    future = completions.future_sums(counted * (completions.mask != 0), 2 ** (-1 / policy.fipo_decay_rate))
+    influence = _exponential(_trained(future, completions))
+    if policy.fipo_clip_range:
+        lowest = 1.0 if policy.fipo_clip_high_only else 1 - policy.fipo_clip_range
+        influence = influence.clamp(lowest, 1 + policy.fipo_clip_range)
+    is_unsafe = (advantages < 0) & (weights > policy.fipo_safety_threshold)
+    influence = torch.where(is_unsafe, influence.clamp(0.8, 1.0), influence)
+    metrics = {"future_kl_mean": future, "influence_weight_mean": influence, "safety_keep_ratio": (~is_unsafe).float()}
+    return influence, {f"fipo/{name}": values for name, values in metrics.items()}
+
+
+@torch.no_grad()
+def offpolicy_metrics(
+    old: Tensor, sampled: Tensor, completions: Completions
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return how far the model is from the engine that sampled, by token and by sample: [tokens] each.
+
+    Perplexities are of a sample's tokens; k3_kl is that of `kl_of`; chi2 the mean squared ratio less 1.
+    """
+
+    def sample_means(values: Tensor) -> Tensor:
+        sums = completions.by_sample(_trained(values, completions) * completions.mask)
+        return (sums / completions.counts.clamp(min=1))[completions.sample]
+
+    ratios, training, rollout = _trained(old - sampled, completions), sample_means(old), sample_means(sampled)
+    difference = rollout - training
+    by_token = {"kl": -ratios, "k3_kl": _exponential(ratios) - ratios - 1, "chi2_token": _exponential(2 * ratios) - 1}
+    by_sample = {
+        "training_ppl": _exponential(-training),
+        "training_log_ppl": -training,
+        "rollout_ppl": _exponential(-rollout),
+        "rollout_log_ppl": -rollout,
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+        "ppl_ratio": _exponential(difference),
+        "chi2_seq": _exponential(-2 * difference) - 1,
+    }
+    prefixed = [
+        {f"rollout_correction/{name}": values for name, values in each.items()} for each in (by_token, by_sample)
+    ]
+    return prefixed[0], prefixed[1]
+
+
 def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions) -> Tensor:
     """Return an unbiased estimate of KL(policy | reference) from each token, never below 0: [tokens]. It is k3 of
     http://joschu.net/blog/kl-approx.html."""
@@ -220,17 +295,18 @@ def normalised(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this rank's share of the loss over the global batch, and of each metric's mean: scalars.
 
-    grpo, sapo: the mean over samples of the means over their tokens. dapo, cispo: the mean over all tokens. dr_grpo:
-    the sum over max_completion_length, a sample. bnpo: the mean over micro batches of the means over their tokens.
+    grpo, sapo, real: the mean over samples of the means over their tokens. dapo, cispo, fipo: the mean over all tokens.
+    dr_grpo: the sum over max_completion_length, a sample. bnpo: the mean over micro batches of the means over their
+    tokens.
     """
     mask, counts = completions.mask, completions.counts
     of_token = mask / max(totals.tokens, 1.0)
     share = mask / counts.clamp(min=1)[completions.sample]
     of_sample = share / max(totals.samples, 1.0)
     match policy.loss_type:
-        case "grpo" | "sapo":
+        case "grpo" | "sapo" | "real":
             loss = (terms.losses * of_sample).sum()
-        case "dapo" | "cispo":
+        case "dapo" | "cispo" | "fipo":
             loss = (terms.losses * of_token).sum()
         case "dr_grpo":
             loss = (terms.losses * mask).sum() / (max(totals.samples, 1.0) * policy.max_completion_length)
@@ -254,6 +330,16 @@ def clipped_shares(terms: Terms, completions: Completions) -> dict[str, Tensor]:
             sums = completions.by_sample(values * completions.mask)
             shares[f"clip_ratio/{side}"] = sums[counted] / completions.counts[counted]
     return shares
+
+
+@torch.no_grad()
+def perplexity_differences(terms: Terms, completions: Completions) -> Tensor:
+    """Return log_ppl_diff of `offpolicy_metrics`: [samples with a token]; empty where it is not logged."""
+    values = terms.by_sample.get("rollout_correction/log_ppl_diff")
+    if values is None:
+        return completions.counts[:0]
+    counted = completions.counts > 0
+    return (completions.by_sample(values * completions.mask) / completions.counts.clamp(min=1))[counted]
 
 
 def _trained(values: Tensor, completions: Completions) -> Tensor:
@@ -308,4 +394,4 @@ def _sapo(policy: Policy, weights: Tensor, advantages: Tensor, log_probs: Tensor
     return -torch.sigmoid(temperatures * (weights - 1)) * 4 / temperatures * advantages, {}
 
 
-_LOSSES = {"cispo": _cispo, "sapo": _sapo} | dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo"), _clipped)
+_LOSSES = {"cispo": _cispo, "sapo": _sapo} | dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "fipo"), _clipped)

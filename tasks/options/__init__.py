@@ -35,6 +35,7 @@ from .groups import (
 )
 from .multi_turn import TurnOptions
 from .plugins import PluginOptions
+from .policy import PolicyLossOptions
 from .rewards import RewardOptions
 from .rollout import EngineOptions
 from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`
@@ -222,25 +223,8 @@ class GrpoOptions(SftOptions):
     rewards: RewardOptions = group(RewardOptions)
     multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
+    policy: PolicyLossOptions = group(PolicyLossOptions)
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.04
-    epsilon: Annotated[float, "Lower clipping range of the probability ratio, below 1.", "[0, inf)"] = 0.2
-    epsilon_high: Annotated[
-        float | None, "Upper clipping range, above 1. Default: --epsilon (cispo: 5).", "[0, inf)"
-    ] = None
-    delta: Annotated[
-        float | None, "Upper bound of the ratio for two-sided clipping, above 1 + epsilon.", "(0, inf)"
-    ] = None
-    loss_type: Annotated[
-        Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
-        "Loss and its normalization: per completion (grpo, sapo), per token of a micro batch (bnpo) or of "
-        "the step (dapo, cispo), or by the maximum length (dr_grpo).",
-    ] = "grpo"
-    tau_pos: Annotated[float, "sapo: temperature for positive advantages.", "(0, inf)"] = 1.0
-    tau_neg: Annotated[float, "sapo: temperature for other advantages.", "(0, inf)"] = 1.05
-    importance_sampling_level: Annotated[
-        Literal["token", "sequence", "sequence_token"],
-        "Probability ratios per token, or per completion (GSPO, GSPO-token).",
-    ] = "token"
     advantage_estimator: Annotated[
         Literal["grpo", "rloo", "reinforce_plus_plus"], "Baseline that a reward is compared with."
     ] = "grpo"
@@ -257,29 +241,11 @@ class GrpoOptions(SftOptions):
     ] = False
     max_resample_times: Annotated[int, "dynamic_sample: maximum number of resampling rounds of a step.", "[1, inf)"] = 3
     overlong_filter: Annotated[bool, "Exclude truncated completions from the loss."] = False
-    top_entropy_quantile: Annotated[
-        float, "Train only on this share of a step's tokens, those with the highest entropy.", "(0, 1]"
-    ] = 1.0
-    log_entropy: Annotated[bool, "Log the policy's entropy."] = False
-    rollout_importance_sampling_mode: Annotated[
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
-        "Weight tokens or completions by the ratio of the trainer's to the engine's probability, truncated "
-        "at the threshold, or mask those above it.",
-    ] = None
-    rollout_importance_sampling_threshold: Annotated[
-        float, "Threshold of --rollout_importance_sampling_mode.", "(0, inf)"
-    ] = 2.0
     router_replay_mode: Annotated[
         Literal["disabled", "R2", "R3"],
         "MoE: reuse the experts chosen in the forward pass before training (R2), or in the rollout engine (R3).",
     ] = "disabled"
     async_generate: Annotated[bool, "Generate the next completions during training (needs --vllm_mode server)."] = False
-    off_policy_sequence_mask_delta: Annotated[
-        float | None,
-        "Mask completions with a negative advantage whose mean log-probability is higher in the engine than "
-        "in the trainer by more than this (DeepSeek-V3.2).",
-        "(0, inf)",
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,8 +265,9 @@ class GrpoOptions(SftOptions):
             self.rewards.soft_max_length = self.sampling.max_completion_length
         if self.scale_rewards is None:
             self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
-        if self.epsilon_high is None:
-            self.epsilon_high = 5.0 if self.loss_type == "cispo" else self.epsilon
+        policy = self.policy
+        if policy.epsilon_high is None:
+            policy.epsilon_high = 5.0 if policy.loss_type == "cispo" else policy.epsilon
 
 
 @dataclass

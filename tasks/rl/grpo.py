@@ -19,8 +19,9 @@ from ...bridge.layers.replay import record_experts
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import LogProbs
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import BatchPlan, RolloutExtras
+from ...templates.batching.episode_batches import BatchPlan, RolloutExtras, Sequences
 from ...templates.batching.prompt_dataloader import Prompts
+from ..losses.group_scores import ScoredGroups, score_groups
 from ..options import GrpoOptions
 from ..reference.reference_model import ReferenceFn, bind_reference, token_entropies, token_log_probs
 from ..rewards.reward_fn import TrainerState
@@ -248,7 +249,10 @@ class Grpo:
             batches = self.plan.batches(sequences)
             self.loss.begin_step(sequences, batches)
             self.metrics.count_step()
-        if self.options.top_entropy_quantile < 1:
+        if self.options.policy.loss_type == "real":
+            with self._phase(trainer, "scores"):
+                self.loss.scored_groups = self.score_groups(trainer.state, episodes, sequences, batches)
+        if self.options.policy.top_entropy_quantile < 1:
             with self._phase(trainer, "entropy"):
                 self.loss.entropy_threshold = self.entropy_threshold(trainer.state, batches)
         if self.reference is None or self.options.kl_in_reward:
@@ -262,6 +266,30 @@ class Grpo:
             for batch, log_probs in zip(batches, reference, strict=True)
         ]
 
+    def score_groups(
+        self, state: TrainState, episodes: list[Episode], sequences: Sequences, batches: list[Batch]
+    ) -> ScoredGroups:
+        """Return the losses of the step's groups, from the policy's scores before the step: --loss_type real."""
+        scores = torch.zeros(len(episodes), dtype=torch.float64)
+        if sequences.old_log_probs:  # else the policy is the one that has sampled
+            values = token_log_probs(
+                state.model, state.chunks, batches, self.options.sampling.temperature, replays=True
+            )
+            current = self.gather(batches, values)
+            for i, (new, old, mask) in enumerate(zip(current, sequences.old_log_probs, sequences.weights, strict=True)):
+                scores[i] = float(((new - old).astype(np.float64) * mask).sum() / max(mask.sum(), 1.0))
+        is_member = [
+            not np.isnan(episode.reward) and bool(mask.any())
+            for episode, mask in zip(episodes, sequences.weights, strict=True)
+        ]
+        return score_groups(
+            scores,
+            torch.tensor([episode.advantage for episode in episodes]),
+            torch.tensor([episode.group for episode in episodes]),
+            torch.tensor(is_member),
+            self.options.policy.real_tau,
+        )
+
     def entropy_threshold(self, state: TrainState, batches: list[Batch]) -> float:
         """Return the policy's entropy at --top_entropy_quantile of the step's tokens, over all ranks."""
         values = token_entropies(state.model, state.chunks, batches, self.options.sampling.temperature)
@@ -273,7 +301,7 @@ class Grpo:
         if not len(entropies):  # every completion was truncated and filtered out
             return 0.0
         # First tokens of a prompt's completions have equal entropies up to rounding. The tolerance keeps all or none.
-        return float(np.quantile(entropies, 1 - self.options.top_entropy_quantile)) - ENTROPY_TOLERANCE
+        return float(np.quantile(entropies, 1 - self.options.policy.top_entropy_quantile)) - ENTROPY_TOLERANCE
 
     def evaluate(self, state: TrainState, val: Prompts, max_batches: int, tick: Callable[[], None]) -> dict[str, float]:
         """Return means over `max_batches` global batches of evaluation prompts (-1: all), as `eval_<name>`."""

@@ -6,11 +6,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.layers.future_sums import future_sums
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.layers.pooling import sum_documents
 from ...templates.batching.collator import Batch, Grouping
 from ...templates.batching.episode_batches import RolloutExtras, Sequences
-from ..losses.policy import BaselineLogProbs, Completions, Policy, Totals, clipped_shares, normalised, policy_losses
+from ..losses.group_scores import ScoredGroups
+from ..losses.policy import (
+    BaselineLogProbs,
+    Completions,
+    Policy,
+    Totals,
+    clipped_shares,
+    normalised,
+    perplexity_differences,
+    policy_losses,
+)
 from ..options import GrpoOptions
 from ..train.objective import extras_of, grouping_of
 
@@ -19,33 +30,29 @@ class PolicyLoss:
     """Policy loss of GRPO (`Objective.loss`). Batches have RolloutExtras."""
 
     def __init__(self, options: GrpoOptions):
-        assert options.epsilon_high is not None
+        settings = {name: value for name, value in vars(options.policy).items() if name in Policy.__dataclass_fields__}
         self.policy = Policy(
-            loss_type=options.loss_type,
-            epsilon=options.epsilon,
-            epsilon_high=options.epsilon_high,
-            delta=options.delta,
-            importance_sampling_level=options.importance_sampling_level,
+            **settings,
             beta=0.0 if options.kl_in_reward else options.beta,
-            tau_pos=options.tau_pos,
-            tau_neg=options.tau_neg,
-            rollout_importance_sampling_mode=options.rollout_importance_sampling_mode,
-            rollout_importance_sampling_threshold=options.rollout_importance_sampling_threshold,
-            off_policy_sequence_mask_delta=options.off_policy_sequence_mask_delta,
             max_completion_length=options.sampling.max_completion_length,
         )
-        self.with_entropies = options.log_entropy or options.top_entropy_quantile < 1
+        self.with_entropies = options.policy.log_entropy or options.policy.top_entropy_quantile < 1
         self.names = ["loss", *self._metric_names()]
         self.micro_batches = self.trained_samples = 1  # of the step, on all data-parallel ranks
         self.entropy_threshold: float | None = None  # of this step: tokens with a lower entropy have no loss
+        self.scored_groups: ScoredGroups | None = None  # of this step's samples, with --loss_type real
         self.stats = PolicyStats()
 
     def _metric_names(self) -> list[str]:
         policy, names = self.policy, []
         if policy.loss_type == "cispo":
             names.append("cispo_clip_ratio")
-        elif policy.loss_type != "sapo":
+        elif policy.loss_type not in ("sapo", "real"):
             names += [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")]
+        if policy.loss_type == "fipo":
+            names += [f"fipo/{name}" for name in ("future_kl_mean", "influence_weight_mean", "safety_keep_ratio")]
+        if policy.log_rollout_offpolicy_metrics:
+            names += [f"rollout_correction/{name}" for name in OFFPOLICY_METRICS]
         if policy.rollout_importance_sampling_mode:
             names.append("sampling/importance_sampling_ratio/mean")
         if policy.off_policy_sequence_mask_delta is not None:
@@ -88,10 +95,22 @@ class PolicyLoss:
             baselines=BaselineLogProbs(old_log_probs, ref_log_probs, rollout_log_probs),
             entropies=entropies,
             entropy_threshold=self.entropy_threshold,
+            slopes=self._slopes(grouping, completions),
         )
         self.stats.add_clip(clipped_shares(terms, completions))
+        self.stats.add_perplexities(perplexity_differences(terms, completions))
         totals = Totals(grouping.loss_samples, batch.loss_tokens, self.micro_batches, self.trained_samples)
         return normalised(terms, self.policy, completions, totals)
+
+    def _slopes(self, grouping: Grouping, completions: Completions) -> tuple[Tensor, Tensor] | None:
+        """Return real's losses and slopes of the samples, at their tokens."""
+        if self.scored_groups is None:
+            return None
+        losses, slopes = (
+            to_device(values[grouping.items].float(), completions.mask.device)[completions.sample]
+            for values in self.scored_groups
+        )
+        return losses, slopes
 
 
 def completions_of(batch: Batch, grouping: Grouping) -> Completions:
@@ -104,6 +123,7 @@ def completions_of(batch: Batch, grouping: Grouping) -> Completions:
         mask=batch.loss_weights[0],
         counts=to_device(grouping.tokens, device),
         by_sample=lambda values: sum_documents(values[None], grouping.spans, grouping.segments),
+        future_sums=lambda values, decay: future_sums(values, grouping.spans, decay),
     )
 
 
@@ -131,6 +151,12 @@ class PolicyStats:
             self._update_maximum("-clip_ratio/low_min", -shares["clip_ratio/low"])
             self._update_maximum("clip_ratio/high_max", shares["clip_ratio/high"])
 
+    def add_perplexities(self, differences: Tensor) -> None:
+        """Add the extremes of `perplexity_differences`."""
+        if len(differences):
+            self._update_maximum("rollout_correction/log_ppl_diff_max", differences)
+            self._update_maximum("-rollout_correction/log_ppl_diff_min", -differences)
+
     def _update_maximum(self, name: str, values: Tensor) -> None:
         maximum = values.max().double()
         self._maxima[name] = torch.maximum(self._maxima[name], maximum) if name in self._maxima else maximum
@@ -151,4 +177,14 @@ class PolicyStats:
 
 
 # Maxima of PolicyStats; a minus marks the maximum of the negated values.
-MAXIMA = "sampling/sampling_logp_difference/max", "-clip_ratio/low_min", "clip_ratio/high_max"
+MAXIMA = (
+    "sampling/sampling_logp_difference/max",
+    "-clip_ratio/low_min",
+    "clip_ratio/high_max",
+    "rollout_correction/log_ppl_diff_max",
+    "-rollout_correction/log_ppl_diff_min",
+)
+OFFPOLICY_METRICS = (  # of `offpolicy_metrics`
+    "kl", "k3_kl", "chi2_token", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff",
+    "log_ppl_abs_diff", "ppl_ratio", "chi2_seq",
+)  # fmt: skip

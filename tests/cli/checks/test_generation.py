@@ -101,7 +101,7 @@ def test_examples(example: str, tmp_path: Path, rows: Path) -> None:
     assert notes == []
     assert str(layout) == "4 processes = TP 2 x PP 1 x CP 1 x DP 2"
     assert (options.sampling.generation_batch_size, options.sampling.steps_per_generation) == (8, 1)
-    assert (options.sampling.num_generations, options.beta, options.epsilon_high) == (8, 0.04, 0.2)
+    assert (options.sampling.num_generations, options.beta, options.policy.epsilon_high) == (8, 0.04, 0.2)
     assert (options.training.train_iters, options.training.num_train_epochs) == (
         None,
         1,
@@ -243,18 +243,23 @@ def test_completions(words: str, message: str, dense: Path) -> None:
         ("--tau_neg 0.8", "--tau_neg 0.8: only for --loss_type sapo, not grpo. Remove it."),
         (
             "--loss_type cispo --delta 2",
-            "--delta 2.0: only for --loss_type grpo or bnpo or dr_grpo or dapo, not cispo.",
+            "--delta 2.0: only for --loss_type grpo or bnpo or dr_grpo or dapo or fipo, not cispo.",
+        ),
+        ("--fipo_clip_range 0.1", "--fipo_clip_range 0.1: only for --loss_type fipo, not grpo. Remove it."),
+        ("--loss_type fipo --real_tau 0.1", "--real_tau 0.1: only for --loss_type real, not fipo. Remove it."),
+        (
+            "--loss_type real --importance_sampling_level sequence",
+            "--importance_sampling_level sequence cannot be used with --loss_type real, whose loss is of a prompt's",
         ),
         (
-            "--loss_type cispo --epsilon 0.1",
-            "--epsilon 0.1: only for --loss_type grpo or bnpo or dr_grpo or dapo, not ci",
+            "--loss_type real --top_entropy_quantile 0.5",
+            "--top_entropy_quantile 0.5 cannot be used with --loss_type real",
         ),
         (
-            "--loss_type sapo --epsilon_high 0.3",
-            "--epsilon_high 0.3: only for --loss_type grpo or bnpo or dr_grpo or dapo",
+            "--loss_type real --steps_per_generation 2 --num_generations 16",
+            "--num_generations 16: does not divide --global_batch_size 8, and --loss_type real compares a prompt's",
         ),
-        ("--max_resample_times 2", "--max_resample_times 2: only for --dynamic_sample true, not false. Remove it."),
-        ("--loss_type dpo", "--loss_type dpo: choose one of grpo, bnpo, dr_grpo, dapo, cispo, sapo."),
+        ("--loss_type dpo", "--loss_type dpo: choose one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, real, fipo."),
         ("--scale_rewards std", "--scale_rewards std: choose one of group, batch, none."),
         ("--importance_sampling_level word", "--importance_sampling_level word: choose one of token, sequence, seq"),
         ("--advantage_estimator ppo", "--advantage_estimator ppo: choose one of grpo, rloo, reinforce_plus_plus."),
@@ -319,14 +324,25 @@ def test_rewards(words: str, message: str, dense: Path, tmp_path: Path) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--loss_type sapo --epsilon 0.2", "--loss_type real --epsilon_high 0.3", "--loss_type cispo --epsilon 0.1"],
+)
+def test_clipping_of_a_loss_that_does_not_clip(words: str, dense: Path) -> None:
+    _, loss, *flag = words.split()
+    assert check(dense, f"{words} --global_batch_size 8")[1] == [
+        f"{' '.join(flag)} has no effect with --loss_type {loss}."
+    ]
+
+
 def test_what_follows_from_other_options(dense: Path) -> None:
     def read(words: str) -> Any:
         return check(dense, f"--reward_funcs accuracy --global_batch_size 8 {words}")[0]
 
     assert read("--generation_batch_size 24").sampling.steps_per_generation == 3
     assert read("--steps_per_generation 2").sampling.generation_batch_size == 16
-    assert read("--epsilon 0.1").epsilon_high == 0.1
-    assert read("--loss_type cispo").epsilon_high == 5.0
+    assert read("--epsilon 0.1").policy.epsilon_high == 0.1
+    assert read("--loss_type cispo").policy.epsilon_high == 5.0
     assert read("--advantage_estimator rloo").scale_rewards == "none"
     assert read("--advantage_estimator rloo --scale_rewards group").scale_rewards == "group"
     assert read("--advantage_estimator reinforce_plus_plus").scale_rewards == "batch"

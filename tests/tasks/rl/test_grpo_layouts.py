@@ -14,6 +14,7 @@ CP = "--context_parallel_size 2"
 DP = "--use_distributed_optimizer true"
 OVERLAPPED = "--overlap_grad_reduce true --overlap_param_gather true"
 EP = "--expert_model_parallel_size 2"
+FIPO = "--loss_type fipo --fipo_clip_high_only false --fipo_decay_rate 3"
 PACKED = "--packing true --packing_length 160 --micro_batch_size 1"
 
 
@@ -73,6 +74,16 @@ def test_lora(layout: str, place: Place) -> None:
         ("--loss_type cispo", DP),
         ("--loss_type sapo", CP),
         ("--loss_type bnpo --micro_batch_size 1", DP),
+        (FIPO, CP),
+        (FIPO, f"{CP} {PACKED}"),
+        (FIPO, f"{DP} {PACKED}"),
+        (FIPO, PP),
+        ("--loss_type real", CP),
+        ("--loss_type real --micro_batch_size 1", DP),
+        ("--loss_type real", VPP),
+        ("--loss_type real", f"{TP} {PACKED}"),
+        ("--log_rollout_offpolicy_metrics true", f"{CP} {PACKED}"),
+        ("--log_rollout_offpolicy_metrics true", DP),
         ("--top_entropy_quantile 0.3", CP),
         ("--top_entropy_quantile 0.3", DP),
         ("--top_entropy_quantile 0.3", PP),
