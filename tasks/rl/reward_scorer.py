@@ -40,7 +40,7 @@ class RewardScorer:
         evaluates = run.options.training.eval_iters != 0
         self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
         self.monitor = UnscoredMonitor(reward_names(options))
-        self.trainer_state: TrainerState | None = None  # set by the loop
+        self.trainer_state = TrainerState(0, run.options.training.train_iters or 0)  # advanced by the loop
 
     @staticmethod
     def _load(run: Run, model_folder: Path | None) -> list[Reward]:
