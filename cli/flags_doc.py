@@ -43,6 +43,7 @@ DIFFERENT_DEFAULTS = {
         "false",
         "sums of many bf16 gradients lose precision; false halves their memory",
     ),
+    "add_non_thinking_prefix": ("true", "rows are trained as they are written"),
     "apply_rope_fusion": ("false", "the same numbers, faster; falls back without a kernel"),
     "attention_backend": ("flash", "the fastest available; flash needs a package that takes long to build"),
     "ddp_backend": ("nccl", "unset: nccl on GPUs, gloo on a CPU"),

@@ -167,3 +167,39 @@ def write_checkpoint(root: Path, flag: str, name: str) -> None:
         settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["v_proj", "q_proj"]}
         settings["base_model_name_or_path"] = str(model)
         (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
+# Columns of the datasets that tests/templates/formats/test_presets.py has not.
+ROWS = {
+    "swift/self-cognition": {"query": "Who are you?", "response": "I am {{NAME}} of {{AUTHOR}}.", "tag": "en"},
+    "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": {
+        "instruction": "What is 1 + 1?", "input": "", "output": "<think>\n1, 2\n</think>\n\nIt is 2.",
+        "repo_name": "r", "prompt_source": "p", "core": 9,
+    },
+    "swift/Chinese-Qwen3-235B-2507-Distill-data-110k-SFT": MESSAGES,
+    "swift/Chinese-Qwen3-235B-Thinking-2507-Distill-data-110k-SFT": MESSAGES,
+    "swift/Qwen3-SFT-Mixin": MESSAGES,
+    "swift/new_special_tokens": MESSAGES,
+    "ZhipuAI/LongWriter-6k": MESSAGES | {"length": 9},
+    "llm-wizard/alpaca-gpt4-data-zh": {"instruction": "算", "input": "输入\uff1a一", "output": "二"},
+    "examples/megatron/grpo/multi_turn/frozen_lake.jsonl": {
+        "messages": MESSAGES["messages"][:1], "env_config": {"name": "frozen_lake"},
+    },
+}  # fmt: skip
+
+
+def write_datasets(root: Path, words: list[str], count: int = 64) -> None:
+    """Write `count` rows for each dataset that a command names, in the dataset's own columns, under its name."""
+    from tests.templates.formats.test_presets import ROWS as PRESET_ROWS
+
+    for word in words:
+        name, _, _ = word.partition("#")
+        dataset_id, _, _ = name.partition(":")
+        row = ROWS.get(dataset_id) or (PRESET_ROWS.get(name) or PRESET_ROWS.get(dataset_id) or (None, None))[1]
+        if row is None:
+            continue
+        file = root / dataset_id
+        file = file if file.suffix == ".jsonl" else file / "train.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text((json.dumps(row, ensure_ascii=False) + "\n") * count)

@@ -37,7 +37,12 @@ REST = {
     "--dataset": "AI-ModelScope/alpaca-gpt4-data-zh",
     "--train_iters": "10",
 }
-REST_OF_GRPO = {"--rlhf_type": "grpo", "--reward_funcs": "accuracy", "--tuner_type": "lora"}
+REST_OF_GRPO = {
+    "--rlhf_type": "grpo",
+    "--reward_funcs": "accuracy",
+    "--tuner_type": "lora",
+    "--dataset": "open-r1/DAPO-Math-17k-Processed",
+}
 
 
 class Outcome(NamedTuple):
@@ -71,7 +76,7 @@ def values_without_typer(program: str, name: str, selected: main.Command) -> Cal
     """Return a stand-in for a command's typer app: from --flag=value words to raw values."""
     flags = flags_of(getattr(option_sets, selected.options))
 
-    def values(words: list[str], **_: object) -> dict[str, OptionValue]:
+    def values(words: list[str], **settings: object) -> dict[str, OptionValue]:
         table: dict[str, OptionValue] = {}
         for word in words[1:]:
             flag, _, value = word.removeprefix("--").partition("=")
@@ -85,7 +90,7 @@ def local_words(row: dict, root: Path, models: Path) -> list[str]:
     """Return the words of a command, with stand-ins for its models in `models` and other files in `root`."""
     words = shlex.split(row["command"])
     if row.get("elided"):
-        rest = (REST_OF_GRPO if words[1] == "rlhf" else {}) | REST
+        rest = REST | (REST_OF_GRPO if words[1] == "rlhf" else {})
         words += [word for flag, value in rest.items() if flag not in words for word in (flag, value)]
     for place, (flag, name) in enumerate(zip(words, [*words[1:], ""], strict=True)):
         if flag in stand_ins.MODEL_FLAGS:
