@@ -17,10 +17,24 @@ class DataOptions:
         "`path#500` takes 500 rows.",
     ] = field(default_factory=list)
     val_dataset: Annotated[list[str], "Evaluation data, named as in --dataset."] = field(default_factory=list)
+    cached_dataset: Annotated[
+        list[str], "Further training data, as --dataset; rows may be tokens: input_ids, labels, loss_scale."
+    ] = field(default_factory=list)
+    cached_val_dataset: Annotated[list[str], "The same for --val_dataset."] = field(default_factory=list)
+    interleave_prob: Annotated[
+        list[float], "Probability of each --dataset, from which rows are drawn in turn. Default: all rows.", "[0, 1]"
+    ] = field(default_factory=list)
+    stopping_strategy: Annotated[
+        Literal["first_exhausted", "all_exhausted"],
+        "interleave_prob: end with the first dataset that is used up, or repeat it until all are.",
+    ] = "first_exhausted"
     split_dataset_ratio: Annotated[float, "Share of the rows of --dataset set aside for evaluation.", "[0, 1)"] = 0.0
     dataset_shuffle: Annotated[bool, "Shuffle the rows when they are read; `#500` then takes random rows."] = True
     val_dataset_shuffle: Annotated[bool, "The same for --val_dataset."] = False
     train_dataloader_shuffle: Annotated[bool, "Shuffle the training samples anew in every epoch."] = True
+    group_by_length: Annotated[
+        bool, "Shuffle so that the samples of a step are of similar length: even work for all ranks."
+    ] = False
     data_seed: Annotated[int, "Seed of every shuffle and of the split.", "[0, inf)"] = 42
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
     strict: Annotated[bool, "Stop at the first unusable row, instead of dropping and reporting it."] = False

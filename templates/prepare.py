@@ -20,6 +20,7 @@ from tqdm import tqdm
 from .batching.stream_cursor import Cursor
 from .batching.streaming import StreamShard, TokenStream
 from .dataset.files import RowSource
+from .dataset.mixture import Mixture
 from .dataset.packing import pack
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.sources import open_sources
@@ -102,7 +103,7 @@ def prepare(
     Raises ValueError with the flag, or the file and line, if the options or the data cannot be used, and OSError if the
     cache cannot be written.
     """
-    if not options.dataset:
+    if not options.dataset and not options.cached_dataset:
         raise ValueError("--dataset: missing. Set files, folders or hub ids.")
     if not 0 <= options.split_dataset_ratio < 1:
         raise ValueError(
@@ -124,16 +125,19 @@ def prepare(
     open_datasets = partial(open_sources, use_hf=use_hf, hub_token=hub_token, columns=options.columns)
     random = np.random.default_rng(options.data_seed)
 
-    def parts_of(flag: str, names: list[str], shuffle: bool) -> list[_Part]:
+    def parts_of(names: dict[str, list[str]], shuffle: bool) -> list[_Part]:
         return [
             _make_part(f"{flag} {source.name}", source, count, shuffle, encoder, options, verify=verify)
-            for source, count in open_datasets(flag, names)
+            for flag in names
+            for source, count in open_datasets(flag, names[flag])
         ]
 
-    val_parts = parts_of("--val_dataset", options.val_dataset, options.val_dataset_shuffle)
+    names = {"--dataset": options.dataset, "--cached_dataset": options.cached_dataset}
+    val_names = {"--val_dataset": options.val_dataset, "--cached_val_dataset": options.cached_val_dataset}
+    val_parts = parts_of(val_names, options.val_dataset_shuffle)
     if options.streaming:
         stream = TokenStream(
-            open_datasets("--dataset", options.dataset, streaming=True),
+            [source for flag in names for source in open_datasets(flag, names[flag], streaming=True)],
             encoder,
             options.shuffle_buffer_size,
             options.strict,
@@ -141,7 +145,7 @@ def prepare(
         _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
         val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
-    parts = parts_of("--dataset", options.dataset, options.dataset_shuffle)
+    parts = parts_of(names, options.dataset_shuffle)
     _check_columns(options.columns, (part.source.rows(part.rows[:CHECKED_ROWS]) for part in (*parts, *val_parts)))
     if options.split_dataset_ratio and not val_parts:
         pairs = [part.split(options.split_dataset_ratio, random) for part in parts]
@@ -151,7 +155,8 @@ def prepare(
                 f"--split_dataset_ratio {options.split_dataset_ratio}: leaves no row to train on. Set --val_dataset "
                 "instead."
             )
-    train = _make_store(parts, options.dataset_shuffle, random, stage)
+    mixture = Mixture.of(options)
+    train = _make_store(parts, options.dataset_shuffle, random, stage, mixture)
     val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
     # The tokenizer's threads are idle from here on, so forked data loaders need no warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -300,9 +305,13 @@ def _no_tokenizer_threads() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = previous
 
 
-def _make_store(parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage) -> TokenStore:
+def _make_store(
+    parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage, mixture: Mixture | None = None
+) -> TokenStore:
     starts = np.cumsum([0] + [len(part.file) for part in parts])
     samples = np.concatenate([part.samples + start for part, start in zip(parts, starts[:-1], strict=True)])
+    if mixture:
+        samples = samples[mixture.order([len(part.samples) for part in parts])]
     if not len(samples):
         dropped = "\n".join(f"{part.source.name}:\n{part.file.dropped}" for part in parts)
         raise ValueError(f"no row of the dataset can be used\n{dropped}")

@@ -24,7 +24,23 @@ def adjust_options(options: SftOptions) -> Iterator[str]:
         build.use_distributed_optimizer = False
         yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
     data = options.data
+    if data.group_by_length and (reason := _even_lengths(options)):
+        data.group_by_length = False
+        yield f"--group_by_length true is ignored: {reason}."
     if not data.padding_free and (data.packing or options.stage not in UNGROUPED):
         data.padding_free = True
         reason = "--packing true is set" if data.packing else f"{task_flag(options)} has packed rows only"
         yield f"--padding_free false is ignored: {reason}, and padding changes no number."
+
+
+def _even_lengths(options: SftOptions) -> str:
+    """Return the reason why batches cannot be made of samples of similar length; "" if they can."""
+    if options.data.packing:
+        return "--packing true is set, and packs are of one length"
+    if options.data.streaming:
+        return "--streaming true is set, and lengths are unknown"
+    if options.generates:
+        return f"{task_flag(options)} has the lengths of generated completions"
+    if not options.data.train_dataloader_shuffle:
+        return "--train_dataloader_shuffle false keeps the order"
+    return ""

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,14 +14,11 @@ from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOpti
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
 from ...tasks.run.run_dir import check_idle, default_output_dir
-from ...templates.chat_template.loss_scale import LossScale
-from ...templates.formats.dataset_names import check_dataset, resolve_text
-from ...templates.formats.self_cognition import SelfCognition
-from ...templates.options import PrepareOptions
 from ...templates.plural import plural
 from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
 from .agreement import drop_second_model
+from .data import check_data, check_paths, check_system
 from .generation import check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
@@ -55,7 +52,7 @@ def check_training(
     model = supported_config(
         options, weights=() if requested_checkpoint(options) else WEIGHT_FILES
     )  # a resumed run reads the checkpoint's weights
-    _check_data(options.data)
+    check_data(options.data)
     _check_cache()
     _check_duration(options, layout)
     _check_schedule(options)
@@ -85,8 +82,8 @@ def check_infer(options: InferOptions) -> list[str]:
     """Raise UsageError for unusable options of `swift infer`. Return notes for the user."""
     if options.merge_lora and not options.adapters:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
-    _check_paths("--val_dataset", options.val_dataset)
-    _check_system(options)
+    check_paths("--val_dataset", options.val_dataset)
+    check_system(options)
     _check_cache()
     notes, model = list(set_base_model(options, options)), None
     if options.model or not options.adapters:  # the task reads a hub adapter's base model
@@ -109,23 +106,6 @@ def check_rollout(options: RolloutOptions) -> list[str]:
     if options.vllm_enable_return_routed_experts and model is not None and not count_experts(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Remove it.")
     return []
-
-
-def _check_data(options: PrepareOptions) -> None:
-    if not options.dataset:
-        raise UsageError("--dataset: missing. Set files, folders or hub ids.")
-    _check_paths("--dataset", options.dataset)
-    _check_paths("--val_dataset", options.val_dataset)
-    _check_system(options)
-    with usage_errors():
-        SelfCognition(options.model_name, options.model_author)
-        LossScale.parse(options.loss_scale)
-    if options.packing and options.max_length is None and options.packing_length is None:
-        raise UsageError("--packing true needs the length of a pack. Set --max_length.")
-    if options.packing_length and options.max_length and options.packing_length < options.max_length:
-        raise UsageError(
-            f"--packing_length {options.packing_length}: less than --max_length. Set at least {options.max_length}."
-        )
 
 
 def _check_cache() -> None:
@@ -152,20 +132,6 @@ def check_lock(options: SftOptions) -> None:
         check_idle(folder)
     except ValueError as error:
         raise UsageError(f"--output_dir {folder}: {error}.") from None
-
-
-def _check_paths(flag: str, names: Iterable[str]) -> None:
-    """Raise UsageError for a file or folder that does not exist. The run checks hub ids."""
-    for name in names:
-        try:
-            check_dataset(name)
-        except ValueError as error:
-            raise UsageError(f"{flag} {error}") from None
-
-
-def _check_system(options: PrepareOptions | InferOptions) -> None:
-    with usage_errors():
-        resolve_text("--system", options.system)
 
 
 def _check_duration(options: SftOptions, layout: ProcessLayout) -> None:

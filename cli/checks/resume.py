@@ -79,7 +79,7 @@ def check_resume(options: SftOptions) -> Iterator[str]:
     if metric not in metrics:
         raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(metrics)}. Set one of them.")
     evaluates = (
-        bool(options.data.val_dataset) or options.data.split_dataset_ratio > 0
+        bool(options.data.val_dataset or options.data.cached_val_dataset) or options.data.split_dataset_ratio > 0
     ) and options.training.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):
         if getattr(options.checkpoint, name) is not None and not evaluates:

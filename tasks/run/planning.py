@@ -200,6 +200,7 @@ def batches_of(
         num_workers=data.dataloader_num_workers
         if data.streaming
         else min(data.dataloader_num_workers, cores_of_a_rank()),
+        by_length=data.group_by_length,
     )
 
 

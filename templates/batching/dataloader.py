@@ -40,6 +40,7 @@ class Batches:
         shuffle: bool = True,
         seed: int = 42,
         num_workers: int = 0,
+        by_length: bool = False,
     ):
         if layout.pack_length and not layout.padding_free:
             raise ValueError("--packing true cannot be used with --padding_free false. Remove one of them.")
@@ -66,7 +67,7 @@ class Batches:
                 store, layout, division, workers=workers, shuffle=shuffle, seed=seed
             )
         else:
-            self.plan = PlannedBatches(store, layout, division, shuffle=shuffle, seed=seed)
+            self.plan = PlannedBatches(store, layout, division, shuffle=shuffle, seed=seed, by_length=by_length)
         # For a stream: None, and 0 stored samples.
         self.samples = self.plan.samples  # samples (or packs) of an epoch
         self.steps_per_epoch = self.plan.steps_per_epoch
@@ -170,12 +171,21 @@ class Batches:
 class PlannedBatches(Dataset):
     """Micro batches by number, from a store of known lengths. Epochs follow each other without a gap."""
 
-    def __init__(self, store: TokenStore, layout: BatchLayout, division: StepDivision, *, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        store: TokenStore,
+        layout: BatchLayout,
+        division: StepDivision,
+        *,
+        shuffle: bool,
+        seed: int,
+        by_length: bool = False,
+    ):
         if len(store) == 0:
             raise ValueError("the dataset holds no sample")
         self.store, self.layout, self.division = store, layout, division
         self.shape = (-1, division.ranks, division.micro_batch_size)  # micro batches, ranks, samples
-        self.epochs = Epochs(store, layout, shuffle, seed)
+        self.epochs = Epochs(store, layout, shuffle, seed, by_length=by_length)
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
         self.steps_per_epoch = -(-self.samples // division.global_batch_size)
         self.label_width = 0

@@ -19,6 +19,7 @@ from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
 from .collator import BatchLayout
 
+GROUP = 1024  # samples that are sorted by length together; no batch size, which may change on resuming
 FINGERPRINT_SAMPLES = 64  # samples whose tokens enter the fingerprint
 
 
@@ -76,10 +77,14 @@ class Samples:
 
 
 class Epochs:
-    """Samples of all epochs in order, from a position on, initially the start."""
+    """Samples of all epochs in order, from a position on, initially the start.
 
-    def __init__(self, store: TokenStore, layout: BatchLayout, shuffle: bool, seed: int):
+    by_length: whether shuffled samples are sorted by length within groups: those of a step are of similar length
+    """
+
+    def __init__(self, store: TokenStore, layout: BatchLayout, shuffle: bool, seed: int, *, by_length: bool = False):
         self.store, self.layout, self.shuffle, self.seed = store, layout, shuffle, seed
+        self.by_length = by_length
         self.rule = PackingRule.of(layout)
         self.full_epoch = self._samples(np.arange(len(store)), self.rule)
         self._begin(0, [], 0, self.full_epoch)
@@ -104,7 +109,7 @@ class Epochs:
 
     def resume(self, position: JsonObject) -> list[str]:
         """Set the position. Return notes for the user; raise ValueError if the data is different."""
-        if mismatch := differences(position, self._fingerprint):
+        if mismatch := differences({"--group_by_length": False} | position, self._fingerprint):
             raise ValueError(f"the training data is not the checkpoint's: {mismatch}")
         epoch, stretches = (
             position["epoch"],
@@ -139,16 +144,24 @@ class Epochs:
     def order(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             if epoch == self.epoch and self.stretches:
-                order = len(self.full_epoch) + self.permutation(len(self.first_epoch), epoch, len(self.stretches))
+                order = len(self.full_epoch) + self.permutation(self.first_epoch, epoch, len(self.stretches))
             else:
-                order = self.permutation(len(self.full_epoch), epoch)
+                order = self.permutation(self.full_epoch, epoch)
             self._order = epoch, order
         return self._order[1]
 
-    def permutation(self, samples: int, epoch: int, stretch: int = 0) -> np.ndarray:
+    def permutation(self, samples: Samples, epoch: int, stretch: int = 0) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(samples)
-        return np.random.default_rng([self.seed, epoch, stretch]).permutation(samples)
+            return np.arange(len(samples))
+        order = np.random.default_rng([self.seed, epoch, stretch]).permutation(len(samples))
+        if not self.by_length or len(samples.documents.items) > len(samples):  # packs
+            return order
+        return sort_groups(order, self._lengths[samples.documents.items])
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """Lengths without padding, which depends on the layout."""
+        return self.store.padded_lengths(1, self.layout.has_mismatched)
 
     def _remaining(self, epoch: int, stretches: list[Stretch]) -> Samples:
         """Return the samples that follow these stretches."""
@@ -156,7 +169,7 @@ class Epochs:
         for number, (rule, done) in enumerate(stretches):
             samples = self._samples(documents, rule)
             is_done = np.zeros(len(samples), bool)
-            is_done[self.permutation(len(samples), epoch, number)[:done]] = True
+            is_done[self.permutation(samples, epoch, number)[:done]] = True
             documents = np.sort(samples.documents.items[~np.repeat(is_done, np.diff(samples.documents.starts))])
         return self._samples(documents, self.rule) if stretches else self.full_epoch
 
@@ -171,7 +184,21 @@ class Epochs:
             "content": fingerprint(self.store),
             "--data_seed": self.seed,
             "--train_dataloader_shuffle": self.shuffle,
+            "--group_by_length": self.by_length,
         }
+
+
+def sort_groups(order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sort groups of successive samples by length, longest first; the longest sample of all becomes the first.
+
+    As transformers' `LengthGroupedSampler`: a step that needs too much memory is seen at once.
+    """
+    size = max(min(GROUP, len(order) // 4), 1)
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    groups = [group[np.argsort(-lengths[group], kind="stable")] for group in groups]
+    longest = int(np.argmax([lengths[group[0]] for group in groups]))
+    groups[0][0], groups[longest][0] = groups[longest][0], groups[0][0]
+    return np.concatenate(groups)
 
 
 def fingerprint(store: TokenStore) -> str:

@@ -15,6 +15,7 @@ from ..chat_template.token_offsets import Offsets, Span
 from ..formats.presets import rename_columns
 from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, row_errors
 from ..formats.self_cognition import SelfCognition
+from ..formats.token_rows import tokens_of
 from ..json_types import JsonObject
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class _RenderedSample:
     texts: list[Text]
     label: list[float]
     columns: bytes
+    tokens: "_Document | None" = None  # of a row that holds tokens instead of texts
 
 
 class _Document(NamedTuple):
@@ -110,7 +112,7 @@ class Encoder:
         samples: list[tuple[_RenderedSample, list[_Document]]] = []
         tokenized = self._tokenize([text for sample in rendered for text in sample.texts])
         for sample in rendered:
-            documents = list(islice(tokenized, len(sample.texts)))
+            documents = [sample.tokens] if sample.tokens else list(islice(tokenized, len(sample.texts)))
             try:
                 samples += [(sample, truncated) for truncated in self._truncate_sample(documents)]
             except UnusableRow as reason:
@@ -128,6 +130,10 @@ class Encoder:
         return encoded, dropped
 
     def _render(self, number: int, location: str, row: JsonObject) -> list[_RenderedSample]:
+        if self.stage in UNGROUPED and row.get("input_ids") is not None:
+            with row_errors():
+                document = _Document(*tokens_of(row, self._vocabulary_size), (0, len(row["input_ids"])))
+            return [_RenderedSample(number, location, [], [], b"", document)]
         if self.stage not in ("pt", *POOLED):
             try:
                 row = self.self_cognition.fill(row)
@@ -165,6 +171,10 @@ class Encoder:
             return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (0, len(ids)))
         before, after = self._special_counts
         return _Document(np.array(ids, np.int32), [(len(ids), 1.0)], (before, len(ids) - after))
+
+    @cached_property
+    def _vocabulary_size(self) -> int:
+        return self.tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def _special_counts(self) -> Span:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from megaswift.templates.batching import sample_order
 
 from tests.templates.batching.stopping import Documents, Stopped, in_order, make, same, seen, take
 
@@ -11,6 +12,7 @@ LAYOUTS = {
     "packed": {"packing": True, "max_length": 48},
     "packed, context-parallel": {"packing": True, "max_length": 48, "context_parallel_size": 2},
     "not shuffled": {"shuffle": False},
+    "by length": {"by_length": True},
 }
 
 
@@ -123,3 +125,32 @@ def resumed(run: Stopped, **options):
     batches = make(run.store, **options)
     batches.resume(run.position, {})
     return batches
+
+
+def test_samples_of_similar_length_come_together(monkeypatch):
+    monkeypatch.setattr(sample_order, "GROUP", 4)
+    lengths = np.array([3, 9, 1, 5, 2, 8, 4, 7, 6, 0])
+    order = sample_order.sort_groups(np.arange(10), lengths)
+    # Groups of 10 // 4 samples, the longest of all first.
+    assert lengths[order].tolist() == [9, 3, 5, 1, 8, 2, 7, 4, 6, 0]
+    order = sample_order.sort_groups(np.arange(10)[::-1].copy(), lengths)
+    assert lengths[order].tolist() == [9, 0, 7, 4, 8, 2, 5, 1, 6, 3]
+    assert sample_order.sort_groups(np.arange(1), lengths[:1]).tolist() == [0]
+    monkeypatch.setattr(sample_order, "GROUP", 64)
+    store = Documents(count=200)
+    spreads = {}
+    for by_length in (False, True):
+        batches = make(store, by_length=by_length, micro_batch_size=1, global_batch_size=8)
+        steps = [[len(batch.tokens.flatten()) for batch in step] for step in take(batches, 25)]
+        spreads[by_length] = np.mean([max(step) - min(step) for step in steps])
+    assert spreads[True] < spreads[False] / 3
+
+
+def test_a_changed_order_is_refused():
+    store = Documents()
+    run = Stopped(store)
+    run.run(3, by_length=True)
+    with pytest.raises(ValueError, match="--group_by_length was True, is False"):
+        resumed(run)
+    position = {name: value for name, value in make(store).position().items() if name != "--group_by_length"}
+    assert make(store).resume(position, {}) == []  # of an earlier version
