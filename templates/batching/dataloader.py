@@ -221,7 +221,7 @@ class PlannedBatches(Dataset):
         if self.layout.pack_length:
             return 1 - self.store.lengths.sum() / (rows_per_sample * self.epochs.full_epoch.lengths.sum())
         samples = np.stack([self._samples(step, one_pass=True) for step in range(self.steps_per_epoch)])
-        samples[samples >= 0] = self.epochs.permutation(self.samples, 0)[samples[samples >= 0]]
+        samples[samples >= 0] = self.epochs.permutation(self.epochs.full_epoch, 0)[samples[samples >= 0]]
         micro_batches = samples.reshape(len(samples), *self.shape)  # [steps, micro batches, ranks, samples]
         rows = self._row_lengths(micro_batches)
         filled = (micro_batches >= 0).any(-1)  # rows without samples occur in evaluation only
