@@ -17,12 +17,11 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tqdm import tqdm
 
 from ..bridge.checkpoint.hub import (
@@ -36,13 +35,14 @@ from ..bridge.checkpoint.hub import (
 from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..bridge.checkpoint.rope_scaling import scaled_folder
 from ..templates.chat_template.chat import ChatTemplate
-from ..templates.dataset.sources import open_sources
+from ..templates.chat_template.non_thinking import OFF
 from ..templates.formats.dataset_names import resolve_text
-from ..templates.formats.presets import rename_columns
-from ..templates.formats.schemas import Conversation, UnusableRow, row_errors, to_conversation
+from ..templates.formats.schemas import Conversation, UnusableRow
 from ..templates.json_types import JsonObject
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
+from .infer_data import InferPrompt, RunData, read_prompts
+from .infer_metrics import METRICS
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
 from .system.atomic_dir import loading, verify_files
@@ -50,6 +50,12 @@ from .system.atomic_dir import loading, verify_files
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
+KERNELS = {  # --attention_backend -> transformers' name
+    "flash": "flash_attention_2",
+    "flash_2": "flash_attention_2",
+    "flash_3": "flash_attention_3",
+    "unfused": "eager",
+}
 Emit = Callable[[str], None]  # receives a piece of a response
 VLLM_PROMPTS = 2000  # per call of LLM.generate
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
@@ -60,11 +66,14 @@ UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or sile
 
 def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     """Run `swift infer`. Raises ValueError, FileNotFoundError or ImportError."""
-    rows = list(read_prompts(options)) if options.val_dataset else []
+    run_data = RunData.of(options) if options.load_data_args else None
+    options = run_data.complete(options) if run_data else options
+    is_chat = not options.val_dataset and run_data is None
+    rows = [] if is_chat else list(read_prompts(options, run_data))
     adapter = checked_adapter(options)
     options = set_base_model(options, adapter and adapter.folder)
     folder = checked_folder(options)
-    path = result_path(adapter.folder if adapter else folder, options) if options.val_dataset else None
+    path = result_path(adapter.folder if adapter else folder, options) if not is_chat else None
     engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(
         scaled_folder(folder, options), adapter, options
     )
@@ -111,36 +120,6 @@ def _verify(flag: str, folder: Path) -> None:
     check_headers(folder)  # finds what a manifest cannot: missing or truncated shards
 
 
-@dataclass
-class InferPrompt:
-    """Prompt to complete. `label`: the row's own last response, if any."""
-
-    conversation: Conversation
-    label: str | None
-
-
-def read_prompts(options: InferOptions) -> Iterator[InferPrompt]:
-    """Yield the rows of `--val_dataset`. `--system` is added to rows without a system prompt."""
-    hub = {"use_hf": options.use_hf, "hub_token": options.hub_token, "columns": options.columns}
-    system = resolve_text("--system", options.system)
-    for source, count in open_sources("--val_dataset", options.val_dataset, **hub):
-        if not len(source):
-            raise ValueError(f"--val_dataset {source.name}: it has no rows. Set another one")
-        for _, row_name, row in source.rows(np.arange(min(count or len(source), len(source)))):
-            try:
-                with row_errors():
-                    conversation = to_conversation(rename_columns(row, options.columns), answered=False, strict=False)
-            except UnusableRow as error:
-                raise ValueError(f"--val_dataset: {row_name}: {error}") from error
-            messages = conversation.messages
-            label = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
-            if not messages:
-                raise ValueError(f"--val_dataset: {row_name}: it has a response but no prompt")
-            if system and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": system})
-            yield InferPrompt(conversation, label)
-
-
 def result_path(folder: Path, options: InferOptions) -> Path:
     """Return the path of the result file, and create its folder.
 
@@ -176,23 +155,44 @@ def _default_path(folder: Path, timestamp: str) -> Path:
 
 def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options: InferOptions) -> None:
     """Complete each prompt and write its row to `path`, batch by batch."""
-    batch_size = VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
-    correct, start = 0, time.perf_counter()
+    if options.metric and all(prompt.label is None for prompt in prompts):
+        raise ValueError(f"--metric {options.metric}: no row of the dataset has a response to compare with. Remove it.")
+    batch_size, responses = _rows_per_write(options, len(prompts)), list[str]()
+    start = time.perf_counter()
     with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Generate", disable=None) as bar:
         for batch_start in range(0, len(prompts), batch_size):
             batch = prompts[batch_start : batch_start + batch_size]
-            responses = engine.generate([engine.encode(prompt.conversation) for prompt in batch])
-            for prompt, response in zip(batch, responses, strict=True):
+            encoded = [engine.encode(prompt.conversation) for prompt in batch]
+            step = len(batch) if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
+            answers = [text for i in range(0, len(batch), step) for text in engine.generate(encoded[i : i + step])]
+            for prompt, response in zip(batch, answers, strict=True):
                 messages = [*prompt.conversation.messages, {"role": "assistant", "content": response}]
                 row = {"messages": messages, "response": response, "labels": prompt.label}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                correct += prompt.label is not None and response.strip() == prompt.label.strip()
+            responses += answers
             file.flush()
             bar.update(len(batch))
     seconds = time.perf_counter() - start
     print(f"{plural(len(prompts), 'response')} in {seconds:.1f} s ({len(prompts) / seconds:,.1f}/s): {path}")
-    if labelled := sum(prompt.label is not None for prompt in prompts):
-        print(f"equal to the dataset's response: {correct} of {labelled} ({correct / labelled:.1%})")
+    labelled = [
+        (text, prompt.label) for text, prompt in zip(responses, prompts, strict=True) if prompt.label is not None
+    ]
+    if labelled:
+        correct = sum(response.strip() == label.strip() for response, label in labelled)
+        print(f"equal to the dataset's response: {correct} of {len(labelled)} ({correct / len(labelled):.1%})")
+    if options.metric:
+        if not labelled:
+            raise ValueError(
+                f"--metric {options.metric}: no row of the dataset has a response to compare with. Remove it"
+            )
+        print(json.dumps(METRICS[options.metric](labelled)))
+
+
+def _rows_per_write(options: InferOptions, rows: int) -> int:
+    """Return the rows to answer before they are written; by default those that the engine is given at a time."""
+    if options.write_batch_size is None:
+        return VLLM_PROMPTS if options.infer_backend == "vllm" else options.max_batch_size
+    return options.write_batch_size if options.write_batch_size > 0 else max(rows, 1)
 
 
 def chat(engine: "ChatEngine", options: InferOptions) -> None:
@@ -236,14 +236,17 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
 class ChatEngine(ABC):
     """Engine of `swift infer`: token ids in, text out."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, options: InferOptions):
         self.tokenizer = load_tokenizer(folder)
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"--model {folder}: its tokenizer has no chat template. Set a model that was fine-tuned on "
                 "conversations, or add a chat_template.jinja to the folder."
             )
-        self._template = ChatTemplate(self.tokenizer)
+        thinking = {} if options.enable_thinking is None else dict.fromkeys(OFF, options.enable_thinking)
+        if thinking and not any(name in str(self.tokenizer.chat_template) for name in thinking):
+            print("note: --enable_thinking has no effect: the chat template has no such variable.")
+        self._template = ChatTemplate(self.tokenizer, **thinking)
 
     def encode(self, conversation: Conversation) -> list[int]:
         """Return the token ids of a conversation up to the start of its response."""
@@ -262,14 +265,20 @@ class TransformersChat(ChatEngine):
     """Engine that uses transformers' `model.generate`, on all visible GPUs or the CPU."""
 
     def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
-        super().__init__(folder)
+        super().__init__(folder, options)
         import torch
         from transformers import set_seed
 
         set_seed(options.seed)
         device_map = "auto" if torch.cuda.is_available() else None
         with loading(folder, has_progress_bar=True):
-            self.model: Any = load_model(folder, dtype=options.torch_dtype or "auto", device_map=device_map).eval()
+            kernel = (
+                {}
+                if options.attention_backend == "auto"
+                else {"attn_implementation": KERNELS[options.attention_backend]}
+            )
+            dtype = options.torch_dtype or "auto"
+            self.model: Any = load_model(folder, dtype=dtype, device_map=device_map, **kernel).eval()
         if adapter:
             self.model = attach_adapter(self.model, adapter.folder, folder)
             if options.merge_lora:
@@ -342,7 +351,7 @@ class VllmChat(ChatEngine):
         if adapter:
             _check_for_vllm(adapter, options)
             lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
-        super().__init__(folder)
+        super().__init__(folder, options)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 

@@ -23,6 +23,7 @@ from .dataset.files import RowSource
 from .dataset.mixture import Mixture
 from .dataset.packing import pack
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
+from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
 from .dataset.store import DroppedRows, TokenFile, TokenStore, cache_root, open_or_build, record_batch
 from .dataset.tokenize import Encoder, Row
@@ -79,10 +80,9 @@ class _Part:
 
     def split(self, ratio: float, random: np.random.Generator) -> "tuple[_Part, _Part]":
         """Return two parts without common rows. The second has about the share `ratio` of the rows."""
-        order = random.permutation(self.rows)
-        count = max(round(len(order) * ratio), 1)
-        first_part = replace(self, rows=np.sort(order[count:]), total=self.total - count)
-        return first_part, replace(self, rows=np.sort(order[:count]), total=count, is_split_off=True)
+        first, second = split_rows(self.rows, ratio, random)
+        first_part = replace(self, rows=first, total=self.total - len(second))
+        return first_part, replace(self, rows=second, total=len(second), is_split_off=True)
 
 
 def prepare(
@@ -208,9 +208,7 @@ def _make_part(
     if not (available := len(source)):
         raise ValueError(f"{flag}: has no row. Remove it, or fix the data.")
     total = count or available
-    rows = np.arange(min(total, available))
-    if shuffle and total < available:
-        rows = np.sort(np.random.default_rng(options.data_seed).permutation(available)[:total])
+    rows = select_rows(available, total, shuffle=shuffle, seed=options.data_seed)
     return _Part(source, _load_tokens(source, rows, encoder, options, verify=verify), rows, total)
 
 

@@ -19,7 +19,7 @@ from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
 from .agreement import drop_second_model
 from .data import check_data, check_paths, check_system
-from .generation import check_key
+from .generation import as_flag, check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
     WEIGHT_FILES,
@@ -85,7 +85,13 @@ def check_infer(options: InferOptions) -> list[str]:
     check_paths("--val_dataset", options.val_dataset)
     check_system(options)
     _check_cache()
+    if not options.val_dataset and not options.load_data_args:
+        for name in ("metric", "write_batch_size", "result_path"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"{as_flag(name, options)}: needs a dataset to answer. Set --val_dataset.")
     notes, model = list(set_base_model(options, options)), None
+    if options.infer_backend == "vllm" and options.attention_backend != "auto":
+        notes.append(f"--attention_backend {options.attention_backend} has no effect: vLLM chooses its kernel.")
     if options.model or not options.adapters:  # the task reads a hub adapter's base model
         model = engine_config(options)
         check_generates(options, model)

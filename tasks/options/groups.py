@@ -174,12 +174,27 @@ class GenerationOptions:
     val_dataset: Annotated[list[str], "Dataset to answer, into a file. Default: an interactive chat."] = field(
         default_factory=list
     )
+    load_data_args: Annotated[
+        bool, "Answer the evaluation data of the run that saved the checkpoint, with its data and template options."
+    ] = False
     columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
     result_path: Annotated[
         str | None,
         "Output file. Default: in infer_result/ of the model's folder, or of the run's folder for a checkpoint.",
     ] = None
+    write_batch_size: Annotated[
+        int | None, "Rows per write to the output file; -1: all at the end. Default: as they are answered.", "[-1, inf)"
+    ] = None
+    metric: Annotated[
+        Literal["acc", "rouge"] | None,
+        "Compare the answers with the dataset's: share of equal ones, or ROUGE-1, -2 and -L.",
+    ] = None
     system: Annotated[str | None, "System prompt."] = None
+    enable_thinking: Annotated[bool | None, "Passed to the chat template. Default: the template's."] = None
+    attention_backend: Annotated[
+        Literal["auto", "flash", "flash_2", "flash_3", "unfused"],
+        "transformers: attention kernel. vLLM chooses its own.",
+    ] = "auto"
     stream: Annotated[bool, "Print the answer while it is generated."] = False
     temperature: Annotated[
         float | None, "Sampling temperature; 0: greedy. Default: the model's generation config.", "[0, inf)"

@@ -279,7 +279,8 @@ def test_values_that_ask_for_nothing(words: str) -> None:
 )
 def test_older_names_of_attention_kernels(words: str, kernel: str) -> None:
     assert read(*words.split())[0].build.attention_backend == kernel
-    _, _, notes = read_options("swift", ["infer", "--model", "m", *words.split()])
+    assert read_options("swift", ["infer", "--model", "m", *words.split()])[0].attention_backend == kernel
+    _, _, notes = read_options("swift", ["rollout", "--model", "m", *words.split()])
     assert notes == [f"{words} has no effect: transformers and vLLM choose their kernel."]
 
 
