@@ -59,6 +59,7 @@ OPTIONAL = {  # package: (purpose, how to install)
         "--attention_backend flash (without it: cuDNN's or torch's flash attention)",
         f"MAX_JOBS=8 {INSTALL} --no-build-isolation flash-attn",
     ),
+    "emerging-optimizers": ("--optimizer muon", f"{INSTALL} emerging-optimizers"),
     "apex": (
         "nothing beyond Transformer Engine and PyTorch",
         "git clone https://github.com/NVIDIA/apex && cd apex && pip install --no-build-isolation -v . "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ...tasks.options import SftOptions
 from ...templates.formats.schemas import UNGROUPED
+from .muon import is_muon
 from .tasks import task_flag
 
 
@@ -23,6 +24,10 @@ def adjust_options(options: SftOptions) -> Iterator[str]:
     if options.optimizer.optimizer == "sgd" and build.use_distributed_optimizer:
         build.use_distributed_optimizer = False
         yield "--use_distributed_optimizer true is disabled: --optimizer sgd has no state to shard."
+    if is_muon(options.optimizer) and build.use_distributed_optimizer:
+        build.use_distributed_optimizer = False
+        cure = "" if options.optimizer.optimizer == "dist_muon" else " (dist_muon divides its state)"
+        yield f"--use_distributed_optimizer true is disabled: Muon needs whole matrices{cure}."
     data = options.data
     if data.group_by_length and (reason := _even_lengths(options)):
         data.group_by_length = False

@@ -31,6 +31,7 @@ from .model import (
     rope_notes,
     supported_config,
 )
+from .muon import check_muon
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
 from .vllm_lora import check_max_lora_rank
@@ -57,6 +58,7 @@ def check_training(
     _check_duration(options, layout)
     _check_schedule(options)
     _check_recompute(options.build)
+    check_muon(options, model, sources)
     _check_overlap(options)
     _check_fp8(options, gpus)
     check_pipeline(options.build)

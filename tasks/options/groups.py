@@ -39,7 +39,11 @@ class TrainingOptions:
 class OptimizerOptions:
     """Optimizer"""
 
-    optimizer: Annotated[Literal["adam", "sgd"], "Optimizer; adam is AdamW."] = "adam"
+    optimizer: Annotated[
+        Literal["adam", "sgd", "muon", "dist_muon"],
+        "Optimizer; adam is AdamW; muon: Muon on the layers' matrices, AdamW on the rest; dist_muon: its state is "
+        "divided among data-parallel ranks.",
+    ] = "adam"
     weight_decay: Annotated[float, "Weight decay of all but norms and biases.", "[0, inf)"] = 0.1
     apply_wd_to_qk_layernorm: Annotated[
         bool, "Weight decay also of the norms of queries and keys, as Qwen3-Next was trained."
@@ -58,6 +62,29 @@ class OptimizerOptions:
         default_factory=list
     )
     sgd_momentum: Annotated[float, "SGD: momentum.", "[0, 1)"] = 0.9
+    muon_lr: Annotated[float | None, "Muon: peak learning rate of the matrices. Default: --lr.", "[0, inf)"] = None
+    muon_min_lr: Annotated[float | None, "Muon: the matrices' --min_lr. Default: --min_lr.", "[0, inf)"] = None
+    muon_momentum: Annotated[float, "Muon: momentum.", "[0, 1)"] = 0.9
+    muon_use_nesterov: Annotated[bool, "Muon: Nesterov momentum."] = False
+    muon_num_ns_steps: Annotated[int, "Muon: steps of the Newton-Schulz iteration.", "[1, inf)"] = 5
+    muon_coefficient_type: Annotated[
+        Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
+        "Muon: coefficients of the Newton-Schulz iteration.",
+    ] = "quintic"
+    muon_fp32_matmul_prec: Annotated[
+        Literal["medium", "high", "highest"], "Muon: precision of the Newton-Schulz iteration; medium: bf16."
+    ] = "medium"
+    muon_scale_mode: Annotated[
+        Literal["spectral", "unit_rms_norm", "shape_scaling"],
+        "Muon: scale of an update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), sqrt(max(1, out / in)).",
+    ] = "spectral"
+    muon_extra_scale_factor: Annotated[float, "Muon: further scale of an update.", "(0, inf)"] = 1.0
+    muon_split_qkv: Annotated[bool, "Muon: orthogonalize queries, keys and values separately."] = True
+    muon_tp_mode: Annotated[
+        Literal["duplicated", "distributed", "blockwise"],
+        "Muon under tensor parallelism: each rank iterates on the whole matrix, its shard with all-reduces, or its "
+        "shard alone, which is another update in each layout.",
+    ] = "duplicated"
     lorap_lr_ratio: Annotated[
         float | None, "LoRA+: ratio of the B matrices' learning rate to --lr (2 to 16).", "(0, inf)"
     ] = None

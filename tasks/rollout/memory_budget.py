@@ -107,8 +107,10 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
 
 def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:
     """Return the bytes of optimizer state per element of a parameter."""
-    state = (8 if options.optimizer.optimizer == "adam" else 4) + 4 * (parameter.dtype != torch.float32)
-    if not options.build.use_distributed_optimizer:
+    optimizer = options.optimizer.optimizer
+    has_two_moments = optimizer == "adam" or (optimizer != "sgd" and parameter.ndim < 2)
+    state = (8 if has_two_moments else 4) + 4 * (parameter.dtype != torch.float32)
+    if not options.build.use_distributed_optimizer and optimizer != "dist_muon":
         return state
     if _is_expert(parameter):
         return state / groups.expt_dp.size()

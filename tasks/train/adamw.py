@@ -1,5 +1,6 @@
 """Fused AdamW for fp32 parameters: clips, skips non-finite gradients, and writes half-precision copies in one pass."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,31 +34,37 @@ class AdamW(torch.optim.Optimizer):
         self._tables: dict[int | str, Any] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                zeros = torch.zeros_like(parameter, requires_grad=False)
-                self.state[parameter] = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                self.state[parameter] = self._initial_state(parameter)
+
+    def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for number, group in enumerate(self.param_groups):
             group["step"] += 1
-            rows: list[TensorRow] = [
-                (p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], self.copies.get(p))
-                for p in group["params"]
-                if p.grad is not None and p.numel()
-            ]
-            if not rows:
-                continue
-            settings = {name: group[name] for name in ("step", "lr", "betas", "eps", "weight_decay")}
-            zero = rows[0][1].new_zeros(())
-            settings["grad_scale"] = zero + 1 if self.grad_scale is None else self.grad_scale
-            settings["found_inf"] = zero if self.found_inf is None else self.found_inf
-            if fused.usable(zero):
-                from ...bridge.kernels import adamw as kernels
+            self._step_group(number, group, (p for p in group["params"] if p.grad is not None and p.numel()))
 
-                half_dtype = next((copy.dtype for *_, copy in rows if copy is not None), torch.bfloat16)
-                kernels.adamw(self._table(number, rows), half_dtype, **settings)
-            else:
-                _torch_adamw(rows, **settings)
+    def _step_group(self, number: int, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
+        """Update parameters that have gradients, of group `number`."""
+        rows: list[TensorRow] = [
+            (p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], self.copies.get(p))  # pyright: ignore
+            for p in parameters
+        ]
+        if not rows:
+            return
+        settings = {name: group[name] for name in ("step", "lr", "betas", "eps", "weight_decay")}
+        zero = rows[0][1].new_zeros(())
+        settings["grad_scale"] = zero + 1 if self.grad_scale is None else self.grad_scale
+        settings["found_inf"] = zero if self.found_inf is None else self.found_inf
+        if fused.usable(zero):
+            from ...bridge.kernels import adamw as kernels
+
+            half_dtype = next((copy.dtype for *_, copy in rows if copy is not None), torch.bfloat16)
+            kernels.adamw(self._table(number, rows), half_dtype, **settings)
+        else:
+            _torch_adamw(rows, **settings)
 
     def sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
         """Return the squared norm of these gradients, fp32 []."""

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from ...bridge.options import ParallelOptions
 from ...templates.plural import plural
 from ..options.groups import OptimizerOptions, ScheduleOptions
 from .adamw import AdamW
+from .layer_wise import ParameterOwners
+from .muon import Matrix, Muon, find_matrices
 
 
 def wrap_for_data_parallelism(
@@ -78,14 +81,14 @@ def _overlaps(options: ParallelOptions, dp_size: int) -> tuple[bool, bool]:
 def build_optimizer(
     model: Model, chunks: list[DistributedDataParallel], options: OptimizerOptions, schedule: ScheduleOptions
 ) -> MegatronOptimizer:
-    """Return AdamW or SGD over the trained parameters, with fp32 masters of half-precision ones.
+    """Return AdamW, SGD or Muon over the trained parameters, with fp32 masters of half-precision ones.
 
     Biases and one-dimensional parameters have no weight decay. --lorap_lr_ratio: LoRA+
     (https://arxiv.org/abs/2402.12354).
     """
     dtype = model.config.params_dtype
     config = OptimizerConfig(
-        optimizer=options.optimizer,
+        optimizer="sgd" if options.optimizer == "sgd" else "adam",
         lr=schedule.lr,
         min_lr=min(schedule.min_lr, schedule.lr),
         weight_decay=options.weight_decay,
@@ -109,16 +112,40 @@ def build_optimizer(
     if (ratio := options.lorap_lr_ratio) is not None:  # not for embeddings, where A is initialised to zero
         lora_b_rates = {"max_lr": ratio * schedule.lr, "min_lr": ratio * min(schedule.min_lr, schedule.lr)}
         groups[ParamKey(name="*decoder.layers.*.lora_B")] = lora_b_rates  # pyright: ignore[reportArgumentType]
-    with warnings.catch_warnings():
+    matrices = {}
+    if options.optimizer in ("muon", "dist_muon"):
+        matrices = find_matrices(model, split_qkv=options.muon_split_qkv)
+        max_lr = schedule.lr if options.muon_lr is None else options.muon_lr
+        min_lr = min(schedule.min_lr if options.muon_min_lr is None else options.muon_min_lr, max_lr)
+        key = ParamKey(predicate=ParamPredicate(name="muon", fn=lambda parameter: parameter in matrices))
+        groups[key] = {"max_lr": max_lr, "min_lr": min_lr, "muon": True}  # pyright: ignore[reportArgumentType]
+    owners = ParameterOwners(model) if options.optimizer == "dist_muon" else None
+    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
     for part in chained_optimizers(optimizer):
-        _replace_optimizer(part, in_fp8=model.config.fp8_param)
+        _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options)
+    if owners:
+        _send_after_steps(optimizer, owners)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 
-def _replace_optimizer(part: Any, *, in_fp8: bool) -> None:
+def _send_after_steps(optimizer: Any, owners: ParameterOwners) -> None:
+    """Have the owners send their parameters after each step."""
+    step = optimizer.step_with_ready_grads
+
+    def step_and_send() -> bool:
+        is_successful = step()
+        owners.send()
+        return is_successful
+
+    optimizer.step_with_ready_grads, optimizer.owners = step_and_send, owners
+    for part in chained_optimizers(optimizer):
+        part.has_own_parameters, part.grad_stats_parallel_group = True, dist.group.WORLD
+
+
+def _replace_optimizer(part: Any, *, in_fp8: bool, matrices: dict[Tensor, Matrix], options: OptimizerOptions) -> None:
     """Replace the torch optimizer within a megatron-core optimizer by one that never waits for the device.
 
     megatron-core's waits for the gradient norm, and depends on whether Transformer Engine is installed.
@@ -140,9 +167,12 @@ def _replace_optimizer(part: Any, *, in_fp8: bool) -> None:
         for name in (f"{prefix}float16_groups", f"{prefix}fp32_from_float16_groups")
     )
     copies = {} if in_fp8 else dict(zip(masters, half_params, strict=True))
-    part.optimizer = AdamW(  # pyright: ignore[reportAttributeAccessIssue]
-        groups, copies, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
-    )
+    settings: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    if matrices:
+        updated = {main: matrices[param] for param, main in _params_with_masters(part) if param in matrices}
+        part.optimizer = Muon(groups, copies, updated, options, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        part.optimizer = AdamW(groups, copies, **settings)  # pyright: ignore[reportAttributeAccessIssue]
     if not in_fp8:  # AdamW writes the copies; megatron-core writes FP8 weights
         part._copy_main_params_to_model_params = lambda: None
 
@@ -242,9 +272,10 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
     for part in chained_optimizers(optimizer):
         if part.optimizer is None:
             continue
-        sharded = isinstance(part, DistributedOptimizer)
+        is_distributed = isinstance(part, DistributedOptimizer)
+        sharded = is_distributed or getattr(part, "has_own_parameters", False)
         for parameter, main in _params_with_masters(part):
-            start = part._get_model_param_range_map(parameter)["param"].start if sharded else 0
+            start = part._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
             state = part.optimizer.state[main] | ({"param": main} if parameter.dtype != torch.float32 else {})
             yield Shard(parameter, start, {name: value.detach().view(-1) for name, value in state.items()}, sharded)
 
@@ -274,6 +305,8 @@ def copy_masters_to_model(optimizer: MegatronOptimizer, chunks: list[Distributed
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
+    if owners := getattr(optimizer, "owners", None):
+        owners.send()
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[Any]:

@@ -52,8 +52,9 @@ class TrainState:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return self.optimizer.param_groups[0]["lr"]
+        """Learning rate of the next step: that of --lr, where some parameters have another."""
+        groups = self.optimizer.param_groups
+        return next((group for group in groups if group.get("default_config", True)), groups[0])["lr"]
 
     def synchronize(self) -> None:
         """Wait for the result of the last step. Raises NonFiniteError on every rank."""

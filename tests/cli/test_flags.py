@@ -70,7 +70,7 @@ def test_pt_has_its_own_defaults() -> None:
         (["--save_steps", "many"], "--save_steps many: a whole number is needed."),
         (["--save_steps", "inf"], "--save_steps inf: a whole number is needed."),
         (["--packing", "maybe"], "--packing maybe: true or false is needed."),
-        (["--optimizer", "lion"], "--optimizer lion: choose one of adam, sgd."),
+        (["--optimizer", "lion"], "--optimizer lion: choose one of adam, sgd, muon, dist_muon."),
         (
             ["--report_to", "tensorboard", "x"],
             "--report_to x: choose one of tensorboard, wandb, swanlab, mlflow, trackio, none.",

@@ -351,6 +351,40 @@ def test_sgd_has_no_state_to_share(dense: Path) -> None:
         check(dense, "--optimizer sgd --overlap_grad_reduce true --overlap_param_gather true")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--muon_momentum 0.9", "--muon_momentum 0.9: only for --optimizer muon or dist_muon. Set one of them"),
+        ("--optimizer muon --tuner_type lora", "--optimizer muon cannot be used with --tuner_type lora: Muon"),
+        (
+            "--optimizer dist_muon --overlap_grad_reduce true --overlap_param_gather true",
+            "--overlap_param_gather true cannot be used with --optimizer dist_muon, which sends parameters",
+        ),
+        ("--optimizer muon --muon_tp_mode each", "--muon_tp_mode each: choose one of duplicated, distributed, block"),
+        ("--optimizer muon --muon_scalar_optimizer lion", "--muon_scalar_optimizer lion: "),
+    ],
+)
+def test_what_muon_cannot_do(dense: Path, words: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(dense, words)
+    assert str(caught.value).startswith(message)
+
+
+def test_muon_needs_whole_matrices(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, (note,) = check(dense, "--optimizer muon")
+    assert options.build.use_distributed_optimizer is False
+    assert note == (
+        "--use_distributed_optimizer true is disabled: Muon needs whole matrices (dist_muon divides its state)."
+    )
+    words = f"--optimizer muon {TP} 8"
+    with pytest.raises(UsageError, match=r"--muon_split_qkv true: --tensor_model_parallel_size 8 splits the model's 4"):
+        check(dense, words, world=8)
+    check(dense, f"{words} --muon_split_qkv false", world=8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"--optimizer muon: emerging-optimizers is not installed\. Run `pip install"):
+        check(dense, "--optimizer muon")
+
+
 def test_a_reporter_that_is_not_installed(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--report_to wandb: the package wandb is not installed\. Install it"):

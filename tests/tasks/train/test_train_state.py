@@ -21,6 +21,7 @@ from tests.torchrun import torchrun
 BOUND = 1e-5  # relative
 BF16 = {"torch_dtype": "bfloat16"}
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.02}
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "lr": 3e-4}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS = {
     "one process": (1, {}),
@@ -34,10 +35,12 @@ LAYOUTS = {
     "TP2 SP EP2": (2, {TP: 2, SP: True, EP: 2, ETP: 1}),
     "TP2 SP ETP2": (2, {TP: 2, SP: True, ETP: 2}),
     "CP2 ZeRO-1": (2, ZERO | {CP: 2}),
+    "DP2 EP2 of whole parameters": (2, {EP: 2, "optimizer": "dist_muon"}),
     "TP4 SP": (4, {TP: 4, SP: True}),
     "PP2 VPP2 ZeRO-1": (4, ZERO | {PP: 2, VPP: 2}),
     "TP2 SP EP2 ZeRO-1": (4, ZERO | {TP: 2, SP: True, EP: 2, ETP: 1}),
 }
+WHOLE = "DP2 EP2 of whole parameters"
 ONE, DP, ZERO1, SMALL, TP2, PP2, VPP2 = list(LAYOUTS)[:7]
 # What is trained: what more its runs are given -> {layout that it stops in: layouts that it goes on in}.
 WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
@@ -58,6 +61,10 @@ WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
     "fp16": ("qwen2", {"torch_dtype": "float16"}, {DP: (DP, ZERO1)}),
     "SGD": ("qwen2", SGD, {DP: (DP, ONE, TP2), TP2: (TP2, VPP2)}),
     "SGD bf16": ("qwen2", SGD | BF16, {DP: (DP, ONE)}),
+    "Muon": ("qwen3_moe", MUON, {
+        WHOLE: (WHOLE, ONE, "TP2 SP ETP2"), ONE: (ONE, WHOLE), "TP2 SP EP2": ("TP2 SP EP2", WHOLE, PP2),
+    }),
+    "Muon bf16": ("qwen3_moe", MUON | BF16, {WHOLE: (WHOLE, ONE), DP: (DP,)}),
     "dropout": ("qwen2", DROPOUT, {ZERO1: (ZERO1,), TP2: (TP2,), PP2: (PP2,)}),
     "adapters, one KV head": ("one KV head", {}, {
         TP2: (TP2, ONE), "TP4 SP": ("TP4 SP", TP2, PP2), ZERO1: (ZERO1, "TP4 SP"),
@@ -69,14 +76,15 @@ WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
 }  # fmt: skip
 FAULTS = {"one row off": ("tied", PP2, {"planted": True}), "other random numbers": ("dropout", TP2, {"same": False})}
 SAME_AS_TRANSFORMERS = (TP2, PP2, ZERO1)  # where "tied" goes on in, from TP2
-ROUNDED = ("bf16", "fp16", "SGD bf16", "adapters, DoRA bf16")  # where layouts differ by more than BOUND
+ROUNDED = ("bf16", "fp16", "SGD bf16", "Muon bf16", "adapters, DoRA bf16")  # where layouts differ by more than BOUND
 GONE_ON = [(way, old, new) for way, (_, _, layouts) in WAYS.items() for old in layouts for new in layouts[old]]
 # Each way of training once in the same layout and once in another; the other pairs are long.
 DEFAULT = {
     ("tied", ONE, SMALL), ("tied", SMALL, SMALL), ("tied", TP2, TP2), ("tied", TP2, PP2), ("tied", TP2, ZERO1),
     ("tied", VPP2, VPP2),
     ("experts", "EP2", "EP2"), ("experts", "EP2", ONE),
-    ("bf16", ZERO1, ZERO1), ("fp16", DP, DP), ("SGD", DP, DP), ("dropout", TP2, TP2),
+    ("bf16", ZERO1, ZERO1), ("fp16", DP, DP), ("SGD", DP, DP),
+    ("Muon", WHOLE, WHOLE), ("Muon", WHOLE, "TP2 SP ETP2"), ("dropout", TP2, TP2),
     ("adapters, one KV head", TP2, TP2), ("adapters, one KV head", TP2, ONE), ("adapters, tied", PP2, TP2),
     ("adapters, experts", "EP2", "EP2"),
 }  # fmt: skip
@@ -198,17 +206,20 @@ def test_goes_on_as_if_it_had_not_stopped(way, old, new, launched):
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "layout"), [marked((way, old)) for way, (_, _, olds) in WAYS.items() for old in olds])
 def test_files_have_each_element_once(way, layout, launched):
-    """8 bytes for a parameter in fp32, 4 more for one with a master, 4 less under SGD, whatever the layout."""
+    """8 bytes for a parameter in fp32, 4 more with a master, 4 less under SGD and for Muon's matrices."""
     place = launched.place(way, layout)
     result_of(launched.stopped, place)
     assert len(list((place / "state").iterdir())) == LAYOUTS[layout][0]
     state = whole(place / "state")
     if way.startswith("adapters"):
         return  # their files have no padding, and some things twice
-    weights = (load_file(file) for file in (place / "weights").glob("*.safetensors"))
-    elements = sum(tensor.numel() for tensors in weights for tensor in tensors.values())
-    each = (4 if "SGD" in way else 8) + (4 if way in ROUNDED else 0)
-    assert sum(tensor.nbytes for tensor in state.values()) == each * elements
+    weights = {}
+    for file in (place / "weights").glob("*.safetensors"):
+        weights |= load_file(file)
+    small = {name: "SGD" in way or ("Muon" in way and "layers" in name and x.ndim == 2) for name, x in weights.items()}
+    masters = 4 if way in ROUNDED else 0
+    expected = sum(tensor.numel() * ((4 if small[name] else 8) + masters) for name, tensor in weights.items())
+    assert sum(tensor.nbytes for tensor in state.values()) == expected
 
 
 @pytest.mark.slow
