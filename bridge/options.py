@@ -293,6 +293,31 @@ class PredictionOptions(PredictionLayers):
     mtp_loss_scaling_factor: Annotated[float, "Weight of the mean loss of multi-token prediction.", "[0, inf)"] = 0.1
 
 
+# Fields of megatron-core's TransformerConfig that --megatron_extra_kwargs may set, with their types: none describes the
+# model, and none is set by another flag.
+CORE_SETTINGS: dict[str, type] = {
+    "moe_input_jitter_eps": float,
+    "moe_router_force_load_balancing": bool,
+    "batch_p2p_sync": bool,
+    "deallocate_pipeline_outputs": bool,
+    "overlap_p2p_comm_warmup_flush": bool,
+    "disable_parameter_transpose_cache": bool,
+    "fp8_margin": int,
+    "tp_only_amax_red": bool,
+}
+
+
 @dataclass
-class BuildOptions(ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, Fp8Options, KernelOptions):
+class CoreOptions:
+    """Settings of megatron-core"""
+
+    megatron_extra_kwargs: Annotated[
+        dict[str, Any], "More fields of megatron-core's TransformerConfig, as JSON (docs/parallelism.md lists them)."
+    ] = field(default_factory=dict)
+
+
+@dataclass
+class BuildOptions(
+    ParallelOptions, RecomputeOptions, MoEOptions, PredictionOptions, Fp8Options, KernelOptions, CoreOptions
+):
     """Everything that the builder reads."""

@@ -355,6 +355,8 @@ class VllmChat(ChatEngine):
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
+        from .rollout.vllm_kwargs import engine_kwargs
+
         self.llm = LLM(
             str(folder),
             dtype=options.torch_dtype or "auto",
@@ -365,6 +367,7 @@ class VllmChat(ChatEngine):
             enforce_eager=options.vllm_enforce_eager,
             use_tqdm_on_load=sys.stderr.isatty(),
             **lora_options,
+            **engine_kwargs(options.vllm_engine_kwargs),
         )
         self.adapter = LoRARequest("adapter", 1, str(adapter.folder.absolute())) if adapter else None
         self.settings = self.llm.get_default_sampling_params()  # from the model's generation config

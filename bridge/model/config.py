@@ -74,6 +74,7 @@ def transformer_config(
         settings |= _moe_settings(options, kernels, settings)
     if kernels.attention == "transformer_engine":
         settings["attention_backend"] = kernels.attention_backend(options)
+    settings |= options.megatron_extra_kwargs  # pyright: ignore[reportAssignmentType]
     config = (MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig)(**settings)
     # Attributes of our own, for layers/.
     config.architecture = architecture  # type: ignore[attr-defined]

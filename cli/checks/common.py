@@ -19,6 +19,7 @@ from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
 from .agreement import drop_second_model
 from .data import check_data, check_paths, check_system
+from .extra_kwargs import check_core_settings, check_engine_settings
 from .generation import as_flag, check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
 from .model import (
@@ -62,6 +63,7 @@ def check_training(
     _check_overlap(options)
     _check_fp8(options, gpus)
     check_pipeline(options.build)
+    check_core_settings(options, model)
     if options.tuner.tuner_type == "lora":
         notes += check_base(options, options, model)
         notes += check_adapters(options, sources, config_with_head(options, model))
@@ -84,6 +86,7 @@ def check_infer(options: InferOptions) -> list[str]:
     """Raise UsageError for unusable options of `swift infer`. Return notes for the user."""
     if options.merge_lora and not options.adapters:
         raise UsageError("--merge_lora true needs an adapter to merge. Set --adapters.")
+    check_engine_settings(options)
     check_paths("--val_dataset", options.val_dataset)
     check_system(options)
     _check_cache()
@@ -110,6 +113,7 @@ def check_rollout(options: RolloutOptions) -> list[str]:
     model = engine_config(options)
     check_generates(options, model)
     check_max_lora_rank(options)
+    check_engine_settings(options)
     check_key("api_key", options.api_key)
     if options.vllm_enable_return_routed_experts and model is not None and not count_experts(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Remove it.")

@@ -45,7 +45,7 @@ SERVER_FLAGS = (
 )  # fmt: skip
 COLOCATED_FLAGS = (
     "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager",
-    "vllm_enable_prefix_caching", "vllm_gpu_memory_utilization",
+    "vllm_enable_prefix_caching", "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from ...tasks.options import (
 from ...tasks.run.planning import ProcessLayout, teacher_layout
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
+from .extra_kwargs import check_engine_settings
 from .generation import REFERENCE_FLAGS, as_flag, check_generation, check_replay, is_set_by_user, unread_flags
 from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
 from .model import HfConfig, check_divisible, count_experts, supported_config
@@ -64,12 +65,14 @@ def check_task(
     match options:
         case GrpoOptions():
             check_generation(options, sources)
+            check_engine_settings(options)
             check_vllm_lora(options, model)
             check_replay(options, model)
             yield from unread_flags(options, sources)
             yield from _check_reference(options, layout, model)
         case GkdOptions():
             check_generation(options, sources)
+            check_engine_settings(options)
             check_vllm_lora(options, model)
             _check_teacher(options, layout)
         case DpoOptions():

@@ -1,7 +1,7 @@
 """Groups of options, composed to option classes in options/__init__.py. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 TEMPERATURES = 1e-3, 1e3  # allowed range besides 0: outside it a scaled logit is infinite or rounds to 0
 
@@ -254,6 +254,9 @@ class GenerationOptions:
         int | None, "vLLM: longest prompt and answer together. Default: the model's limit.", "[1, inf)"
     ] = None
     vllm_enforce_eager: Annotated[bool, "vLLM: no CUDA graphs; starts faster, runs slower."] = False
+    vllm_engine_kwargs: Annotated[
+        dict[str, Any], "vLLM: more fields of its EngineArgs, as JSON: '{\"max_num_batched_tokens\": 8192}'."
+    ] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Options of `swift rollout`, and of a training run's rollout engine. No torch: the command line imports this."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ...bridge.options import ModelOptions
 
@@ -26,6 +26,9 @@ class VllmOptions:
         "Largest adapter rank in vLLM. Default: the run's rank; 16 in a server.",
         "[1, 512]",
     ] = None
+    vllm_engine_kwargs: Annotated[
+        dict[str, Any], "More fields of vLLM's EngineArgs, as JSON: '{\"max_num_batched_tokens\": 8192}'."
+    ] = field(default_factory=dict)
 
 
 @dataclass

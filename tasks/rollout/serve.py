@@ -17,7 +17,7 @@ from .keys import server_key
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VLLM_FLAGS = (
     "vllm_max_model_len", "vllm_max_num_seqs", "vllm_enforce_eager", "vllm_enable_prefix_caching",
-    "vllm_gpu_memory_utilization",
+    "vllm_gpu_memory_utilization", "vllm_engine_kwargs",
 )  # fmt: skip
 
 

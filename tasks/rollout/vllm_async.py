@@ -19,6 +19,7 @@ from .eos import eos_token_ids
 from .lora_support import DEFAULT_RANK, lora_rank_bucket
 from .vllm_adapter import VllmObject, lora_request
 from .vllm_engine import check_experts, lora_arguments, sampling_params, to_completion
+from .vllm_kwargs import engine_kwargs
 from .weight_buckets import Bucket
 
 
@@ -68,6 +69,7 @@ class VllmBackend:
                 weight_transfer_config=WeightTransferConfig(backend=NAME),
                 worker_extension_cls=EXTENSION,
                 **lora_arguments(folder, max_rank),
+                **engine_kwargs(options.vllm_engine_kwargs),
             )
         )
         self.has_nccl, self._has_expert_recording = on_gpu, options.vllm_enable_return_routed_experts

@@ -31,6 +31,7 @@ from .engine import Completion, Request, Sampling
 from .eos import eos_token_ids
 from .lora_support import lora_rank_bucket
 from .vllm_adapter import VllmObject, has_adapters, load_adapter, lora_request, unsharded_adapter_tensors
+from .vllm_kwargs import engine_kwargs
 from .weight_sync import checksum
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags for memory that sleeps
@@ -107,6 +108,7 @@ class VllmEngine:
                 **lora,
                 generation_config="vllm",  # no defaults other than Sampling's
                 logprobs_mode="raw_logprobs",  # see _set_temperature
+                **engine_kwargs(options.vllm_engine_kwargs),
             )
         if experts:
             check_experts(*self.llm.apply_model(monolithic_moe_kernel))

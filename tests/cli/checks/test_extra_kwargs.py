@@ -1,0 +1,91 @@
+"""--megatron_extra_kwargs and --vllm_engine_kwargs: what is known to be safe, and refusals by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megaswift.cli.checks.common import check_infer, check_rollout, check_training
+from megaswift.cli.flags import UsageError
+from megaswift.cli.main import read_options
+from megaswift.tasks.rollout.vllm_kwargs import engine_kwargs
+from megaswift.tasks.run.planning import ProcessLayout
+
+from tests.cli.checks.checking import install
+from tests.cli.conftest import DENSE, write_model
+
+MIXTURE = DENSE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 48}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "mixture", MIXTURE)
+
+
+def check(model: Path, words: list[str], settings: dict[str, Any], flag: str) -> Any:
+    words = [*words, "--model", str(model), f"--{flag}", json.dumps(settings)]
+    options, sources, _ = read_options(words[0], words[1:])
+    if words[1] == "rollout":
+        check_rollout(options)
+    elif words[1] == "infer":
+        check_infer(options)
+    else:
+        layout = ProcessLayout.of(options.build, 1)
+        check_training(options, layout, gpus=0, processes=1, sources=sources)
+    return options
+
+
+SFT = ["megatron", "sft", "--dataset", "d", "--train_iters", "1"]
+GRPO = ["megatron", "rlhf", "--rlhf_type", "grpo", "--dataset", "d", "--train_iters", "1", "--reward_funcs", "accuracy"]
+
+
+def refusal(model: Path, words: list[str], settings: dict[str, Any], flag: str) -> str:
+    with pytest.raises(UsageError) as error:
+        check(model, words, settings, flag)
+    assert str(error.value).startswith(f"--{flag} {json.dumps(settings)}: ")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_layers": 2}, "num_layers is not among the fields that are known to be safe (moe_input_jitter_eps, "),
+        ({"hidden_dropout": 0.1}, "hidden_dropout has a flag. Set --hidden_dropout 0.1."),
+        ({"moe_input_jitter_eps": "a"}, "moe_input_jitter_eps must be a number."),
+        ({"moe_router_force_load_balancing": 1}, "moe_router_force_load_balancing must be true or false."),
+        ({"fp8_margin": True}, "fp8_margin must be a whole number."),
+        ({"fp8_margin": 1}, "fp8_margin needs --fp8_format."),
+    ],
+)
+def test_fields_of_megatron_core(settings: dict[str, Any], message: str, model: Path) -> None:
+    assert message in refusal(model, SFT, settings, "megatron_extra_kwargs")
+
+
+def test_fields_of_experts_need_experts(model: Path, dense: Path) -> None:
+    settings = {"moe_input_jitter_eps": 0.1}
+    assert check(model, SFT, settings, "megatron_extra_kwargs").build.megatron_extra_kwargs == settings
+    assert "is for models with experts" in refusal(dense, SFT, settings, "megatron_extra_kwargs")
+
+
+def test_fields_of_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, infer, rollout = "vllm_engine_kwargs", ["swift", "infer", "--infer_backend", "vllm"], ["swift", "rollout"]
+    install(monkeypatch, vllm=True)
+    settings = {"max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}
+    assert check(model, infer, settings, flag).vllm_engine_kwargs == settings
+    assert check(model, rollout, settings, flag).vllm_engine_kwargs == settings
+    assert check(model, GRPO, settings, flag).engine.vllm_engine_kwargs == settings
+    assert check(model, infer, {"quantization": "fp8"}, flag)
+    for words in (rollout, GRPO):
+        assert "quantization cannot be set: weights come from" in refusal(model, words, {"quantization": "fp8"}, flag)
+        assert "max_num_seqs has a flag. Set --vllm_max_num" in refusal(model, words, {"max_num_seqs": 2}, flag)
+    assert "trust_remote_code cannot be set" in refusal(model, infer, {"trust_remote_code": True}, flag)
+    assert "only for vLLM. Set --infer_backend vllm" in refusal(model, ["swift", "infer"], settings, flag)
+    assert "only for vLLM in the training" in refusal(model, [*GRPO, "--vllm_mode", "server"], settings, flag)
+
+
+def test_names_that_vllm_does_not_have() -> None:
+    names = {"max_num_batched_tokens", "block_size"}
+    assert engine_kwargs({"block_size": 16}, names) == {"block_size": 16}
+    with pytest.raises(ValueError, match=r"--vllm_engine_kwargs: blok_size is no field .* Is it block_size\? Fix"):
+        engine_kwargs({"blok_size": 16}, names)
+    assert engine_kwargs({}) == {}
