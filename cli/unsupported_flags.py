@@ -72,7 +72,7 @@ _MODELS = {
                    new_special_tokens=NONE),
     **_unsupported("revisions of a teacher", "Download it, and set --teacher_model to the folder.",
                    teacher_model_revision=NONE),
-    **_unsupported("plugins", "Remove it.", callbacks=NONE, custom_register_path=NONE, custom_dataset_info=NONE),
+    **_unsupported("plugins", "Remove it.", custom_register_path=NONE, custom_dataset_info=NONE),
 }  # fmt: skip
 
 _TRAINING = {

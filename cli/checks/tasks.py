@@ -56,7 +56,7 @@ def check_task(
 ) -> Iterator[str]:
     """Raise UsageError for unusable options of the task. Yield notes. model: config.json; None if not downloaded yet"""
     _check_head(options, model)
-    check_plugins(options)
+    yield from check_plugins(options)
     if options.stage in ("sft", "pt"):
         return
     _check_data(options)

@@ -109,12 +109,15 @@ def best_metric(options: SftOptions) -> str:
     return f"eval_{(options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix('eval_')}"
 
 
+def is_greater_better(options: SftOptions) -> bool:
+    """Return whether a greater value of `best_metric` is better."""
+    is_greater = options.checkpoint.greater_is_better
+    return not best_metric(options).endswith(LESS_IS_BETTER) if is_greater is None else is_greater
+
+
 def update_run_dir(options: SftOptions, newest: Path, in_use: Collection[Path] = ()) -> None:
     """Update the links of a run folder, and prune its checkpoints by the options, except those `in_use`."""
-    checkpoint, metric = options.checkpoint, best_metric(options)
-    is_greater_better = (
-        not metric.endswith(LESS_IS_BETTER) if checkpoint.greater_is_better is None else checkpoint.greater_is_better
-    )
+    checkpoint, metric, is_greater = options.checkpoint, best_metric(options), is_greater_better(options)
     # Folders that the run may still read, and must not prune.
     input_folders = [options.model, options.mcore_model, options.mcore_adapter, *options.adapters]
     if reference := group_of(options, ReferenceOptions):
@@ -124,7 +127,7 @@ def update_run_dir(options: SftOptions, newest: Path, in_use: Collection[Path] =
     keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder} | set(in_use)
     with _updating:
         update_links_and_prune(
-            newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater_better, keep=keep
+            newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater, keep=keep
         )
 
 

@@ -44,7 +44,15 @@ _MESSAGES = _of(REQUESTS, "Message Messages Tool")
 _TEMPLATE = _MESSAGES | _absent("Template StdTemplateInputs TemplateInputs")
 _UTILITIES = _of(UTILITIES, "get_dist_setting get_env_args get_logger is_master read_from_jsonl to_device")
 _SAMPLES = _absent("GRPOBatch GRPOSample OnPolicySample")
+_CALLBACKS = "train.callback_registry:"
 _MODULES_OF_4 = {
+    "swift.callbacks": _of(_CALLBACKS, "callbacks_map TrainerCallback"),
+    "swift.callbacks.base": _of(_CALLBACKS, "TrainerCallback"),
+    "swift.callbacks.mapping": _of(_CALLBACKS, "callbacks_map"),
+    "swift.megatron": {},
+    "swift.megatron.callbacks": _of(_CALLBACKS, "MegatronCallback megatron_callbacks_map"),
+    "swift.megatron.callbacks.base": _of(_CALLBACKS, "MegatronCallback"),
+    "swift.megatron.callbacks.mapping": _of(_CALLBACKS, "megatron_callbacks_map"),
     "swift.infer_engine": _REQUESTS | _ENGINES,
     "swift.infer_engine.protocol": _REQUESTS,
     "swift.rewards": _ORM | _PRM | _of("rewards.registry:", "rm_plugins"),

@@ -92,7 +92,7 @@ class Checkpointer:
                 raise
             self._has_failed = True
             self._note(f"{error} Training goes on, and this checkpoint is tried instead.")
-        path = self._run.folder / f"checkpoint-{step}"
+        path = self.folder(step)
         merged = merged_path(path) if self._training.model.lora and self._run.options.merge_lora else None
         paths = [merged, path] if merged else [path]
         self._saves += 1
@@ -123,6 +123,9 @@ class Checkpointer:
                 if not self._run.options.checkpoint.async_save:
                     self.wait()
         return _paths_by_name(paths)
+
+    def folder(self, step: int) -> Path:
+        return self._run.folder / f"checkpoint-{step}"
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is complete. Raises any rank's error on every rank."""

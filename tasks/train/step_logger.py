@@ -55,6 +55,7 @@ class StepLogger(Callback):
             settings={name: value for name, value in flag_values(run.options).items() if name not in SECRET},
         )
         self._deferred: _Deferred | None = None
+        self.on_line: Callable[[int, dict[str, float]], None] = lambda step, values: None  # called after each line
 
     def _start(self, run: Run) -> Start:
         """Return where the log of the run that is resumed ended."""
@@ -113,6 +114,8 @@ class StepLogger(Callback):
         log.step(int(tokens), cost, record.data_wait, ended)
         grad_norm = record.result.grad_norm
         norm = {} if grad_norm is None else {"grad_norm": grad_norm}
-        log.train(record.step, means | deferred.loop_metrics | norm | {"learning_rate": record.learning_rate})
+        values = means | deferred.loop_metrics | norm | {"learning_rate": record.learning_rate}
+        log.train(record.step, values)
+        self.on_line(record.step, values)
         if deferred.slow_ranks and (ranks := deferred.slow_ranks()):
             log.note(f"step {record.step}: slow: {ranks}")

@@ -27,6 +27,7 @@ from .checkpointer import Checkpointer
 from .eval_command import EvalCommandCallback
 from .evaluation import EvaluationCallback
 from .objective import Data, Objective
+from .plugin_callbacks import PluginCallbacks
 from .saving import SaveCallback
 from .step import NonFiniteError, TrainState, rerun_step, train_step
 from .step_logger import StepLogger
@@ -68,6 +69,8 @@ class Trainer:
         evaluation_callbacks = (
             [EvaluationCallback(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
         )
+        self._plugins = PluginCallbacks(run, state, self._checkpointer, first_step, max_steps)
+        self._logger.on_line = self._plugins.logged
         self._callbacks: list[Callback] = [
             StopSignalCallback(self._stop),
             ProgressCallback(run, max_steps),
@@ -77,8 +80,10 @@ class Trainer:
             SaveCallback(run, state, objective, train, self._logger, self._checkpointer),
             self._eval_command,
             GarbageCollectionCallback(run.options),
+            self._plugins,
         ]
         self._data_wait, self._epoch = 0.0, train.epoch
+        self._is_ended_by_plugin = False  # which is the end of the run, not an interruption
 
     def fit(self) -> str | None:
         """Train to the last step or to a stop, where the run is saved. Return the reason of a stop, else None."""
@@ -87,16 +92,18 @@ class Trainer:
         gc.collect()
         gc.freeze()  # keeps garbage collections during training from scanning imported modules and the model
         try:
+            self._plugins.train_begin()
             if self.objective.loop:
                 self.objective.loop.train(self)
             else:
                 self._train_on_data()
             self._checkpointer.wait()
+            self._plugins.train_end()
         except Exception as error:
             self._fail(error)
             raise
         self._finish()
-        return self.stop_reason
+        return None if self._is_ended_by_plugin else self.stop_reason
 
     def _train_on_data(self) -> None:
         assert isinstance(self._train, Batches)
@@ -113,6 +120,7 @@ class Trainer:
         while self.steps_done < self.max_steps and self.stop_reason is None:
             step = self.steps_done + 1
             self._data_wait, self._epoch = 0.0, self._train.epoch
+            self._plugins.begin_epoch(self._epoch)
             for callback in self._callbacks:
                 callback.pre_step(step)
             self.watchdog.phase(f"before step {step}")
@@ -142,9 +150,15 @@ class Trainer:
             objective.reference_sync(self.state, step)
         self.steps_done = step
         self.stop_reason = self._stop.reason() if step < self.max_steps else None
-        saves = self._is_save_step(step)
+        requests = self._plugins.step_end(step)
+        self._end_by_plugin(requests.stops)
+        saves = self._is_save_step(step) or requests.saves
         eval_steps = self.run.options.training.eval_steps
-        evaluates = self._val is not None and (self._is_every(eval_steps) if eval_steps else saves)
+        evaluates = self._val is not None and (
+            requests.evaluates or (self._is_every(eval_steps) if eval_steps else saves)
+        )
+        if evaluates:
+            self._plugins.eval_begin()
         record = StepRecord(
             step,
             batches,
@@ -158,6 +172,11 @@ class Trainer:
         )
         for callback in self._callbacks:
             callback.post_step(record)
+        self._end_by_plugin(self._plugins.stops_after_saving(record))
+
+    def _end_by_plugin(self, is_requested: bool) -> None:
+        if is_requested and self.steps_done < self.max_steps and self.stop_reason is None:
+            self.stop_reason, self._is_ended_by_plugin = "by a callback (--callbacks)", True
 
     def _is_every(self, steps: int) -> bool:
         return self.steps_done % steps == 0 or self.steps_done == self.max_steps
@@ -192,9 +211,9 @@ class Trainer:
         self._eval_command.stop()
         barrier()
         self.watchdog.close()
-        if self.stop_reason is None:
+        if self.stop_reason is None or self._is_ended_by_plugin:
             self._stop.close()
-        else:
+        if self.stop_reason is not None:
             self.log.note(
                 f"Stopped after step {self.steps_done} of {self.max_steps}: {self.stop_reason}. "
                 "Set --resume_from_checkpoint auto to resume."

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import megaswift.tasks.multi_turn.load  # noqa: F401  (registers the project's own scheduler, once)
 import pytest
 from megaswift.tasks.multi_turn.registry import multi_turns, registered_tools
 

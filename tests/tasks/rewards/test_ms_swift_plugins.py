@@ -107,7 +107,7 @@ def test_every_name_of_the_table_exists():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import swift.pluginz", r"swift.pluginz does not exist here. swift has infer_engine, llm, .*rewards"),
+        ("import swift.pluginz", r"swift.pluginz does not exist here. swift has callbacks, infer_engine, .*rewards"),
         ("from swift.plugin.loss import loss_map", "swift.plugin.loss does not exist here. swift.plugin has .*ORM"),
         ("from swift.rl_core import CISPO", "swift.rl_core.CISPO does not exist here. swift.rl_core has data"),
         (
