@@ -138,7 +138,6 @@ _REINFORCEMENT = {
                    completion_length_limit_scope="total"),
     **_unsupported("plugins of reward models", "Write it as a reward function, and set --reward_funcs.",
                    reward_model_plugin=NONE),
-    **_unsupported("a teacher in grpo", "Use --rlhf_type gkd.", teacher_kl_coef=NONE),
     **_unsupported("several teachers", "Use one --teacher_model.", teacher_tag_key="dataset"),
     **_unsupported("offload of the bridge, which holds no memory", "Remove it: --offload_model, --offload_optimizer.",
                    offload_bridge="false"),

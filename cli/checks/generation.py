@@ -58,7 +58,7 @@ def check_generation(options: GeneratingOptions, sources: Mapping[str, str]) -> 
     if isinstance(options, GrpoOptions):
         _check_sizes(options)
         _check_unread(options, sources)
-        _check_policy(options)
+        _check_policy(options, sources)
         _check_rewards(options)
         _check_turns(options, sources)
 
@@ -88,10 +88,14 @@ def _check_sizes(options: GrpoOptions) -> None:
         _check_single_completions(options)
 
 
+def has_teacher(options: GrpoOptions) -> bool:
+    """Return whether a teacher's log-probabilities are part of the advantages."""
+    return any(flag_value(options, name, None) for name in TEACHER_FLAGS)
+
+
 def _check_single_completions(options: GrpoOptions) -> None:
     """Raise UsageError if the advantage needs several completions of a prompt."""
-    has_teacher = any(flag_value(options, name, None) for name in TEACHER_FLAGS)
-    if options.advantage_estimator != "reinforce_plus_plus" and not has_teacher:
+    if options.advantage_estimator != "reinforce_plus_plus" and not has_teacher(options):
         raise UsageError(
             f"--num_generations 1: --advantage_estimator {options.advantage_estimator} compares completions of one "
             "prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator reinforce_plus_plus."
@@ -261,7 +265,11 @@ def unread_flags(options: GrpoOptions, sources: Mapping[str, str]) -> Iterator[s
             yield f"{as_flag(name, options)} has no effect with {as_flag(mode, options)}."
 
 
-def _check_policy(options: GrpoOptions) -> None:
+def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+    if not has_teacher(options):
+        for field in ("teacher_kl_coef", *vars(options.teacher)):
+            if is_set_by_user(field, sources):
+                raise UsageError(f"{as_flag(field, options)}: no teacher. Set --teacher_model, or remove it.")
     if not options.beta:
         for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
             if flag_value(options, name):
@@ -323,8 +331,10 @@ def _check_distillation(options: GkdOptions) -> None:
 
 
 def _check_rewards(options: GrpoOptions) -> None:
-    from ...tasks.rewards.load import check_rewards
+    from ...tasks.rewards.load import check_rewards, reward_names
 
+    if has_teacher(options) and not reward_names(options.rewards):
+        return
     with usage_errors():
         check_rewards(options.rewards)
     if options.rewards.reward_model:

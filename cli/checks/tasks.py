@@ -26,7 +26,15 @@ from ...tasks.run.planning import ProcessLayout, teacher_layout
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
 from .extra_kwargs import check_engine_settings
-from .generation import REFERENCE_FLAGS, as_flag, check_generation, check_replay, is_set_by_user, unread_flags
+from .generation import (
+    REFERENCE_FLAGS,
+    as_flag,
+    check_generation,
+    check_replay,
+    has_teacher,
+    is_set_by_user,
+    unread_flags,
+)
 from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
 from .model import HfConfig, check_divisible, count_experts, supported_config
 from .plugins import check_plugins
@@ -69,6 +77,8 @@ def check_task(
             check_vllm_lora(options, model)
             check_replay(options, model)
             yield from unread_flags(options, sources)
+            if has_teacher(options):
+                _check_teacher(options, layout)
             yield from _check_reference(options, layout, model)
         case GkdOptions():
             check_generation(options, sources)
@@ -288,7 +298,7 @@ def _check_reference_model(options: WithReference, layout: ProcessLayout, flag: 
     _check_model(reference_options, layout, flag, "ref")
 
 
-def _check_teacher(options: GkdOptions, layout: ProcessLayout) -> None:
+def _check_teacher(options: GkdOptions | GrpoOptions, layout: ProcessLayout) -> None:
     flag = check_teacher(options, layout.world)
     if flag is None:  # a server has it
         return

@@ -3,7 +3,7 @@
 import re
 from math import lcm
 
-from ...tasks.options import GkdOptions
+from ...tasks.options import GkdOptions, GrpoOptions
 from ...tasks.rollout.addresses import check_address
 from ...tasks.run.planning import ProcessLayout, length_multiple, teacher_layout
 from ..flags import UsageError, show, usage_errors
@@ -12,10 +12,16 @@ from .generation import check_key
 SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"  # teacher_<size>_parallel_size
 
 
-def check_teacher(options: GkdOptions, processes: int) -> str | None:
+def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | None:
     """Return the flag of the teacher's folder with its value; None for a server. Raises UsageError."""
     names = "teacher_model", "mcore_teacher_model", "teacher_model_server"
-    models = [f"--{name} {value}" for name in names if (value := getattr(options.teacher, name))]
+    models = [f"--{name} {value}" for name in names if (value := getattr(options.teacher, name, None))]
+    if isinstance(options, GrpoOptions):
+        if len(models) > 1:
+            raise UsageError(f"{models[0]} and {models[1]}: set one of them.")
+        _check_advantages(options, models[0])
+        _check_layout(options, processes)
+        return models[0]
     if not models:
         raise UsageError(
             "--teacher_model: missing. Set the folder or the hub id of the model to distill, or the address of its "
@@ -39,6 +45,22 @@ def to_teacher_flags(text: str) -> str:
     return re.sub(rf"--({'|'.join(SIZES)})_parallel_size", r"--teacher_\1_parallel_size", text)
 
 
+def _check_advantages(options: GrpoOptions, flag: str) -> None:
+    """Raise UsageError for options that need the same advantage at all tokens of a completion, or rewards."""
+    policy, problem = options.policy, "needs one advantage for all tokens of a completion"
+    if policy.loss_type in ("real", "fipo"):
+        raise UsageError(
+            f"--loss_type {policy.loss_type} cannot be used with {flag}: it {problem}. Remove one of them."
+        )
+    if policy.off_policy_sequence_mask_delta is not None:
+        raise UsageError(
+            f"--off_policy_sequence_mask_delta {policy.off_policy_sequence_mask_delta} cannot be used with {flag}: it "
+            f"{problem}. Remove one of them."
+        )
+    if options.dynamic_sample and not (options.rewards.reward_funcs or options.rewards.reward_model):
+        raise UsageError("--dynamic_sample true: compares rewards. Set --reward_funcs, or remove it.")
+
+
 def _check_server(options: GkdOptions, flag: str) -> None:
     check_key("teacher_model_server_api_key", options.teacher.teacher_model_server_api_key)
     with usage_errors():
@@ -52,7 +74,7 @@ def _check_server(options: GkdOptions, flag: str) -> None:
             raise UsageError(f"--{name} {show(value)} cannot be used with {flag}: the teacher runs there. Remove it.")
 
 
-def _check_layout(options: GkdOptions, processes: int) -> None:
+def _check_layout(options: GkdOptions | GrpoOptions, processes: int) -> None:
     data = options.data
     parallel = teacher_layout(options)
     if parallel is None:

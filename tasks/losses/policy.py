@@ -44,6 +44,7 @@ class Policy:
     rollout_importance_sampling_threshold: float = 2.0
     log_rollout_offpolicy_metrics: bool = False
     off_policy_sequence_mask_delta: float | None = None  # None: no sample is left out
+    teacher_kl_coef: float = 1.0  # of the teacher's log-probabilities in the advantages
     max_completion_length: int = 512  # what dr_grpo divides a sample by
 
     @property
@@ -165,6 +166,7 @@ class BaselineLogProbs:
     old: Tensor | None = None  # by the policy before the steps on this rollout batch; None: as the trained model's
     ref: Tensor | None = None  # by the reference
     sampled: Tensor | None = None  # by the engine that generated them
+    teacher: Tensor | None = None
 
 
 NO_BASELINES = BaselineLogProbs()
@@ -193,6 +195,10 @@ def policy_losses(
     ratios = _trained(log_probs - old, completions)
     weights = _weights(policy, ratios, completions)
     by_token, by_sample = {}, {}
+    if baselines.teacher is not None:
+        signal = _trained(baselines.teacher - old.detach(), completions)
+        advantages = advantages + policy.teacher_kl_coef * signal
+        by_token["teacher_kl"] = _exponential(signal) - signal - 1  # as `kl_of`
     if policy.loss_type == "real":
         assert slopes is not None
         losses = slopes[0] + slopes[1] * (ratios - ratios.detach())

@@ -21,6 +21,7 @@ from .groups import (
     CheckpointOptions,
     CompletionOptions,
     ConversionOptions,
+    DistillationOptions,
     GenerationOptions,
     LoggingOptions,
     OptimizerOptions,
@@ -224,6 +225,10 @@ class GrpoOptions(SftOptions):
     multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
     policy: PolicyLossOptions = group(PolicyLossOptions)
+    teacher: TeacherOptions = group(TeacherOptions)
+    teacher_kl_coef: Annotated[
+        float, "With a teacher: weight of its log-probability over the policy's in each token's advantage.", "[0, inf)"
+    ] = 1.0
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.04
     advantage_estimator: Annotated[
         Literal["grpo", "rloo", "reinforce_plus_plus"], "Baseline that a reward is compared with."
@@ -275,7 +280,7 @@ class GkdOptions(SftOptions):
     """GKD"""
 
     rlhf_type: RlhfType = "gkd"
-    teacher: TeacherOptions = group(TeacherOptions)
+    teacher: DistillationOptions = group(DistillationOptions)
     sampling: CompletionOptions = group(CompletionOptions)
     engine: EngineOptions = group(EngineOptions)
     lmbda: Annotated[

@@ -358,14 +358,6 @@ class TeacherOptions:
     mcore_teacher_model: Annotated[str | None, "Teacher as a megatron-core checkpoint, instead of --teacher_model."] = (
         None
     )
-    teacher_model_server: Annotated[
-        str | None,
-        "Address (http://host:port) of a `swift rollout` or `vllm serve` of the teacher, instead of "
-        "--teacher_model. Needs --gkd_logits_topk.",
-    ] = None
-    teacher_model_server_api_key: Annotated[
-        str | None, "API key of the teacher's server. Default: that of `swift rollout` on this machine."
-    ] = None
     teacher_tensor_model_parallel_size: Annotated[
         int | None, "TP of the teacher, with SP. Default, also below: the student's.", "[1, inf)"
     ] = None
@@ -374,6 +366,20 @@ class TeacherOptions:
     teacher_expert_model_parallel_size: Annotated[int | None, "EP of the teacher.", "[1, inf)"] = None
     teacher_expert_tensor_parallel_size: Annotated[int | None, "ETP of the teacher.", "[1, inf)"] = None
     offload_teacher_model: Annotated[bool, "Keep the teacher's weights in host memory between uses."] = False
+
+
+@dataclass
+class DistillationOptions(TeacherOptions):
+    """Teacher of a distillation"""
+
+    teacher_model_server: Annotated[
+        str | None,
+        "Address (http://host:port) of a `swift rollout` or `vllm serve` of the teacher, instead of "
+        "--teacher_model. Needs --gkd_logits_topk.",
+    ] = None
+    teacher_model_server_api_key: Annotated[
+        str | None, "API key of the teacher's server. Default: that of `swift rollout` on this machine."
+    ] = None
     gkd_logits_topk: Annotated[
         int | None,
         "Compare only the teacher's K most likely tokens. Default: all.",

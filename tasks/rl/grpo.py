@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge.layers.replay import record_experts
@@ -22,6 +23,7 @@ from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, RolloutExtras, Sequences
 from ...templates.batching.prompt_dataloader import Prompts
 from ..losses.group_scores import ScoredGroups, score_groups
+from ..observability.flops import Flops
 from ..options import GrpoOptions
 from ..reference.reference_model import ReferenceFn, bind_reference, token_entropies, token_log_probs
 from ..rewards.reward_fn import TrainerState
@@ -29,14 +31,15 @@ from ..rollout.eos import eos_token_ids
 from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
 from ..system.append_file import AppendFile
-from ..train.objective import Objective, StepRunner, extras_of, forward_flops, no_flops
+from ..train.objective import Objective, StepRunner, extras_of, forward_flops
 from ..train.router_replay import check_replay, gather_experts
 from ..train.setup import train
 from ..train.step import TrainState
+from .advantage_teacher import AdvantageTeacher
 from .advantages import compute_advantages
 from .async_rollout import AsyncRollout, RolloutBatch
 from .completion_text import CompletionTexts
-from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
+from .episode import Episode, as_bytes, from_bytes, from_tensors, gather_by_document, sequences_of, to_tensors
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
 from .reward_scorer import RewardScorer
@@ -67,26 +70,45 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
         forward = partial(token_log_probs, temperature=options.sampling.temperature)
         reference, flops, name, follower = bind_reference(run, model, options.reference, forward)
         notes = [f"reference: {name}"]
-    grpo = Grpo(run, model, train, reference)
+    teacher = None
+    if options.teacher.teacher_model or options.teacher.mcore_teacher_model:
+        teacher = AdvantageTeacher(run, options)
+        notes.append(teacher.note)
+    grpo = Grpo(run, model, train, reference, teacher)
     output = LogProbs(options.sampling.temperature, entropies=grpo.loss.with_entropies)
     objective = Objective(
         grpo.loss,
         grpo.loss.names,
         output=lambda batch: output,
-        extra_flops=partial(forward_flops, flops, model.groups) if flops else no_flops,
+        extra_flops=partial(
+            _extra_flops, [*([flops] if flops else []), *([teacher.flops] if teacher else [])], model.groups
+        ),
         loop=grpo,
         reference_sync=follower,
     )
     return objective, [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
 
 
+def _extra_flops(frozen: list[Flops], groups: ProcessGroupCollection, batches: list[Batch]) -> float:
+    """Return the FLOPs of a forward pass of each frozen model."""
+    return sum(forward_flops(flops, groups, batches) for flops in frozen)
+
+
 class Grpo:
     """The GRPO loop and its state between steps."""
 
-    def __init__(self, run: Run, model: Model, prompts: Prompts, reference: ReferenceFn | None):
+    def __init__(
+        self,
+        run: Run,
+        model: Model,
+        prompts: Prompts,
+        reference: ReferenceFn | None,
+        teacher: AdvantageTeacher | None = None,
+    ):
         options = run.options
         assert isinstance(options, GrpoOptions)
-        self.run, self.options, self.reference, self.groups = run, options, reference, model.groups
+        self.run, self.options, self.groups = run, options, model.groups
+        self.reference, self.teacher = reference, teacher
         self.plan: BatchPlan = episode_plan(run, model.groups)
         scorer = RewardScorer(run, options.rewards)
         self.replay = options.router_replay_mode
@@ -119,6 +141,10 @@ class Grpo:
                 episodes = self.collect(trainer, step)
                 if self.needs_old_log_probs:
                     self.record_old_log_probs(trainer, episodes)
+                if self.teacher:
+                    with self._phase(trainer, "teacher"):
+                        for episode, log_probs in zip(episodes, self.teacher.log_probs(episodes), strict=True):
+                            episode.teacher_log_probs = log_probs
                 compute_advantages(episodes, self.options)
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
@@ -200,7 +226,9 @@ class Grpo:
                     state.model, state.chunks, batches, self.options.sampling.temperature, replays=self.replay == "R3"
                 )
                 chosen_experts = recorded()
-            for episode, log_probs in zip(episodes, self.gather(batches, values), strict=True):
+            for episode, log_probs in zip(
+                episodes, gather_by_document(self.plan, self.groups, batches, values), strict=True
+            ):
                 episode.old_log_probs = log_probs
             if self.replay == "R2":
                 layers = len(state.model.architecture.layers)
@@ -210,23 +238,11 @@ class Grpo:
                     episode.experts = experts
         if self.options.kl_in_reward and self.reference:
             with self._phase(trainer, "ref"):
-                reference = self.gather(batches, self.reference(batches, state))
+                reference = gather_by_document(self.plan, self.groups, batches, self.reference(batches, state))
             for episode, log_probs in zip(episodes, reference, strict=True):
                 assert episode.old_log_probs is not None
                 divergence = float(((episode.old_log_probs - log_probs) * episode.loss_mask).sum())
                 episode.kl_penalty = self.options.beta * divergence
-
-    def gather(self, batches: list[Batch], values: list[Tensor]) -> list[np.ndarray]:
-        """Gather per-token values of the ranks' micro batches into arrays per episode, on every rank."""
-        rank_values = self.plan.label_values_by_document(batches, values) if values else {}
-        rank_values = rank_values if self.groups.tp.rank() == 0 else {}
-        all_values: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(all_values, rank_values)
-        episodes: dict[int, np.ndarray] = {}
-        for rank_values in all_values:
-            for item, label_values in rank_values.items():  # each context-parallel rank has a part, and 0 elsewhere
-                episodes[item] = episodes[item] + label_values if item in episodes else label_values
-        return [episodes[item] for item in sorted(episodes)]
 
     def log_episodes(self, episodes: list[Episode]) -> None:
         """Write the episodes to completions.jsonl (`--log_completions`)."""
@@ -275,7 +291,7 @@ class Grpo:
             values = token_log_probs(
                 state.model, state.chunks, batches, self.options.sampling.temperature, replays=True
             )
-            current = self.gather(batches, values)
+            current = gather_by_document(self.plan, self.groups, batches, values)
             for i, (new, old, mask) in enumerate(zip(current, sequences.old_log_probs, sequences.weights, strict=True)):
                 scores[i] = float(((new - old).astype(np.float64) * mask).sum() / max(mask.sum(), 1.0))
         is_member = [

@@ -34,10 +34,12 @@ class PolicyLoss:
         self.policy = Policy(
             **settings,
             beta=0.0 if options.kl_in_reward else options.beta,
+            teacher_kl_coef=options.teacher_kl_coef,
             max_completion_length=options.sampling.max_completion_length,
         )
         self.with_entropies = options.policy.log_entropy or options.policy.top_entropy_quantile < 1
-        self.names = ["loss", *self._metric_names()]
+        has_teacher = options.teacher.teacher_model or options.teacher.mcore_teacher_model
+        self.names = ["loss", *self._metric_names(), *(["teacher_kl"] if has_teacher else [])]
         self.micro_batches = self.trained_samples = 1  # of the step, on all data-parallel ranks
         self.entropy_threshold: float | None = None  # of this step: tokens with a lower entropy have no loss
         self.scored_groups: ScoredGroups | None = None  # of this step's samples, with --loss_type real
@@ -78,10 +80,12 @@ class PolicyLoss:
             return zero, {name: zero.detach() for name in self.names}
         completions = completions_of(batch, grouping)
         extras = extras_of(batch, RolloutExtras)
-        rollout_log_probs, old_log_probs, ref_log_probs = (
+        rollout_log_probs, old_log_probs, ref_log_probs, teacher_log_probs = (
             None if log_probs is None else to_device(log_probs, values.device)[0]
-            for log_probs in (extras.rollout_log_probs, extras.old_log_probs, extras.ref_log_probs)
-        )
+            for log_probs in (
+                extras.rollout_log_probs, extras.old_log_probs, extras.ref_log_probs, extras.teacher_log_probs
+            )
+        )  # fmt: skip
         assert rollout_log_probs is not None
         advantages = to_device(grouping.labels[:, 0], values.device)[completions.sample]
         self.stats.add_mismatch(
@@ -92,7 +96,7 @@ class PolicyLoss:
             values,
             advantages,
             completions,
-            baselines=BaselineLogProbs(old_log_probs, ref_log_probs, rollout_log_probs),
+            baselines=BaselineLogProbs(old_log_probs, ref_log_probs, rollout_log_probs, teacher_log_probs),
             entropies=entropies,
             entropy_threshold=self.entropy_threshold,
             slopes=self._slopes(grouping, completions),

@@ -38,7 +38,9 @@ class RewardScorer:
         self.columns = rank0_only(lambda: run.data.columns) or []
         self.rewards = rank0_only(lambda: self._load(run, folder))
         evaluates = run.options.training.eval_iters != 0
-        self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
+        self.notes: list[str] = []
+        if self.weights:
+            self.notes = rank0_only(lambda: check_columns(self.rewards or [], run.data, evaluates=evaluates)) or []
         self.monitor = UnscoredMonitor(reward_names(options))
         self.trainer_state = TrainerState(0, run.options.training.train_iters or 0)  # advanced by the loop
 
@@ -50,7 +52,12 @@ class RewardScorer:
         return load_rewards(options.rewards, options, _model(model_folder))
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
-        """Set the rewards of the episodes. Raises RewardError on every rank if a reward function fails."""
+        """Set the rewards of the episodes; without reward functions (but a teacher) they stay 0.
+
+        Raises RewardError on every rank if a reward function fails.
+        """
+        if not self.weights:
+            return
         scores = broadcast_from_rank0(lambda: self._score(episodes), gloo_group())
         for i, episode in enumerate(episodes):
             episode.reward = float(scores.rewards[i])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...bridge.option_groups import flag_values, group_of, with_flags
 from ...bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
 from ...templates.plural import plural
-from ..options import ExportOptions, GkdOptions, SftOptions
+from ..options import ExportOptions, GkdOptions, GrpoOptions, SftOptions
 from ..options.groups import CompletionOptions, SamplingOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ProcessLayout:
         return f"{text}; experts: {experts}"
 
 
-def teacher_layout(options: GkdOptions) -> GkdOptions | None:
+def teacher_layout[T: GkdOptions | GrpoOptions](options: T) -> T | None:
     """Return the options with the teacher's own layout; None if it is the student's."""
     teacher = options.teacher
     flags = {

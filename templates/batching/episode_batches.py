@@ -18,6 +18,7 @@ class RolloutExtras:
     rollout_log_probs: torch.Tensor  # by the engine that generated them
     old_log_probs: torch.Tensor | None = None  # by the policy before the steps on this rollout batch
     ref_log_probs: torch.Tensor | None = None  # by the reference
+    teacher_log_probs: torch.Tensor | None = None  # by the teacher
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Sequences:
     labels: list[float]  # of each document (Grouping.labels)
     rollout_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the engine; or none
     old_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the old policy; or none
+    teacher_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the teacher; or none
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
 
     def __len__(self) -> int:
@@ -111,7 +113,8 @@ class BatchPlan:
         extras = None
         if sequences.rollout_log_probs:
             old = at_label_positions(sequences.old_log_probs) if sequences.old_log_probs else None
-            extras = RolloutExtras(at_label_positions(sequences.rollout_log_probs), old)
+            teacher = at_label_positions(sequences.teacher_log_probs) if sequences.teacher_log_probs else None
+            extras = RolloutExtras(at_label_positions(sequences.rollout_log_probs), old, teacher_log_probs=teacher)
         return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:

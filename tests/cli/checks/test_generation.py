@@ -330,9 +330,43 @@ def test_rewards(words: str, message: str, dense: Path, tmp_path: Path) -> None:
 )
 def test_clipping_of_a_loss_that_does_not_clip(words: str, dense: Path) -> None:
     _, loss, *flag = words.split()
-    assert check(dense, f"{words} --global_batch_size 8")[1] == [
-        f"{' '.join(flag)} has no effect with --loss_type {loss}."
-    ]
+    notes = check(dense, f"{words} --global_batch_size 8 --reward_funcs accuracy")[1]
+    assert notes == [f"{' '.join(flag)} has no effect with --loss_type {loss}."]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--teacher_kl_coef 0.5", "--teacher_kl_coef 0.5: no teacher. Set --teacher_model, or remove it."),
+        (
+            "--offload_teacher_model true",
+            "--offload_teacher_model true: no teacher. Set --teacher_model, or remove it.",
+        ),
+        (
+            "--teacher_model t/t --mcore_teacher_model /m",
+            "--teacher_model t/t and --mcore_teacher_model /m: set one",
+        ),
+        (
+            "--teacher_model t/t --loss_type fipo",
+            "--loss_type fipo cannot be used with --teacher_model t/t: it needs one",
+        ),
+        (
+            "--teacher_model t/t --off_policy_sequence_mask_delta 1",
+            "--off_policy_sequence_mask_delta 1.0 cannot be used with --teacher_model t/t",
+        ),
+        ("--teacher_model ./none", "--teacher_model ./none: no such model folder."),
+        ("--teacher_model t/t --teacher_tensor_model_parallel_size 2", "--teacher_tensor_model_parallel_size"),
+        ("--teacher_model_server http://h:1", "--teacher_model_server: only for --rlhf_type gkd, not grpo. Remove it."),
+    ],
+)
+def test_unusable_teachers(words: str, message: str, dense: Path) -> None:
+    assert message in refusal(dense, f"{words} --global_batch_size 8")
+
+
+def test_a_teacher_needs_no_rewards_and_no_groups(dense: Path) -> None:
+    assert check(dense, "--teacher_model t/t --global_batch_size 8 --num_generations 1")[1] == []
+    with pytest.raises(UsageError, match="--dynamic_sample true: compares rewards"):
+        check(dense, "--teacher_model t/t --global_batch_size 8 --dynamic_sample true")
 
 
 def test_what_follows_from_other_options(dense: Path) -> None:

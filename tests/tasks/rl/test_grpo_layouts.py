@@ -15,6 +15,7 @@ DP = "--use_distributed_optimizer true"
 OVERLAPPED = "--overlap_grad_reduce true --overlap_param_gather true"
 EP = "--expert_model_parallel_size 2"
 FIPO = "--loss_type fipo --fipo_clip_high_only false --fipo_decay_rate 3"
+TEACHER = "--teacher_model other --teacher_kl_coef 0.3 --beta 0"
 PACKED = "--packing true --packing_length 160 --micro_batch_size 1"
 
 
@@ -82,6 +83,13 @@ def test_lora(layout: str, place: Place) -> None:
         ("--loss_type real --micro_batch_size 1", DP),
         ("--loss_type real", VPP),
         ("--loss_type real", f"{TP} {PACKED}"),
+        (TEACHER, CP),
+        (TEACHER, f"{DP} {PACKED}"),
+        (TEACHER, VPP),
+        (TEACHER, TP),
+        (TEACHER, f"{DP} --teacher_tensor_model_parallel_size 2"),
+        (TEACHER, f"{TP} --teacher_tensor_model_parallel_size 1 --teacher_context_parallel_size 2"),
+        (TEACHER, f"{CP} {PACKED} --teacher_context_parallel_size 1 --teacher_pipeline_model_parallel_size 2"),
         ("--log_rollout_offpolicy_metrics true", f"{CP} {PACKED}"),
         ("--log_rollout_offpolicy_metrics true", DP),
         ("--top_entropy_quantile 0.3", CP),

@@ -18,14 +18,15 @@ FIPO = "--loss_type fipo --beta 0 --fipo_clip_high_only false --fipo_decay_rate 
 class Straightforward(Reference):
     """With a loss of the padded log-probabilities of a step's completions, in the order of their prompts."""
 
-    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
         raise NotImplementedError
 
     def step(
         self, optimizer: torch.optim.Optimizer, rows: list[dict], advantages: Tensor, old: Tensor, ref: Tensor
     ) -> dict[str, float]:
         scored = self.score(self.policy, rows)
-        loss = self.loss(scored.log_probs, old[:, : scored.mask.shape[1]], scored.mask, advantages)
+        width = scored.mask.shape[1]
+        loss = self.loss(scored.log_probs, old[:, :width], scored.mask, advantages, ref[:, :width])
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), CLIP)
@@ -36,7 +37,7 @@ class Straightforward(Reference):
 class Fipo(Straightforward):
     """https://arxiv.org/abs/2603.19835."""
 
-    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
         ratios = (log_probs - old) * mask
         distances = torch.arange(mask.shape[1])[:, None] - torch.arange(mask.shape[1])
         influence = ratios.detach() @ torch.where(distances >= 0, 0.5 ** (distances / 3), 0.0)
@@ -48,7 +49,7 @@ class Fipo(Straightforward):
 class Real(Straightforward):
     """https://arxiv.org/abs/2602.05630."""
 
-    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    def loss(self, log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
         scores = ((log_probs - old) * mask).sum(1) / mask.sum(1) / 0.2
         losses = []
         for group, better in zip(scores.view(-1, 4), (advantages > 0).view(-1, 4), strict=True):
