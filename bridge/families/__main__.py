@@ -30,7 +30,8 @@ TP (`--tensor_model_parallel_size`, with sequence parallelism), PP (`--pipeline_
 too) and CP (`--context_parallel_size`) split every family, EP and ETP those with experts. Some sizes are limited:
 
 - query heads and dense widths divide by TP, experts by EP, an expert's width by ETP; key heads may be fewer than TP;
-- the key heads of gated delta nets divide by TP x CP;
+- the key heads of gated delta nets divide by TP x CP; on GPUs their kernels are those of flash-linear-attention
+  (`pip install flash-linear-attention`), and a run without it says so in a warning;
 - experts under TP train with sequence parallelism only (megatron-core's rule).
 
 ## Sequence classification

@@ -24,6 +24,7 @@ OVERHEAD_BYTES = 2 * 2**30  # memory of a process on its GPU, without the weight
 
 def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     """Return config.json of the model to export (None: not downloaded yet), and notes. Raises UsageError."""
+    _check_fp8_flags(options)
     _check_formats(options)
     _check_adapter(options)
     _check_quantization(options)
@@ -67,13 +68,16 @@ def _check_formats(options: ExportOptions) -> None:
         )
 
 
-def _check_quantization(options: ExportOptions) -> None:
+def _check_fp8_flags(options: ExportOptions) -> None:
     fp8_flag = next((name for name in ("fp8_format", "fp8_recipe") if getattr(options, name, None)), None)
     if fp8_flag and not options.quant_method:
         raise UsageError(
             f"{as_flag(fp8_flag, options)}: an export computes nothing in FP8. Set --fp8_param_gather true to write "
             "FP8 weights, or remove it."
         )
+
+
+def _check_quantization(options: ExportOptions) -> None:
     if not options.quant_method:
         return
     flag = f"--quant_method {options.quant_method}"

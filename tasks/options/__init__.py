@@ -332,7 +332,7 @@ class SeqClsOptions(SftOptions):
         None
     )
     problem_type: Annotated[
-        Literal["single_label_classification", "multi_label_classification", "regression"] | None,
+        Literal["regression", "single_label_classification", "multi_label_classification"] | None,
         "One class, several classes, or numbers. Default: the checkpoint's, else derived from the labels.",
     ] = None
 

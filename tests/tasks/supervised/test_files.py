@@ -43,7 +43,7 @@ def test_configs_with_heads_are_transformers_own(family):
     config = settings.config().to_dict() | {"architectures": list(family.architectures)[:1]}
     known = type(settings.config()) in AutoModelForSequenceClassification._model_mapping
     if not known:
-        with pytest.raises(ValueError, match=f"no sequence classification for {family.name} models"):
+        with pytest.raises(ValueError, match=f"no sequence classification for {config['model_type']} models"):
             add_score_head(config, 5)
         return
     made = add_score_head(config, 5, "multi_label_classification")
