@@ -31,7 +31,7 @@ def check_rewards(options: RewardOptions) -> None:
     """Raise ValueError, naming the flag, for invalid options. Plugins must have been loaded."""
     names, weights = reward_names(options), options.reward_weights
     if not names:
-        raise ValueError("--reward_funcs: completions need a reward. Set some, or a --reward_model")
+        raise ValueError("--reward_funcs: completions need a reward. Set some, a --reward_model, or a --gym_env")
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"--reward_funcs {' '.join(names)}: {duplicates[0]} occurs twice. Set its weight instead")
     for name in names:

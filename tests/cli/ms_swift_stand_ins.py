@@ -6,7 +6,8 @@ from pathlib import Path
 from tests.bridge.families.published import MODELS
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
-from tests.cli.conftest import CHATML, write_model
+from tests.cli.conftest import write_model
+from tests.templates.conftest import QWEN3
 
 FEW_EXPERTS = 16  # instead of hundreds, whose adapters would take seconds to plan
 # Model of a command -> published model of the same family, and what differs.
@@ -82,6 +83,7 @@ class Lake(Env):
 
 envs["frozen_lake"] = Lake
 """
+ALPACA = ["AI-ModelScope/alpaca-gpt4-data-zh"]  # of the config file
 CONFIG_FILE = """
 model: Qwen/Qwen2.5-7B-Instruct
 dataset: [AI-ModelScope/alpaca-gpt4-data-zh#500]
@@ -140,10 +142,13 @@ def write_model_of(root: Path, name: str) -> Path:
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)
         write_model(folder, config(folder.name))
-        if "Qwen" in folder.name:
-            calls = "<function=" if "Qwen3.5" in folder.name else "<tool_call>"
-            (folder / "chat_template.jinja").write_text(CHATML + calls)
+        write_chat_template(folder)
     return folder
+
+
+def write_chat_template(folder: Path) -> None:
+    """Write a small version of Qwen3's chat template, with tools and thoughts."""
+    (folder / "chat_template.jinja").write_text(QWEN3)
 
 
 def write_checkpoint(root: Path, flag: str, name: str) -> None:
@@ -193,7 +198,7 @@ def write_datasets(root: Path, words: list[str], count: int = 64) -> None:
     """Write `count` rows for each dataset that a command names, in the dataset's own columns, under its name."""
     from tests.templates.formats.test_presets import ROWS as PRESET_ROWS
 
-    for word in words:
+    for word in [*words, *ALPACA]:
         name, _, _ = word.partition("#")
         dataset_id, _, _ = name.partition(":")
         row = ROWS.get(dataset_id) or (PRESET_ROWS.get(name) or PRESET_ROWS.get(dataset_id) or (None, None))[1]

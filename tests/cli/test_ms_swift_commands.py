@@ -97,6 +97,10 @@ def local_words(row: dict, root: Path, models: Path) -> list[str]:
             words[place + 1] = str(stand_ins.write_model_of(models, name))
         elif flag in ("--mcore_model", "--adapters", "--mcore_adapter"):
             stand_ins.write_checkpoint(root, flag, name)
+        elif flag.endswith("sft.yaml"):
+            model = "Qwen/Qwen2.5-7B-Instruct"
+            file = root / flag
+            file.write_text(file.read_text().replace(model, str(stand_ins.write_model_of(models, model))))
     return ["8" if word == "x" else word for word in words]
 
 

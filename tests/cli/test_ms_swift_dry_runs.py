@@ -33,6 +33,7 @@ def test_dry_run(number: int, machine: Path, monkeypatch: pytest.MonkeyPatch, ca
     stand_ins.write_datasets(machine, words)
     for file in machine.rglob("config.json"):
         write_tokenizer(file.parent)
+        stand_ins.write_chat_template(file.parent)
     code = main("megatron", [*words[1:], "--dry_run", "true"])
     printed = capsys.readouterr()
     assert code == 0, printed.err

@@ -300,7 +300,7 @@ def test_router_replay(dense: Path, mixture: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--reward_funcs: completions need a reward. Set some, or a --reward_model"),
+        ("", "--reward_funcs: completions need a reward. Set some, a --reward_model, or a --gym_env"),
         ("--reward_funcs acuracy", "--reward_funcs acuracy: no such reward. The nearest is accuracy."),
         ("--reward_funcs reward_model", "--reward_funcs reward_model: set --reward_model"),
         ("--reward_funcs format format", "--reward_funcs format format: format occurs twice. Set its weight"),
