@@ -94,6 +94,9 @@ class TrainableOptions:
     """Trained parameters"""
 
     tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or LoRA adapters."] = "full"
+    new_special_tokens: Annotated[
+        list[str], "Special tokens to add to the tokenizer and the embedding: tokens, or a .txt file of them."
+    ] = field(default_factory=list)
     freeze_parameters: Annotated[
         list[str], "Freeze weights whose Hugging Face or megatron-core name starts with one of these."
     ] = field(default_factory=list)

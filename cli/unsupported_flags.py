@@ -68,8 +68,6 @@ _MODELS = {
                    apply_dsa_kernel_fusion="false", dsa_indexer_loss_coeff="0", dsa_indexer_use_sparse_loss="false",
                    csa_dense_mode="false", use_fused_mhc="false", mhc_recompute_layer_num=NONE,
                    engram_tokenizer_map=NONE),
-    **_unsupported("added tokens", "Add them to the model's tokenizer and embedding.",
-                   new_special_tokens=NONE),
     **_unsupported("revisions of a teacher", "Download it, and set --teacher_model to the folder.",
                    teacher_model_revision=NONE),
     **_unsupported("plugins", "Remove it.", custom_register_path=NONE, custom_dataset_info=NONE),

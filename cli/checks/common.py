@@ -33,6 +33,7 @@ from .model import (
     supported_config,
 )
 from .muon import check_muon
+from .new_tokens import check_new_tokens
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
 from .vllm_lora import check_max_lora_rank
@@ -72,6 +73,7 @@ def check_training(
     if model is not None:
         check_divisible(options.build, layout, model)
     notes += check_task(options, layout, model, sources)
+    check_new_tokens(options, model)
     check_processes(layout, gpus, processes)
     _check_global_batch(options, layout)
     _check_lengths(options)

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ...bridge import runtime
 from ...bridge.checkpoint import hub
+from ...bridge.checkpoint.new_tokens import read_tokens, with_tokens
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope
 from ...bridge.model.build import DTYPES
@@ -97,6 +98,13 @@ def _absolute(model: str) -> str:
     return str(folder.absolute()) if model and folder.is_dir() else model
 
 
+def _model_folder(options: SftOptions) -> Path:
+    folder = hub.source_folder(options, options.mcore_model)
+    if not options.tuner.new_special_tokens:
+        return folder
+    return with_tokens(folder, read_tokens(options.tuner.new_special_tokens), cache_root())
+
+
 def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     """Open process groups, folder, tokenizer and tokens. Every rank calls this; errors reach every rank."""
     if options.build.deterministic_mode:
@@ -108,7 +116,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
         lines = preflight(Path(options.checkpoint.output_dir or ".").expanduser().absolute())
         if dist.get_rank() == 0:
             print(*lines, sep="\n", flush=True)
-    model_folder = local_rank0_first(lambda: hub.source_folder(options, options.mcore_model))
+    model_folder = local_rank0_first(lambda: _model_folder(options))
     adapter_folder = local_rank0_first(lambda: hub.adapter_folder(options, options.adapters))
     if options.mcore_adapter:
         adapter_folder = Path(options.mcore_adapter).expanduser()

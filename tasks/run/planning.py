@@ -129,9 +129,12 @@ class DataPlan:
 def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
     """Tokenize the dataset or read its cache, and count the steps of an epoch. Needs no process group."""
     from ...bridge.checkpoint.hub import source_folder
+    from ...bridge.checkpoint.new_tokens import extend_tokenizer, read_tokens
     from ...bridge.checkpoint.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
+    if tokens := options.tuner.new_special_tokens:
+        extend_tokenizer(tokenizer, read_tokens(tokens))
     prepared = tokens_of(options, tokenizer)
     batches = batches_of(options, prepared.train, layout)
     steps_per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
