@@ -18,43 +18,34 @@ rejected, recognised by their Origin or by a foreign Host name.
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
 import logging
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from types import MethodType
 
 from fastapi import Depends, FastAPI
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 
-from ...templates.json_types import Json, JsonObject
+from ...templates.json_types import JsonObject
 from .backend import Backend
 from .bodies import Fields, Limits, RequestError, client_gone, invalid_request, json_body, printable
+from .bucket_requests import bucket_length, probe_of, shared_bucket
 from .claim import Claim
 from .compatibility import adapter_mismatch, vocab_mismatch
 from .completion_json import as_json
 from .metrics import CONTENT_TYPE, COUNTERS, as_text
 from .process_group import open_store
+from .route_errors import refuse, refuse_value, report_errors
 from .scoring_routes import SCORING_ROUTES
-from .weight_buckets import (
-    PROBE_BYTES,
-    Bucket,
-    MemoryHandle,
-    decode_table,
-    is_local,
-    parse_entry,
-    receive_body,
-)
+from .weight_buckets import Bucket, decode_table, is_local, receive_body
 
 SILENCE = 120.0  # seconds after which the claim of a silent run ends
 POLL = 1.0  # seconds between two checks of a client's connection
-MAX_ENTRIES = 2**20  # tensors of a bucket
 log = logging.getLogger("megaswift.rollout")
 
 
@@ -100,15 +91,15 @@ class Server:
             redoc_url=None,
             openapi_url=None,
         )
-        app.add_exception_handler(RequestError, _refusal)
-        app.add_exception_handler(ValueError, _bad_request)
+        app.add_exception_handler(RequestError, refuse)
+        app.add_exception_handler(ValueError, refuse_value)
         authenticated, owner = [Depends(self._check_key)], [Depends(self._check_key), Depends(self._check_run)]
         app.add_api_route("/health", self.health)
         app.add_api_route("/ready", self.ready)
         app.add_api_route("/metrics", self.metrics)
         reading = [(path, MethodType(route, self)) for path, route in SCORING_ROUTES]
         for path, route in (("/generate", self.generate), ("/claim", self.claim), *reading):
-            app.add_api_route(path, _report_errors(route), methods=["POST"], dependencies=authenticated)
+            app.add_api_route(path, report_errors(route), methods=["POST"], dependencies=authenticated)
         for path, route in (
             ("/release", self.release),
             ("/weights/begin", self.begin),
@@ -120,7 +111,7 @@ class Server:
             ("/sleep", self.sleep),
             ("/wake", self.wake),
         ):
-            app.add_api_route(path, _report_errors(route), methods=["POST"], dependencies=owner)
+            app.add_api_route(path, report_errors(route), methods=["POST"], dependencies=owner)
         return app
 
     @contextlib.asynccontextmanager
@@ -170,7 +161,7 @@ class Server:
         mismatch = adapter_mismatch(fields.integer("adapters", 0, default=0), self.backend.max_adapter_rank)
         if mismatch := mismatch or vocab_mismatch(fields.integer("vocab_size", 1, default=None), self.vocab_size):
             raise invalid_request(mismatch)
-        probe = _probe_of(fields.raw("probe", None))
+        probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()
         if self.owner.run is not None and not self.owner.is_held_by(run):
             if not self.owner.is_silent():
@@ -345,29 +336,15 @@ class Server:
         self._check_updating("a bucket")
         async with self._abort_on_error():
             if http.headers.get("content-type") == "application/octet-stream":
-                memory = await receive_body(_length_of(http), http.stream())
+                memory = await receive_body(bucket_length(http), http.stream())
                 try:
                     entries, start = decode_table(memory.flat)
                     await self._load(Bucket(entries, memory.handle, start))
                 finally:
                     memory.close()
             else:
-                await self._load(self._shared_bucket(await json_body(http)))
+                await self._load(shared_bucket(await json_body(http), self.owner))
         return {}
-
-    def _shared_bucket(self, body: JsonObject) -> Bucket:
-        """Return a bucket in memory of the run's process, or to be broadcast by its GPU."""
-        fields = Fields(body, ("entries", "place", "bytes"))
-        count = fields.integer("bytes", 1)
-        entries = [parse_entry(item, count) for item in fields.items("entries", MAX_ENTRIES)]
-        if (item := fields.raw("place")) is None:
-            return Bucket(entries, None, bytes=count)
-        if not isinstance(item, list) or len(item) != 3 or not all(type(number) is int for number in item):
-            raise invalid_request("place must be null, or the numbers [pid, fd, bytes]")
-        handle = MemoryHandle(*item)  # pyright: ignore[reportArgumentType]
-        if not self.owner.is_process(handle.pid) or handle.bytes < count:
-            raise invalid_request("place must be memory of the process whose probe was read at /claim")
-        return Bucket(entries, handle, bytes=count)
 
     async def _load(self, bucket: Bucket) -> None:
         if bucket.handle is None and self._pending_store is not None:
@@ -449,50 +426,3 @@ class Server:
             await self.backend.wake()
         self._asleep = False
         return {}
-
-
-def _probe_of(item: Json) -> tuple[int, int, str] | None:
-    """Return process, descriptor and secret of a client's memory. Raises RequestError."""
-    if item is None:
-        return None
-    fields = Fields(item, ("pid", "fd", "bytes", "secret"), "probe")
-    secret = fields.text("secret")
-    fields.integer("bytes", PROBE_BYTES, PROBE_BYTES)
-    if not re.fullmatch(f"[0-9a-f]{{{2 * PROBE_BYTES}}}", secret):
-        raise fields.invalid_request(f"secret must be {PROBE_BYTES} bytes in hex")
-    return fields.integer("pid", 1), fields.integer("fd", 0), secret
-
-
-def _length_of(http: Http) -> int:
-    """Return the content length of a bucket. Raises RequestError."""
-    length = http.headers.get("content-length", "")
-    if not length.isdecimal() or int(length) < 8:
-        raise invalid_request(f"content-length {length or '(none)'}: a bucket has at least eight bytes")
-    return int(length)
-
-
-async def _refusal(_http: Http, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestError)
-    return JSONResponse({"kind": error.kind, "error": str(error)}, error.status)
-
-
-async def _bad_request(_http: Http, error: Exception) -> JSONResponse:
-    return JSONResponse({"kind": "request", "error": str(error)}, 422)
-
-
-def _report_errors[T](route: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """Wrap a route so that engine errors are reported to the client, too."""
-
-    @functools.wraps(route)
-    async def call(**arguments: object) -> T:
-        try:
-            return await route(**arguments)
-        except (RequestError, ValueError):
-            raise
-        except ClientDisconnect:
-            raise client_gone() from None
-        except Exception as error:
-            log.exception("%s failed", route.__name__)
-            raise RequestError(500, "engine", f"{type(error).__name__}: {error}") from error
-
-    return call
