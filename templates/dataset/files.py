@@ -20,21 +20,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypedDict
+from typing import IO, TypedDict
 
 import numpy as np
 
 from ..formats.dataset_names import extension
-from ..formats.schemas import ArrowRow, json_type
+from ..formats.schemas import json_type
 from ..json_types import JsonObject
 from ..machine import process_scope
 from ..plural import plural
 from .store import cache_root
 from .tokenize import Row
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
 SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # first bytes of a line that may be blank
 BLOCK = 1 << 26  # bytes of a file to scan at a time
@@ -148,7 +144,7 @@ class ParsedFile(File):
         for number, (line, row) in enumerate(self.parse()):
             if number % shards == shard and number >= start * shards:
                 yield number, f"{self.name} line {line}", row
-        return _shard_size(number + 1, shard, shards)
+        return shard_size(number + 1, shard, shards)
 
 
 class LineFile(File):
@@ -195,7 +191,7 @@ class LineFile(File):
                     number += 1
                     if number % shards == shard and number >= start * shards:
                         yield number, f"{self.name} line {line}", self._line(text, line)
-        return _shard_size(number + 1, shard, shards)
+        return shard_size(number + 1, shard, shards)
 
     def _line(self, text: bytes, line: int) -> JsonObject:
         try:
@@ -317,99 +313,6 @@ class Csv(ParsedFile):
         return 1
 
 
-class TableFile(File):
-    """File of an Arrow table, read in batches of rows."""
-
-    @property
-    @abstractmethod
-    def _starts(self) -> np.ndarray:
-        """First row of each batch, and the end."""
-
-    @abstractmethod
-    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table": ...
-
-    def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        starts = self._starts
-        for batch in np.unique(np.searchsorted(starts, numbers, side="right") - 1).tolist():
-            selected = numbers[(numbers >= starts[batch]) & (numbers < starts[batch + 1])]
-            rows = self._batch(batch).take(selected - starts[batch]).to_pylist()
-            for number, row in zip(selected.tolist(), rows, strict=True):
-                yield number, f"{self.name} row {number + 1}", ArrowRow(row)
-
-
-class Arrow(TableFile):
-    """Arrow's IPC format, memory-mapped: a file, or a stream as `datasets` writes it."""
-
-    @cached_property
-    def _batches(self) -> "list[pa.RecordBatch]":
-        import pyarrow as pa
-
-        try:
-            data = pa.memory_map(str(self.path))
-            try:
-                reader = pa.ipc.open_file(data)
-            except pa.ArrowInvalid:
-                data.seek(0)
-                reader = pa.ipc.open_stream(data)
-            return [batch for batch in reader.read_all().to_batches() if batch.num_rows]
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{self.name} is not Arrow: {error}") from error
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        return np.cumsum([0] + [batch.num_rows for batch in self._batches])
-
-    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table":
-        return self._batches[number]
-
-    def count(self) -> int:
-        return int(self._starts[-1])
-
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        numbers = np.arange(shard, self.count(), shards)[start:]
-        for first in range(0, len(numbers), STREAM_ROWS):
-            yield from self.rows(numbers[first : first + STREAM_ROWS])
-        return _shard_size(self.count(), shard, shards)
-
-
-class Parquet(TableFile):
-    """Parquet file, read by row groups, of which the last one read is kept."""
-
-    @cached_property
-    def _file(self) -> "pq.ParquetFile":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return pq.ParquetFile(self.path, memory_map=True)
-        except pa.ArrowException as error:
-            raise ValueError(f"{self.name} is not Parquet: {error}") from error
-
-    def count(self) -> int:
-        return self._file.metadata.num_rows
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        groups = range(self._file.num_row_groups)
-        return np.cumsum([0] + [self._file.metadata.row_group(group).num_rows for group in groups])
-
-    def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
-        groups = np.flatnonzero(self._starts[1:] > start * shards).tolist()
-        first = int(self._starts[groups[0]]) if groups else 0
-        for batch in self._file.iter_batches(row_groups=groups):
-            numbers = np.arange(first, first + batch.num_rows)
-            numbers = numbers[(numbers % shards == shard) & (numbers >= start * shards)]
-            for number, row in zip(numbers.tolist(), batch.take(numbers - first).to_pylist(), strict=True):
-                yield number, f"{self.name} row {number + 1}", ArrowRow(row)
-            first += batch.num_rows
-        return _shard_size(self.count(), shard, shards)
-
-    def _batch(self, number: int) -> "pa.RecordBatch | pa.Table":
-        if getattr(self, "_last_group", (None,))[0] != number:
-            self._last_group = number, self._file.read_row_group(number)
-        return self._last_group[1]
-
-
 class Concatenation(RowSource):
     """Sources read one after another."""
 
@@ -450,5 +353,6 @@ def _deepest_line(text: str) -> int:
     return 1
 
 
-def _shard_size(rows: int, shard: int, shards: int) -> int:
+def shard_size(rows: int, shard: int, shards: int) -> int:
+    """Return the number of rows of one of several shards, each of which takes every n-th row."""
     return len(range(shard, rows, shards))

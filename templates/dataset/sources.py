@@ -12,8 +12,9 @@ import numpy as np
 from ..formats.dataset_names import EXTENSIONS, DatasetName, check_exists, expand_user, extension
 from ..formats.presets import DatasetPreset, preset_of, preset_of_path
 from ..formats.schemas import ArrowRow
-from .files import Arrow, Concatenation, Csv, File, GzipLineFile, JsonArray, LineFile, Parquet, RowSource
+from .files import Concatenation, Csv, File, GzipLineFile, JsonArray, LineFile, RowSource
 from .folders import select_files
+from .tables import Arrow, Parquet
 from .tokenize import Row
 
 if TYPE_CHECKING:
