@@ -50,6 +50,7 @@ DIFFERENT_DEFAULTS = {
     "load_from_cache_file": ("false", "the cache is keyed by content, so it cannot be stale"),
     "lora_dropout": ("0.05", "0.05 where PEFT supports it: not for experts, routers, or DoRA"),
     "moe_permute_fusion": ("false", "the same numbers, faster; falls back without a kernel"),
+    "muon_tp_mode": ("blockwise", "every layout gives the numbers of one process"),
     "num_train_epochs": (
         "unset",
         "grpo: 1 if --train_iters is unset too, as in the guide's server example",
