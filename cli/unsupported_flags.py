@@ -104,8 +104,6 @@ _TRAINING = {
                    use_ray="false", device_groups=NONE, ray_exp_name=NONE, colocate_groups=NONE),
     **_unsupported("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.",
                    load_args="false"),
-    **_unsupported("checkpoints kept at an interval", "Set --save_total_limit N to keep the last N.",
-                   save_retain_interval=NONE),
     **_unsupported("checkpoints for megatron-core before 0.14", "Remove it.", dist_ckpt_save_pre_mcore_014="false"),
     **_unsupported("reference adapters in megatron-core's format",
                    "Convert it with `swift export --to_hf true --merge_lora false`, and set it as --ref_adapters.",

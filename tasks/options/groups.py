@@ -124,6 +124,12 @@ class CheckpointOptions:
     save_total_limit: Annotated[
         int | None, "Checkpoints to keep: the newest and the best. Default: all.", "(0, inf)"
     ] = None
+    save_retain_interval: Annotated[
+        int | None,
+        "Also keep the checkpoints of steps that are multiples of this. Of the others --save_total_limit stay, by "
+        "default the newest.",
+        "(0, inf)",
+    ] = None
     metric_for_best_model: Annotated[
         str | None, "Evaluation metric that selects the best checkpoint. Default: eval_loss (grpo: reward)."
     ] = None

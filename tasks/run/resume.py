@@ -127,7 +127,13 @@ def update_run_dir(options: SftOptions, newest: Path, in_use: Collection[Path] =
     keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder} | set(in_use)
     with _updating:
         update_links_and_prune(
-            newest.parent, newest, checkpoint.save_total_limit, metric, greater=is_greater, keep=keep
+            newest.parent,
+            newest,
+            checkpoint.save_total_limit,
+            metric,
+            greater=is_greater,
+            keep=keep,
+            retain_interval=checkpoint.save_retain_interval,
         )
 
 

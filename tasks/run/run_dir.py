@@ -288,7 +288,14 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
 
 
 def update_links_and_prune(
-    folder: Path, newest: Path, save_total_limit: int | None, metric: str, *, greater: bool, keep: Collection[Path] = ()
+    folder: Path,
+    newest: Path,
+    save_total_limit: int | None,
+    metric: str,
+    *,
+    greater: bool,
+    keep: Collection[Path] = (),
+    retain_interval: int | None = None,
 ) -> None:
     """Link `last` to the newest checkpoint and `best` to the one with the best metric, then prune.
 
@@ -298,21 +305,32 @@ def update_links_and_prune(
     best_checkpoint = best(folder, metric, greater=greater)
     if best_checkpoint is not None:
         link(folder, "best", best_checkpoint)
-    prune_checkpoints(folder, save_total_limit, {*keep, newest, *([best_checkpoint] if best_checkpoint else [])})
+    keep = {*keep, newest, *([best_checkpoint] if best_checkpoint else [])}
+    prune_checkpoints(folder, save_total_limit, keep, retain_interval=retain_interval)
 
 
-def prune_checkpoints(folder: str | Path, save_total_limit: int | None, keep: Collection[Path] = ()) -> list[Path]:
+def prune_checkpoints(
+    folder: str | Path,
+    save_total_limit: int | None,
+    keep: Collection[Path] = (),
+    *,
+    retain_interval: int | None = None,
+) -> list[Path]:
     """Delete the oldest checkpoints beyond `save_total_limit` (None: keep all), and return them.
+
+    retain_interval: older checkpoints of steps that are multiples of it do not count; the default limit is then 1.
 
     Merged weights beside a checkpoint are deleted with it, unless an export made them. The newest save is never
     deleted, even if an earlier run left later steps here. Checkpoints in `keep` count, but are not deleted.
     """
-    if save_total_limit is None:
+    if save_total_limit is None and retain_interval is None:
         return []
     ordered = sorted(checkpoints(folder), key=saved_at)
+    if retain_interval is not None:
+        ordered = [path for path in ordered if path == ordered[-1] or step_of(path) % retain_interval]
     protected = {path.resolve() for path in keep}
     deletable = [path for path in ordered[:-1] if path.resolve() not in protected]
-    deleted = deletable[: max(0, len(ordered) - max(1, save_total_limit))]
+    deleted = deletable[: max(0, len(ordered) - max(1, save_total_limit or 1))]
     for path in deleted:
         merged = merged_path(path)
         _delete(*([merged] if merged.is_dir() and not is_export(merged / "args.json") else []), path)

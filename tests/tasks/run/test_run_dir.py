@@ -60,6 +60,21 @@ def test_rotation_keeps_the_newest_by_step(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, {10: "10", 25: "20 25", 30: "20 30", 40: "20 40"}), (2, {10: "5 10", 25: "15 20 25", 40: "20 30 40"})],
+)
+def test_checkpoints_at_an_interval_stay(tmp_path, limit, expected):
+    """Those of each 20th step, and the newest of the others."""
+    for step in (5, 10, 15, 20, 25, 30, 40):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+        run_dir.prune_checkpoints(tmp_path, limit, retain_interval=20)
+        if step in expected:
+            names = {path.name for path in tmp_path.iterdir()}
+            assert names == {f"checkpoint-{kept}" for kept in expected[step].split()}
+
+
 def test_merged_weights_go_with_their_checkpoint_and_an_exports_stay(tmp_path):
     for age, step in enumerate((1, 2, 3)):
         for ending, option in (("", "lr"), ("-merged", "to_mcore" if step == 2 else "lr")):
