@@ -1,9 +1,10 @@
 """Each flag of ms-swift 4.6 is a flag here, is accepted with a note, or is refused by the name of a feature."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
-from megaswift.cli.flags import UsageError, flags_of
+from megaswift.cli.flags import Flag, UsageError, flags_of
 from megaswift.cli.main import COMMANDS, _hints_for_other_flags
 from megaswift.cli.parse import from_argv
 from megaswift.tasks import options
@@ -49,13 +50,18 @@ EARLIER = [
 ]
 
 
-def answer(command_line: str, flag: str) -> str:
-    """Return the error message of a flag without a value, or ""."""
+@cache
+def known_flags(command_line: str) -> tuple[dict[str, Flag], dict[str, str]]:
+    """Return the flags of a command, and the hints for those of other commands."""
     program, _, command = command_line.partition(".")
     kind = next(iter(COMMANDS[program][command].kinds.values()))
-    flags = flags_of(getattr(options, kind.options))
+    return flags_of(getattr(options, kind.options)), _hints_for_other_flags(program, command, kind)
+
+
+def answer(command_line: str, flag: str) -> str:
+    """Return the error message of a flag without a value, or ""."""
     try:
-        from_argv([f"--{flag}"], flags, _hints_for_other_flags(program, command, kind))
+        from_argv([f"--{flag}"], *known_flags(command_line))
     except UsageError as error:
         return str(error)
     return ""
