@@ -1,5 +1,6 @@
 """Dry runs of ms-swift's text commands, on local models and on data in the columns of the named datasets."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,17 @@ def test_dry_run(number: int, machine: Path, monkeypatch: pytest.MonkeyPatch, ca
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert "steps" in printed.out
+
+
+@pytest.mark.long
+def test_rows_with_images_are_refused_as_such(machine: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """What the golden lines call "images": the model's text part trains, and the dataset's rows are refused."""
+    monkeypatch.setattr(pretrained, "check_weights", lambda *arguments, **settings: None)
+    model = stand_ins.write_model_of(machine, "Qwen/Qwen3-VL-8B-Instruct")
+    write_tokenizer(model)
+    row = {"messages": [{"role": "user", "content": "<image>Read it."}, *stand_ins.MESSAGES["messages"][1:]]}
+    file = machine / "rows.jsonl"
+    file.write_text(json.dumps(row | {"images": ["a.png"]}) + "\n")
+    words = ["sft", "--model", str(model), "--dataset", str(file), "--train_iters", "1", "--dry_run", "true"]
+    assert main("megatron", words) != 0
+    assert "images" in capsys.readouterr().err
