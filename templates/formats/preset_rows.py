@@ -43,7 +43,8 @@ def stsb(sentence1: str, sentence2: str, score: float) -> JsonObject:
 
 
 def stsb_positive(sentence1: str, sentence2: str, score: float) -> JsonObject | None:
-    return stsb(sentence1, sentence2, score) if score >= 0.75 else None
+    """Leave out the score: InfoNCE takes every pair as similar."""
+    return {"anchor": sentence1, "positive": sentence2} if score >= 0.75 else None
 
 
 def _similarity_prompt(sentence1: str, sentence2: str) -> str:

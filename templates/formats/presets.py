@@ -14,7 +14,7 @@ from . import preset_rows as rows
 from .preset_rows import Converter
 from .schemas import ArrowRow, UnusableRow, drop_missing, row_errors
 
-VERSION = 1  # of the conversions; cached tokens of other versions are not used
+VERSION = 2  # of the conversions; cached tokens of other versions are not used
 TRAIN_AND_TEST, TRAIN_AND_VALIDATION = ("train", "test"), ("train", "validation")
 
 

@@ -166,6 +166,8 @@ def test_what_presets_leave_out(tmp_path):
         )
         assert [bool(row.refusal) for _, _, row in source.rows(np.arange(2))] == [False, True]
         assert [bool(row.refusal) for _, _, row in source.stream()] == [False, True]
+    pairs = open_source(f"{tmp_path}/sentence-transformers/stsb:positive")
+    assert next(pairs.stream())[2] == {"anchor": FIRST, "positive": SECOND}  # InfoNCE refuses other labels than 1
 
 
 def test_rewards_keep_their_columns(tmp_path, make_tokenizer):
