@@ -106,5 +106,18 @@ class EngineOptions(VllmOptions):
 
 
 @dataclass
-class RolloutOptions(ModelOptions, ServerOptions):
+class TrainerTurnOptions:
+    """Turns, which the training run plays: it is refused if its own flags differ"""
+
+    external_plugins: Annotated[list[str], "Python files of the run's plugins. The server does not read them."] = field(
+        default_factory=list
+    )
+    multi_turn_scheduler: Annotated[str | None, "Scheduler that a training run must have."] = None
+    max_turns: Annotated[int | None, "Maximum turns that a training run must have.", "(0, inf)"] = None
+    gym_env: Annotated[str | None, "Environment that a training run must have."] = None
+    use_gym_env: Annotated[bool | None, "Whether a training run must use the rewards of environments."] = None
+
+
+@dataclass
+class RolloutOptions(ModelOptions, ServerOptions, TrainerTurnOptions):
     """swift rollout"""

@@ -1,5 +1,28 @@
 """Checks that a run and a rollout server are compatible."""
 
+from collections.abc import Sequence
+
+from ...bridge.option_groups import flag_value
+
+TURN_FLAGS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env")
+
+
+def turn_flags(options: object) -> list[str]:
+    """Return the flags of multi-turn episodes that are set, as text."""
+    values = {name: flag_value(options, name, None) for name in TURN_FLAGS}
+    return [f"--{name} {str(value).lower() if value is True else value}" for name, value in values.items() if value]
+
+
+def turn_mismatch(run_flags: Sequence[str], server_flags: Sequence[str]) -> str | None:
+    """Return which flags of multi-turn episodes a server has and a run has not, or None."""
+    missing = [flag for flag in server_flags if flag not in run_flags]
+    if not missing:
+        return None
+    return (
+        f"it was started with {' '.join(missing)}, and the run was not. The run plays the turns. Set the flags, and "
+        "--external_plugins, for the run, too, or start the server without them"
+    )
+
 
 def adapter_mismatch(rank: int, max_rank: int) -> str | None:
     """Return why a server with adapters up to `max_rank` cannot load those of `rank`, or None. 0: full weights."""

@@ -21,6 +21,7 @@ from ..train.offload import HostBuffer, TrainerOffload, free_memory
 from ..train.step import TrainState
 from .addresses import address_flags, server_urls
 from .client import ServerEngine
+from .compatibility import turn_flags
 from .engine import Completion, Engine, Request, Sampling
 from .engine_group import EngineGroup
 from .lora_support import unsupported_by_vllm
@@ -46,6 +47,7 @@ def open_rollout(run: Run, model: Model, options: EngineOptions, *, experts: boo
             sleep_level=level,
             adapter_rank=rank,
             vocab_size=get_vocab_size(run.hf_config),
+            turns=tuple(turn_flags(run.options)),
             address_flags=address_flags(options),
         )
         engine = rank0_only(lambda: ServerEngine(urls, settings))

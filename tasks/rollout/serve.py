@@ -12,6 +12,7 @@ from ...bridge.checkpoint.rope_scaling import scaled_folder
 from ...bridge.checkpoint.safetensors_io import check_headers
 from ..options.rollout import RolloutOptions, ServerOptions
 from ..system.atomic_dir import loading
+from .compatibility import turn_flags
 from .keys import server_key
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -56,6 +57,7 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         vocab_size=get_vocab_size(hf_config),
         positions=options.vllm_max_model_len or get_max_positions(hf_config),
         hosts=hosts_of(options.host),
+        turns=turn_flags(options),
     )
     _enable_log(options.log_level)
     config = uvicorn.Config(
@@ -66,6 +68,8 @@ def run(options: RolloutOptions, _sources: dict[str, str] | None = None) -> None
         timeout_keep_alive=75,  # longer than the clients' limit
         timeout_graceful_shutdown=5,
     )
+    if turns := [*turn_flags(options), *(f"--external_plugins {file}" for file in options.external_plugins)]:
+        print(f"note: {' '.join(turns)}: the training run plays the turns. It must have these flags, too.")
     print(key_note)
     print(f"Rollout server: {options.model} by {kind} on {url}", flush=True)
     uvicorn.Server(config).run(sockets=[sock])

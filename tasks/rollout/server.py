@@ -24,7 +24,7 @@ import logging
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from types import MethodType
 
 from fastapi import Depends, FastAPI
@@ -36,7 +36,7 @@ from .backend import Backend
 from .bodies import Fields, Limits, RequestError, client_gone, invalid_request, json_body, printable
 from .bucket_requests import bucket_length, probe_of, shared_bucket
 from .claim import Claim
-from .compatibility import adapter_mismatch, vocab_mismatch
+from .compatibility import adapter_mismatch, turn_mismatch, vocab_mismatch
 from .completion_json import as_json
 from .metrics import CONTENT_TYPE, COUNTERS, as_text
 from .process_group import open_store
@@ -61,15 +61,17 @@ class Server:
         vocab_size: int | None = None,
         positions: int | None = None,
         hosts: Collection[str] | None = None,
+        turns: Sequence[str] = (),
     ):
         """Make the server.
 
         `positions`: longest text of the model, in tokens.
         `hosts`: names by which clients may call this server; None: any.
+        `turns`: flags of multi-turn episodes that a run must have.
         """
         self.backend, self.model, self.vocab_size = backend, model, vocab_size
         self.limits = Limits(vocab_size, positions)
-        self._key, self._hosts = api_key, hosts
+        self._key, self._hosts, self._turns = api_key, hosts, turns
         self.owner = Claim(silence)
         self.version: str | None = None  # the run's name of the weights; None: those of the model's folder
         self._invalid_reason: str | None = None  # why the present weights must not be used
@@ -146,20 +148,22 @@ class Server:
         self.owner.check(http.headers.get("x-run", ""))
 
     async def claim(self, http: Http) -> JsonObject:
-        """Claim the server or renew the claim: {run, who, adapters, vocab_size, probe: {pid, fd, bytes, secret} or
+        """Claim or renew the claim: {run, who, adapters, vocab_size, turns, probe: {pid, fd, bytes, secret} or
         null}.
 
         `adapters`: rank of the adapters that the run will send; 0 or absent: full weights.
         `vocab_size`: of the run's model, if known; the server's must equal it. `local` in the answer: the probe's
             memory is readable here, so that buckets can go through shared memory.
         """
-        names = ("run", "who", "adapters", "vocab_size", "probe")
+        names = ("run", "who", "adapters", "vocab_size", "turns", "probe")
         fields = Fields(await json_body(http), names)
         run, who = fields.text("run"), printable(fields.text("who"))
         if not run.isascii() or not run.isprintable():
             raise invalid_request("run must be ASCII, as it is sent in the header x-run")
         mismatch = adapter_mismatch(fields.integer("adapters", 0, default=0), self.backend.max_adapter_rank)
         if mismatch := mismatch or vocab_mismatch(fields.integer("vocab_size", 1, default=None), self.vocab_size):
+            raise invalid_request(mismatch)
+        if mismatch := turn_mismatch(fields.texts("turns", []), self._turns):
             raise invalid_request(mismatch)
         probe = probe_of(fields.raw("probe", None))
         await self._release_if_ended()

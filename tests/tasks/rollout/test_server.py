@@ -17,9 +17,12 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
+from megaswift.bridge.option_groups import compose
+from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.options.rollout import EngineOptions, RolloutOptions
 from megaswift.tasks.rollout.addresses import server_urls
 from megaswift.tasks.rollout.client import ServerEngine
+from megaswift.tasks.rollout.compatibility import turn_flags
 from megaswift.tasks.rollout.engine import Completion, Request, Sampling
 from megaswift.tasks.rollout.serve import bind, choose_backend
 from megaswift.tasks.rollout.server_connection import ClientSettings, ServerClaimed, ServerLost, WeightsLost
@@ -179,6 +182,23 @@ def test_a_server_of_another_model() -> None:
         for known in (151936, None):
             with connected(url, vocab_size=known):
                 assert server.owner.run is not None
+
+
+def test_a_server_with_turns() -> None:
+    """A run plays the turns that its server was started with, or ends at its start."""
+    options = compose(RolloutOptions, multi_turn_scheduler="gym_scheduler", max_turns=3, use_gym_env=True)
+    turns = turn_flags(options)
+    assert turns == ["--multi_turn_scheduler gym_scheduler", "--max_turns 3", "--use_gym_env true"]
+    with serving(turns=turns) as (url, _, server):
+        message = r"it was started with --max_turns 3, and the run was not\. The run plays the turns\. Set the flags"
+        with pytest.raises(ValueError, match=message):
+            ServerEngine([url], ClientSettings(timeout=5.0, turns=(turns[0], "--max_turns 4", turns[2])))
+        assert server.owner.run is None
+        with connected(url, turns=(*turns, "--gym_env lake")):
+            assert server.owner.run is not None
+    run = compose(GrpoOptions, multi_turn_scheduler="gym_scheduler", max_turns=3, gym_env="lake")
+    assert turn_flags(run) == [*turns[:2], "--gym_env lake", turns[2]]  # --gym_env implies --use_gym_env
+    assert not turn_flags(compose(GrpoOptions))
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
