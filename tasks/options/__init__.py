@@ -32,6 +32,7 @@ from .groups import (
     SamplingOptions,
     ScheduleOptions,
     TeacherOptions,
+    TokenLossOptions,
     TrainingOptions,
 )
 from .multi_turn import TurnOptions
@@ -92,6 +93,7 @@ class PtOptions(SftOptions):
     """megatron pt"""
 
     data: PrepareOptions = group(PrepareOptions, loss_scale="all")
+    token_loss: TokenLossOptions = group(TokenLossOptions)
 
     stage = "pt"
 
@@ -320,6 +322,7 @@ class CausalLmOptions(SftOptions):
     """Task"""
 
     task_type: TaskType = "causal_lm"
+    token_loss: TokenLossOptions = group(TokenLossOptions)
 
 
 @dataclass

@@ -36,6 +36,15 @@ class TrainingOptions:
 
 
 @dataclass
+class TokenLossOptions:
+    """Loss of tokens"""
+
+    enable_dft_loss: Annotated[
+        bool, "Dynamic fine-tuning: weight each token's loss by the probability that the model gives it."
+    ] = False
+
+
+@dataclass
 class OptimizerOptions:
     """Optimizer"""
 

@@ -13,7 +13,7 @@ from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch, Grouping
 from ..observability.flops import Flops
 from .reference_sync import ReferenceSync
-from .step import Loss, Output, TrainState, log_probs, sft_loss
+from .step import Loss, Output, TrainState, dynamic_loss, log_probs, sft_loss
 
 
 def means(sums: dict[str, float], weight: float) -> dict[str, float]:
@@ -114,9 +114,13 @@ class Objective:
     reference_sync: ReferenceSync | None = None  # updates the reference after each step
 
 
-def sft(model: Model) -> Objective:
-    """Return the objective of language modeling: next-token loss, and multi-token prediction if the model has it."""
-    return Objective(sft_loss, ["loss", "mtp_loss"] if model.architecture.mtp_depths else ["loss"])
+def sft(model: Model, *, is_dynamic: bool = False) -> Objective:
+    """Return the objective of language modeling: next-token loss, and multi-token prediction if the model has it.
+
+    is_dynamic: --enable_dft_loss
+    """
+    names = ["loss", "mtp_loss"] if model.architecture.mtp_depths else ["loss"]
+    return Objective(dynamic_loss if is_dynamic else sft_loss, names)
 
 
 def grouping_of(batch: Batch) -> Grouping:

@@ -26,7 +26,7 @@ from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import Model, ModelInputs, OutputProcessor
 from ...bridge.model.outputs import LogProbs
 from ...templates.batching.collator import Batch
-from ..losses.tokens import cross_entropy
+from ..losses.tokens import cross_entropy, weigh_by_probability
 from ..run.vocabulary import check_tokens
 from .loss_spikes import SpikeFilter
 from .optimizer import update
@@ -183,6 +183,11 @@ def sft_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]
     """Return the mean cross entropy over the trained tokens of the global batch."""
     loss = cross_entropy(log_probs, batch.loss_weights) / max(batch.loss_tokens, 1.0)
     return loss, {"loss": loss.detach()}
+
+
+def dynamic_loss(batch: Batch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of dynamic fine-tuning over the trained tokens of the global batch: --enable_dft_loss."""
+    return sft_loss(batch, weigh_by_probability(log_probs))
 
 
 def train_step(

@@ -106,7 +106,14 @@ def test_the_checkpoint_is_a_model_for_transformers_and_eval_loss_is_its_loss(al
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    tokenizer, total, count = AutoTokenizer.from_pretrained(folder), 0.0, 0
+    (last,) = [row["eval_loss"] for row in log_of(alone) if "eval_loss" in row and row["step"] == 9]
+    log_probs = answer_log_probs(place, model, AutoTokenizer.from_pretrained(folder))
+    assert last == pytest.approx(-log_probs.mean().item(), rel=1e-5)
+
+
+def answer_log_probs(place: Path, model, tokenizer) -> torch.Tensor:
+    """Log-probabilities of all tokens of the evaluation's answers, by transformers."""
+    found = []
     for line in (place / "val.jsonl").read_text().splitlines():
         row = json.loads(line)
         prompt = [{"role": "user", "content": row["query"]}]
@@ -114,10 +121,25 @@ def test_the_checkpoint_is_a_model_for_transformers_and_eval_loss_is_its_loss(al
         ids = start + tokenizer.encode(row["response"] + "<|im_end|>", add_special_tokens=False)
         with torch.no_grad():
             log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        total -= sum(float(log_probs[place - 1, ids[place]]) for place in range(len(start), len(ids)))
-        count += len(ids) - len(start)
-    (last,) = [row["eval_loss"] for row in log_of(alone) if "eval_loss" in row and row["step"] == 9]
-    assert last == pytest.approx(total / count, rel=1e-5)
+        found += [log_probs[place - 1, ids[place]] for place in range(len(start), len(ids))]
+    return torch.stack(found)
+
+
+@pytest.mark.long
+def test_dynamic_fine_tuning(place):
+    """Each token's loss times its probability, in one process and in two that share each document."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    line = f"sft --model qwen3 --dataset train.jsonl --val_dataset val.jsonl {COMMON} --train_iters 4"
+    line = f"{line} --enable_dft_loss true --save_steps 4"
+    megatron(place, f"{line} --output_dir dft")
+    megatron(place, f"{line} --context_parallel_size 2 --output_dir dft-cp", processes=2)
+    one, two = run_folder(place / "dft"), run_folder(place / "dft-cp")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(one / "checkpoint-4", dtype=torch.float32)
+    log_probs = answer_log_probs(place, model, AutoTokenizer.from_pretrained(one / "checkpoint-4"))
+    (evaluated,) = [row["eval_loss"] for row in log_of(one) if "eval_loss" in row]
+    assert evaluated == pytest.approx(-(log_probs * log_probs.exp()).mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
