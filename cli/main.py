@@ -177,6 +177,7 @@ def _main(program: str, argv: list[str]) -> int:
         words = [name, "--help"] if name else ["--help"]
         return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
     start = _run_export if name == "export" else _run_training if program == "megatron" else _run_in_process
+    argv = _with_saved_args(program, argv)
     return start(_select(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
 
 
@@ -193,6 +194,14 @@ def _select(command: Command, words: list[str]) -> Command:
     return command.types[value or first]
 
 
+def _with_saved_args(program: str, argv: list[str]) -> list[str]:
+    """Return a command line with `--load_args true` of a training command expanded."""
+    from .saved_args import expand_load_args
+
+    trains = program == "megatron" and argv[0] in ("pt", "sft", "rlhf")
+    return [argv[0], *expand_load_args(argv[1:])] if trains else argv
+
+
 def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[str]]:
     """Return the options of a command line (command and flags), the source of each value, and notes for the user.
 
@@ -200,6 +209,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
     """
     from .parse import from_argv, from_config, ignores_unknown, resolve
 
+    argv = _with_saved_args(program, argv)
     name = argv[0]
     selected = _select(COMMANDS[program][name], argv[1:])
     options = _options(selected)

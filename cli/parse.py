@@ -44,7 +44,7 @@ def from_argv(
     A repeated flag of a single value overrides the earlier one.
     Raises UsageError for unknown flags and repeated lists.
     """
-    pairs, config = _split(argv)
+    pairs, config = split_words(argv)
     parsed = ParsedFlags(ignores_unknown=ignores_unknown)
     for name, values in pairs:
         new = canonical(name, values)[0]
@@ -89,7 +89,7 @@ def value_of(name: str, argv: list[str]) -> str | None:
 
     Raises UsageError for a value that is not supported.
     """
-    pairs, config = _split(argv)
+    pairs, config = split_words(argv)
     values_of = [(show(values), "") for other, values in pairs if other == name]
     if not values_of and config:
         values_of = [
@@ -105,7 +105,7 @@ def value_of(name: str, argv: list[str]) -> str | None:
     return value
 
 
-def _split(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
+def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
     """Return each flag of a command line with its words, and the path of the config file."""
     argv, config = list(argv), None
     if argv and argv[0].endswith(CONFIG_FILE) and not argv[0].startswith("-"):

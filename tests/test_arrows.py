@@ -22,8 +22,8 @@ ORDER = {
     "templates": "plural machine json_types tokenizer options formats chat_template dataset batching prepare",
     "tasks": "options system losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_data infer",
-    "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse checks flags_doc doctor launch "
-    "torchrun dry_run main",
+    "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks flags_doc doctor "
+    "launch torchrun dry_run main",
 }
 COMMANDS = {"bridge.families.__main__"}  # run by `python -m`, imported by nothing
 FILES = [file for room in MAY_IMPORT for file in sorted((ROOT / room).rglob("*.py"))]
