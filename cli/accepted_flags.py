@@ -101,11 +101,12 @@ NO_EFFECT = {
     "attention_backend": "transformers and vLLM choose their kernel",
     "vllm_enable_lora": "swift infer does so with --adapters",
     "vllm_max_lora_rank": "in swift infer it is the adapter's rank",
+    "verbose": "requests are not logged",
     "vllm_server_group_port": "a free port is chosen",
     "vllm_use_async_engine": "the server's engine is asynchronous",
     **_because("text models take no media", "vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb"),
     **_because("vLLM chooses it by the machine", "vllm_disable_cascade_attn", "vllm_disable_custom_all_reduce"),
-    **_because("the server answers training runs only", "served_model_name", "owned_by", "verbose",
+    **_because("the server answers training runs only", "served_model_name", "owned_by",
                "vllm_reasoning_parser", "max_logprobs"),
     "calculate_KL": "--loss_type kto takes an estimate of it, apo_zero_unpaired does without",
 }  # fmt: skip
