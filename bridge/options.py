@@ -29,6 +29,18 @@ class ModelOptions:
 
 
 @dataclass
+class HubOptions:
+    """Upload"""
+
+    push_to_hub: Annotated[
+        bool, "Upload an export, or a run's last checkpoint, to Hugging Face (--use_hf true) or ModelScope."
+    ] = False
+    hub_model_id: Annotated[str | None, "Repository to upload to, as OWNER/NAME; made if it does not exist."] = None
+    hub_private_repo: Annotated[bool, "Make it a private one."] = False
+    commit_message: Annotated[str | None, "Message of the upload's commit."] = None
+
+
+@dataclass
 class McoreOptions:
     """Weights in megatron-core's format"""
 

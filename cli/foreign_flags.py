@@ -79,7 +79,7 @@ FOREIGN_FLAGS = {
     "overwrite_output_dir": ForeignFlag("add_version", "A run writes to a new folder in --output_dir by default."),
     "save_only_model": ForeignFlag("no_save_optim"),
     "load_best_model_at_end": ForeignFlag("metric_for_best_model", "The link `best` leads to that checkpoint."),
-    "hub_strategy": ForeignFlag("", "Upload with `hf upload NAME checkpoint-500`."),
+    "hub_strategy": ForeignFlag("push_to_hub", "It uploads the last checkpoint when training ends."),
     "export_dir": ForeignFlag("output_dir"),
     "dataset": ForeignFlag("val_dataset"),
 }

@@ -161,8 +161,6 @@ _INFERENCE_AND_EXPORT = {
                    quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
                    to_ollama="false", to_cached_dataset="false", template_mode=NONE, test_convert_dtype=NONE),
     **_unsupported("a number of files", "Set --max_shard_size.", thread_count=NONE),
-    **_unsupported("uploads to a hub", "Upload with `hf upload NAME checkpoint-500`.", push_to_hub="false",
-                   hub_model_id=NONE, hub_private_repo="false", commit_message=NONE),
 }  # fmt: skip
 
 UNSUPPORTED: dict[str, UnsupportedFlag] = {**_MODELS, **_TRAINING, **_DATA, **_REINFORCEMENT, **_INFERENCE_AND_EXPORT}

@@ -36,6 +36,7 @@ from .muon import check_muon
 from .new_tokens import check_new_tokens
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
+from .upload import check_upload
 from .vllm_lora import check_max_lora_rank
 
 
@@ -79,6 +80,7 @@ def check_training(
     _check_lengths(options)
     notes += _position_notes(options, model)
     _check_output_dir(options)
+    notes += check_upload(options)
     _check_reporters(options.logging)
     _check_profile(options, layout)
     return notes

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from ...bridge.checkpoint.hub import model_folder, read_config
 from ...tasks.options import ExportOptions, MegatronExportOptions
-from ...tasks.run.planning import ProcessLayout, build_options, export_folder, shard_bytes
+from ...tasks.run.planning import (
+    ProcessLayout,
+    build_options,
+    export_folder,
+    is_upload_only,
+    shard_bytes,
+    uploaded_folder,
+)
 from ...tasks.system.atomic_dir import check_free
 from ..flags import UsageError, usage_errors
 from .agreement import drop_second_model
@@ -16,6 +23,7 @@ from .common import check_pipeline, check_processes
 from .generation import as_flag
 from .lora import adapter_flag, adapter_settings, check_base, check_fits, set_base_model
 from .model import HfConfig, check_divisible, rope_notes, supported_config
+from .upload import check_upload
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE_SHARE = 0.9  # fraction of a GPU's memory available to weights
@@ -24,13 +32,17 @@ OVERHEAD_BYTES = 2 * 2**30  # memory of a process on its GPU, without the weight
 
 def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
     """Return config.json of the model to export (None: not downloaded yet), and notes. Raises UsageError."""
+    notes = check_upload(options)
+    if is_upload_only(options):
+        _check_uploaded(options)
+        return None, notes
     _check_fp8_flags(options)
     _check_formats(options)
     _check_adapter(options)
     _check_quantization(options)
     with usage_errors():
         shard_bytes(options.max_shard_size)
-    notes = [*drop_second_model(options), *set_base_model(options, options)]
+    notes += [*drop_second_model(options), *set_base_model(options, options)]
     is_hub_adapter = options.adapters and not options.model and not options.mcore_model
     config = None if is_hub_adapter else supported_config(options)  # the task reads the adapter's base model
     notes += check_base(options, options, config)
@@ -44,6 +56,15 @@ def check_export(options: ExportOptions) -> tuple[HfConfig | None, list[str]]:
             with usage_errors():
                 check_free(export_folder(options), Path(source).expanduser(), exist_ok=options.exist_ok)
     return config, notes
+
+
+def _check_uploaded(options: ExportOptions) -> None:
+    """Raise UsageError if the folder to upload as it is does not exist."""
+    name = uploaded_folder(options)
+    if not name:
+        raise UsageError("--push_to_hub true: nothing to upload. Set --model or --adapters, or --to_hf true.")
+    if not Path(name).expanduser().is_dir():
+        raise UsageError(f"--push_to_hub true: {name} is no folder. Set that of a checkpoint.")
 
 
 def _check_formats(options: ExportOptions) -> None:

@@ -4,6 +4,7 @@ An adapter is merged into the written weights (`--merge_lora`), or converted alo
 formats.
 """
 
+import os
 import shutil
 import signal
 import time
@@ -38,6 +39,7 @@ from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope, scaled_folder
 from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.save import save_weights
+from ...bridge.checkpoint.upload import upload_folder
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
 from ...bridge.lora.settings import LoraSettings
@@ -51,7 +53,7 @@ from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, r
 from ..options import ExportOptions
 from ..run.args_json import save_args
 from ..run.context import dtype_of
-from ..run.planning import ProcessLayout, build_options, export_folder, shard_bytes
+from ..run.planning import ProcessLayout, build_options, export_folder, is_upload_only, shard_bytes, uploaded_folder
 from ..system.atomic_dir import (
     MANIFEST,
     WEIGHTS,
@@ -109,6 +111,10 @@ class ExportSource:
 
 def run(options: ExportOptions, sources: dict[str, str]) -> None:
     """Export by the options. `sources`: origin of each option's value, for args.json."""
+    if is_upload_only(options):
+        if os.environ.get("RANK", "0") == "0":
+            _upload(Path(uploaded_folder(options)).expanduser(), options)
+        return
     layout = build_options(options)
     initialize(layout, seed=0)
     source = local_rank0_first(lambda: ExportSource.of(options))
@@ -138,7 +144,14 @@ def run(options: ExportOptions, sources: dict[str, str]) -> None:
         broadcast_from_rank0(lambda: _check_free(destination, source, options))
     _print(f"exported: {destination}")
     barrier()
+    is_first = dist.get_rank() == 0
     destroy()
+    if options.push_to_hub and is_first:
+        _upload(destination, options)
+
+
+def _upload(folder: Path, options: ExportOptions) -> None:
+    print(f"uploaded: {upload_folder(folder, options, use_hf=options.use_hf, token=options.hub_token)}", flush=True)
 
 
 def _dtype(options: ExportOptions, source: ExportSource) -> torch.dtype:

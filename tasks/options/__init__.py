@@ -7,6 +7,7 @@ from ...bridge.option_groups import group
 from ...bridge.options import (
     AdapterOptions,
     BuildOptions,
+    HubOptions,
     LayoutOptions,
     LoraOptions,
     McoreAdapterOptions,
@@ -68,6 +69,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
     schedule: ScheduleOptions = group(ScheduleOptions)
     optimizer: OptimizerOptions = group(OptimizerOptions)
     checkpoint: CheckpointOptions = group(CheckpointOptions)
+    hub: HubOptions = group(HubOptions)
     resume: ResumeOptions = group(ResumeOptions)
     logging: LoggingOptions = group(LoggingOptions)
     profile: ProfileOptions = group(ProfileOptions)
@@ -394,7 +396,7 @@ class GenerativeRerankerOptions(RerankerOptions):
 
 @dataclass
 class ExportOptions(
-    ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions, PredictionLayers, ConversionOptions
+    ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions, PredictionLayers, ConversionOptions, HubOptions
 ):
     """swift export"""
 

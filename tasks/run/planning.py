@@ -96,6 +96,16 @@ def build_options(options: ExportOptions) -> BuildOptions:
     return BuildOptions(**{name: value for name, value in flag_values(options).items() if name in names})
 
 
+def is_upload_only(options: ExportOptions) -> bool:
+    """Return whether an export only uploads a folder."""
+    return options.push_to_hub and not (options.to_hf or options.to_mcore or options.merge_lora)
+
+
+def uploaded_folder(options: ExportOptions) -> str:
+    """Return the folder that is uploaded as it is; "" if none is set."""
+    return next(iter(options.adapters), options.mcore_adapter or options.mcore_model or options.model)
+
+
 def export_folder(options: ExportOptions) -> Path:
     """Return the output folder of an export: `--output_dir`, else a folder beside the source.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...bridge import parallel
+from ...bridge.checkpoint.upload import upload_folder
 from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
@@ -70,8 +71,12 @@ def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObj
         for warning in model.kernels.warnings:
             print(color_label(warning, sys.stdout))
         print(f"Run folder: {run.folder}", flush=True)
-    stop_reason = Trainer(run, training, objective, train, val, max_steps).fit()
-    parallel.destroy()
+    trainer = Trainer(run, training, objective, train, val, max_steps)
+    stop_reason, is_first = trainer.fit(), dist.get_rank() == 0
+    parallel.destroy()  # the other ranks need not wait for an upload
+    if options.hub.push_to_hub and is_first and not stop_reason and trainer.last_checkpoint:
+        address = upload_folder(trainer.last_checkpoint, options.hub, use_hf=options.use_hf, token=options.hub_token)
+        print(f"Uploaded {trainer.last_checkpoint} to {address}", flush=True)
     return EXIT_STOPPED if stop_reason else 0
 
 

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -220,6 +221,11 @@ class Trainer:
             )
         stopped = {"stopped": self.stop_reason} if self.stop_reason else {}
         self.log.close(stopped | self._last_checkpoints())
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """Folder of the last complete checkpoint."""
+        return self._checkpointer.last.get("checkpoint")
 
     def _last_checkpoints(self) -> dict[str, str | None]:
         last = {f"last_{name}": str(path) for name, path in self._checkpointer.last.items()}

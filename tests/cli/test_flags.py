@@ -145,12 +145,6 @@ def test_names_of_other_trainers(name: str, message: str) -> None:
     assert refusal(f"--{name}", "1") == f"--{name}: {message}"
 
 
-@pytest.mark.parametrize("name", ["push_to_hub", "hub_model_id"])
-def test_uploads(name: str) -> None:
-    said = f"--{name} x: no support for uploads to a hub. Upload with `hf upload NAME checkpoint-500`."
-    assert refusal(f"--{name}", "x") == said
-
-
 def test_unknown_flags_that_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("ignore_args_error: true\nxyzzyx: 3\nlr: 2e-5\n")
     for words in (["--ignore_args_error", "true", "--xyzzyx", "3", "--lr", "2e-5"], [str(tmp_path / "run.yaml")]):

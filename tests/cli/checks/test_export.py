@@ -234,7 +234,6 @@ def test_training_from_mcore(dense: Path, mixture: Path, tmp_path: Path, rows: P
     ("words", "feature"),
     [
         ("--quant_bits 4", "exports other than to_mcore and to_hf"),
-        ("--push_to_hub true", "uploads to a hub"),
         ("--to_peft_format true", "exports other than to_mcore and to_hf"),
     ],
 )

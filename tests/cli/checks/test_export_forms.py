@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from megaswift.cli import main as cli
 from megaswift.cli.main import main
-from megaswift.tasks.run.planning import export_folder
+from megaswift.tasks.run.planning import export_folder, is_upload_only
 
 from tests.cli.checks.test_export import mcore, message
 from tests.cli.checks.test_lora import write_adapter
@@ -73,3 +73,25 @@ def test_fp8(tmp_path: Path, capsys, ran: list) -> None:
         ("swift", (*fp8, "--quant_bits", "4"), "--quant_bits 4"),
     ):
         assert reason in message(capsys, program, "--model", dense, *words)
+
+
+def test_uploads(tmp_path: Path, capsys, ran: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # no login
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    dense = write_model(tmp_path / "dense", DENSE)
+    push = ("--push_to_hub", "true", "--hub_model_id", "me/model", "--use_hf", "true", "--hub_token", "t")
+    for words in ((), ("--to_mcore",)):  # the folder as it is, and what is exported
+        assert main("swift", ["export", "--model", str(dense), *words, *push]) == 0, capsys.readouterr().err
+        assert is_upload_only(ran[-1]) == (not words)
+    assert main("swift", ["export", "--model", str(dense), "--to_mcore", "--hub_model_id", "me/model"]) == 0
+    assert "--hub_model_id me/model has no effect: there is no --push_to_hub true." in capsys.readouterr().err
+    for words, reason in (
+        (push[:2], "--push_to_hub true needs the repository to upload to. Set --hub_model_id OWNER/NAME."),
+        (push[:6], "needs a token that may write. Set --hub_token, HF_TOKEN, or `hf auth login`"),
+        (
+            push[:4],
+            "needs the package modelscope. Set --use_hf true to upload to Hugging Face, or `pip inst",
+        ),
+        ((*push, "--model", tmp_path / "gone"), "gone is no folder"),
+    ):
+        assert reason in message(capsys, "swift", *(() if "gone" in str(words) else ("--model", dense)), *words)
