@@ -55,6 +55,7 @@ def check_generation(options: GeneratingOptions, sources: Mapping[str, str]) -> 
     _check_engine(options, sources)
     if isinstance(options, GkdOptions):
         _check_distillation(options)
+        _check_turns(options, sources)
     if isinstance(options, GrpoOptions):
         _check_sizes(options)
         _check_unread(options, sources)
@@ -344,7 +345,7 @@ def _check_rewards(options: GrpoOptions) -> None:
             raise UsageError(re.sub(r"--model\b", "--reward_model", str(error))) from None
 
 
-def _check_turns(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+def _check_turns(options: GeneratingOptions, sources: Mapping[str, str]) -> None:
     from ...tasks.multi_turn.load import check_turns
 
     for name in ("max_turns", "turn_timeout", "gym_env"):
@@ -352,6 +353,15 @@ def _check_turns(options: GrpoOptions, sources: Mapping[str, str]) -> None:
             raise UsageError(
                 f"{as_flag(name, options)}: only for episodes of several turns. Set --multi_turn_scheduler, or remove "
                 "it."
+            )
+    if isinstance(options, GkdOptions) and (name := options.multi_turn.multi_turn_scheduler):
+        if not options.rolls_out:
+            raise UsageError(
+                f"--multi_turn_scheduler {name}: with --lmbda 0 the student generates nothing. Remove one."
+            )
+        if options.seq_kd:
+            raise UsageError(
+                f"--multi_turn_scheduler {name}: a teacher's completions (--seq_kd) have one turn. Remove one."
             )
     with usage_errors():
         check_turns(options)

@@ -23,6 +23,7 @@ from ..distributed.collectives import run_on_all_ranks
 from ..losses.distillation import distillation_loss
 from ..options import GkdOptions
 from ..rl.episode import Episode, as_bytes, from_bytes
+from ..rl.multi_turn import MultiTurn
 from ..rl.rollout_metrics import RolloutMetrics
 from ..rl.sampler import Sampler
 from ..rollout.engine_group import EngineGroup
@@ -72,6 +73,7 @@ class Gkd:
                 vocab_size=model.architecture.vocab_size,
             )
             self.notes.append(self.student.note)
+        self.multi_turn = MultiTurn(run, options) if options.multi_turn.multi_turn_scheduler else None
         # The teacher's eos tokens are those of its own checkpoint.
         if options.seq_kd and self.teacher.server:
             reader = self.teacher.server.reader if dist.get_rank() == 0 else None
@@ -142,10 +144,23 @@ class Gkd:
 
     def generate(self, trainer: StepRunner, writer: str, prompts: list[Prompt]) -> list[Document]:
         """Return the prompts with completions of `writer` (student or teacher). All their tokens are trained on."""
-        with self._phase(trainer, "gen"):
+        phase, turns = partial(self._phase, trainer), self.multi_turn if writer == "student" else None
+        first = self.prompts.consumed - len(prompts)
+        request_ids = [f"prompt-{first + n}-0" for n in range(len(prompts))]
+        if turns:
+            with phase("multi_turn"):
+                prompts = turns.start(prompts, request_ids)
+        with phase("gen"):
             completions = self.samplers[writer](prompts)
-        rows = enumerate(zip(prompts, completions, strict=True))
-        episodes = [Episode.from_completion(prompt, n, completion, "") for n, (prompt, completion) in rows]
+        texts = [""] * len(prompts)
+        if turns:
+            texts = turns.texts([p.columns for p in prompts], [p.tokens for p in prompts], completions)
+        rows = enumerate(zip(prompts, completions, texts, strict=True))
+        episodes = [Episode.from_completion(prompt, n, completion, text) for n, (prompt, completion, text) in rows]
+        if turns:
+            for episode, request_id in zip(episodes, request_ids, strict=True):
+                episode.request_id = request_id
+            turns(self.samplers[writer], prompts, episodes, self.metrics, phase)
         self.metrics.add_lengths(episodes)
         return [(episode.tokens, episode.loss_mask) for episode in episodes]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...templates.json_types import JsonObject
 from ...templates.tokenizer import Tokenizer
-from ..options import GrpoOptions
+from ..options import GkdOptions, GrpoOptions
 from ..options.multi_turn import TurnOptions
 from ..system.ms_swift_imports import ms_swift_imports
 from ..system.plugins import instantiate, load_plugins, unknown_name_error
@@ -19,7 +19,7 @@ from .tools import Tools, schema_of
 TOOLS = "tools"
 
 
-def check_turns(options: GrpoOptions) -> None:
+def check_turns(options: GrpoOptions | GkdOptions) -> None:
     """Raise ValueError, naming the flag, for invalid options. Plugins must have been loaded."""
     name = options.multi_turn.multi_turn_scheduler
     if name is None:
@@ -60,7 +60,7 @@ def _check_environment(options: TurnOptions, entry: Any) -> None:
         raise unknown_name_error("--gym_env", name, envs, "environment")
 
 
-def load_scheduler(options: GrpoOptions, tokenizer: Tokenizer) -> Scheduler:
+def load_scheduler(options: GrpoOptions | GkdOptions, tokenizer: Tokenizer) -> Scheduler:
     """Return the scheduler of options that `check_turns` has accepted."""
     name, timeout = options.multi_turn.multi_turn_scheduler, options.multi_turn.turn_timeout
     assert name is not None
@@ -72,13 +72,13 @@ def load_scheduler(options: GrpoOptions, tokenizer: Tokenizer) -> Scheduler:
 
 def prompt_tools(options: object) -> list[JsonObject] | None:
     """Return the tool schemas for the chat template, for rows without their own. None if the run has no tools."""
-    if not isinstance(options, GrpoOptions) or options.multi_turn.multi_turn_scheduler != TOOLS:
+    if not isinstance(options, GrpoOptions | GkdOptions) or options.multi_turn.multi_turn_scheduler != TOOLS:
         return None
     load_plugins(options.plugins.external_plugins)
     return [schema_of(function) for function in registered_tools.values()]
 
 
-def _instantiate(entry: Any, options: GrpoOptions, tokenizer: Tokenizer) -> Any:
+def _instantiate(entry: Any, options: GrpoOptions | GkdOptions, tokenizer: Tokenizer) -> Any:
     if isinstance(entry, type) and issubclass(entry, MultiTurnScheduler):
         turns = options.multi_turn
         settings = {"max_turns": turns.max_turns, "tokenizer": tokenizer}

@@ -286,6 +286,7 @@ class GkdOptions(SftOptions):
     rlhf_type: RlhfType = "gkd"
     teacher: DistillationOptions = group(DistillationOptions)
     sampling: CompletionOptions = group(CompletionOptions)
+    multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
     lmbda: Annotated[
         float, "Share of the steps that train on the student's completions instead of the data's answers.", "[0, 1]"

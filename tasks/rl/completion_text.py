@@ -5,7 +5,7 @@ from typing import Any
 
 from ...templates.chat_template.generation_prompt import GenerationPrompts
 from ..multi_turn.load import prompt_tools
-from ..options import GrpoOptions
+from ..options import GkdOptions, GrpoOptions
 from ..rollout.engine import Completion
 from ..run.context import Run
 
@@ -16,7 +16,7 @@ class CompletionTexts:
     A text starts with the prefix that the generation prompt adds after the assistant's header, such as `<think>`.
     """
 
-    def __init__(self, run: Run, options: GrpoOptions):
+    def __init__(self, run: Run, options: GrpoOptions | GkdOptions):
         self._tokenizer, thinking = run.tokenizer, options.data.enable_thinking
         settings = {} if thinking is None else {"enable_thinking": thinking}
         self._answer_prefixes = GenerationPrompts(run.tokenizer, tools=prompt_tools(options), **settings)

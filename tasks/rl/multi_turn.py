@@ -13,7 +13,7 @@ from ..distributed.collectives import broadcast_from_rank0, gloo_group, rank0_on
 from ..multi_turn.call import EpisodeStart, SchedulerCall, TurnError
 from ..multi_turn.load import load_scheduler, prompt_tools
 from ..multi_turn.registry import EditedAnswer, Turn
-from ..options import GrpoOptions
+from ..options import GkdOptions, GrpoOptions
 from ..rollout.eos import eos_token_ids
 from ..run.context import Run
 from .completion_text import CompletionTexts
@@ -41,8 +41,8 @@ class NextTurn(NamedTuple):
 class MultiTurn:
     """Turns after the first answers. The scheduler runs on rank 0, for all ranks."""
 
-    def __init__(self, run: Run, options: GrpoOptions):
-        self._tokenizer, self._completion_texts = run.tokenizer, CompletionTexts(run, options)
+    def __init__(self, run: Run, options: GrpoOptions | GkdOptions):
+        self._tokenizer, self.texts = run.tokenizer, CompletionTexts(run, options)
         self._max_turns, self._max_length = options.multi_turn.max_turns, options.sampling.max_completion_length
         self._name = options.multi_turn.multi_turn_scheduler
         self._columns = rank0_only(lambda: run.data.columns) or []
@@ -143,7 +143,7 @@ class MultiTurn:
             for ids, ((prompt, _), _) in zip(tokens, continued, strict=True)
         ]
         completions = sampler.complete(tokens, limits)
-        texts = self._completion_texts([episode.columns for (_, episode), _ in continued], tokens, completions)
+        texts = self.texts([episode.columns for (_, episode), _ in continued], tokens, completions)
         for ((_, episode), next_turn), completion, text in zip(continued, completions, texts, strict=True):
             episode.append_turn(next_turn.messages, next_turn.tokens, completion, text)
 

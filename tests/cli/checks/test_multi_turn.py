@@ -108,6 +108,12 @@ def test_what_is_accepted(words: str, dense: Path) -> None:
     assert not registered_tools
 
 
-def test_it_is_grpos_alone(dense: Path) -> None:
-    with pytest.raises(UsageError, match="--multi_turn_scheduler"):
-        check(dense, "--multi_turn_scheduler tools --teacher_model t", kind="gkd")
+def test_distillation(words: str, dense: Path) -> None:
+    plugin = words.partition("--external_plugins ")[2]
+    flags = f"--teacher_model t --external_plugins {plugin}plugin.py --multi_turn_scheduler stepping"
+    with pytest.raises(UsageError, match="--multi_turn_scheduler stepping: with --lmbda 0 the student generates noth"):
+        check(dense, f"{flags} --lmbda 0", kind="gkd")
+    with pytest.raises(UsageError, match=r"--multi_turn_scheduler stepping: a teacher's completions \(--seq_kd\) have"):
+        check(dense, f"{flags} --seq_kd true", kind="gkd")
+    with pytest.raises(UsageError, match="--multi_turn_scheduler other: no such scheduler"):
+        check(dense, flags.replace("stepping", "other"), kind="gkd")
