@@ -108,7 +108,8 @@ def plan_engine_memory(run: Run, model: Model, *, sleeps: bool) -> EngineMemoryB
 def _state_bytes(parameter: torch.nn.Parameter, options: Any, groups: ProcessGroupCollection) -> float:
     """Return the bytes of optimizer state per element of a parameter."""
     optimizer = options.optimizer.optimizer
-    has_two_moments = optimizer == "adam" or (optimizer != "sgd" and parameter.ndim < 2)
+    is_matrix = parameter.ndim > 1 and not getattr(parameter, "is_embedding_or_output_parameter", False)
+    has_two_moments = optimizer == "adam" or (optimizer != "sgd" and not is_matrix)  # else Muon's matrix, or SGD
     state = (8 if has_two_moments else 4) + 4 * (parameter.dtype != torch.float32)
     if not options.build.use_distributed_optimizer and optimizer != "dist_muon":
         return state

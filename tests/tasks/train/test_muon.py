@@ -6,6 +6,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon
 from megaswift.bridge.model.build import build_model
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import SftOptions
+from megaswift.tasks.rollout.memory_budget import _state_bytes
 from megaswift.tasks.train.optimizer import build_optimizer, build_schedule, update, wrap_for_data_parallelism
 from megaswift.tasks.train.step import TrainState
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -121,6 +122,16 @@ def test_what_is_no_matrix_is_adamws(alone):
     assert all(".layers." in name and name.endswith("weight") for name in others)
     assert any(".experts." in name for name in others)
     assert any("router" in name for name in others)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_its_memory_is_what_rollouts_leave_for_it(family, alone):
+    _, optimizer, model = ours(family)
+    options, *_ = training(family)
+    for part in optimizer.chained_optimizers:
+        for parameter, state in part.optimizer.state.items():
+            size = sum(tensor.nbytes for tensor in state.values())
+            assert size == parameter.numel() * _state_bytes(parameter, options, model.groups)
 
 
 def test_a_step_is_clipped_and_one_that_is_not_finite_changes_nothing(alone):
