@@ -83,6 +83,7 @@ class Lake(Env):
 
 envs["frozen_lake"] = Lake
 """
+MESSAGES = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
 ALPACA = ["AI-ModelScope/alpaca-gpt4-data-zh"]  # of the config file
 CONFIG_FILE = """
 model: Qwen/Qwen2.5-7B-Instruct
@@ -99,8 +100,8 @@ FILES = {
     "examples/megatron/grpo/multi_turn/frozen_lake_plugin.py": ENVIRONMENT,
     "examples/megatron/grpo/multi_turn/frozen_lake.jsonl": '{"messages": [{"role": "user", "content": "Go."}]}\n',
     "examples/yaml/megatron/sft.yaml": CONFIG_FILE,
-    "qwen3_cached_dataset/train/rows.jsonl": '{"messages": []}\n',
-    "qwen3_cached_dataset/val/rows.jsonl": '{"messages": []}\n',
+    "qwen3_cached_dataset/train/rows.jsonl": f"{json.dumps(MESSAGES)}\n" * 64,
+    "qwen3_cached_dataset/val/rows.jsonl": f"{json.dumps(MESSAGES)}\n",
     **dict.fromkeys(
         (
             "examples/ray/grpo/ray_grpo_colocate.yaml",
@@ -174,7 +175,6 @@ def write_checkpoint(root: Path, flag: str, name: str) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-MESSAGES = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
 # Columns of the datasets that tests/templates/formats/test_presets.py has not.
 ROWS = {
     "swift/self-cognition": {"query": "Who are you?", "response": "I am {{NAME}} of {{AUTHOR}}.", "tag": "en"},

@@ -51,6 +51,7 @@ def test_rows_that_lack_the_column_are_counted(tmp_path):
     assert "right cannot score 1 of the 2 rows to evaluate on, which lack solution (the first is row 2 of " in val
     assert check_columns([RIGHT, ANYTHING], data, evaluates=True) == []
     assert len(check_columns([RIGHT], data, evaluates=False)) == 1
+    assert check_columns([], data, evaluates=True) == []  # a teacher alone scores nothing
 
 
 def test_rows_that_all_lack_it_are_refused(tmp_path):
