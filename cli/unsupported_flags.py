@@ -123,7 +123,6 @@ _DATA = {
     **_unsupported("augmentation of decision datasets", "Remove it, and augment the rows.",
                    decision_drop_instructions="0", decision_state_as_text="0", decision_subsample_options="0",
                    decision_shuffle_fields="false"),
-    **_unsupported("a loss per channel of rows", "Train on one channel at a time.", enable_channel_loss="false"),
 }  # fmt: skip
 
 _REINFORCEMENT = {

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 # Options that caches and checkpoints of earlier versions lack. Each is false or empty by default.
-ADDED = ("model_author", "model_name", "add_non_thinking_prefix")
+ADDED = ("model_author", "model_name", "add_non_thinking_prefix", "enable_channel_loss")
 
 
 @dataclass
@@ -78,6 +78,9 @@ class TemplateOptions:
     model_name: Annotated[
         list[str], "Name that replaces {{NAME}} in rows: one, or the Chinese and the English one."
     ] = field(default_factory=list)
+    enable_channel_loss: Annotated[
+        bool, "sft, pt: log the mean loss of each channel, the text in a row's column `channel`, as loss_<channel>."
+    ] = False
 
     def set_additions(self) -> dict[str, object]:
         """Return the options of ADDED that are set. Left out elsewhere, older caches and checkpoints stay valid."""

@@ -23,6 +23,7 @@ from ...tasks.options import (
     SftOptions,
 )
 from ...tasks.run.planning import ProcessLayout, teacher_layout
+from ...templates.formats.schemas import UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
 from .extra_kwargs import check_engine_settings
@@ -65,6 +66,7 @@ def check_task(
     """Raise UsageError for unusable options of the task. Yield notes. model: config.json; None if not downloaded yet"""
     _check_head(options, model)
     yield from check_plugins(options)
+    _check_channels(options)
     if options.stage in ("sft", "pt"):
         return
     _check_data(options)
@@ -148,6 +150,18 @@ def check_generates(options: InferOptions | RolloutOptions, model: HfConfig | No
         raise UsageError(
             f"{scoring_flag}: has a score head and cannot generate text. Load it with transformers' "
             "AutoModelForSequenceClassification."
+        )
+
+
+def _check_channels(options: SftOptions) -> None:
+    if not options.data.enable_channel_loss:
+        return
+    if options.stage not in UNGROUPED:
+        raise UsageError(f"--enable_channel_loss true: not for {task_flag(options)}. Remove it: it is of sft and pt.")
+    if options.data.streaming:
+        raise UsageError(
+            "--enable_channel_loss true cannot be used with --streaming true: all channels must be known before. "
+            "Remove one of them."
         )
 
 

@@ -389,8 +389,9 @@ def _to_device(batch: Batch) -> Batch:
     device = runtime.device()
     if device.type == "cpu":
         return batch
-    names = "tokens", "labels", "loss_weights", "position_ids"
-    device_batches = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
+    names = "tokens", "labels", "loss_weights", "position_ids", "channels"
+    tensors = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
+    device_batches = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return dataclasses.replace(batch, **device_batches)
 
 

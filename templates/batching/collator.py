@@ -80,6 +80,8 @@ class Batch(TensorDataclass):
     lengths: list[int]  # lengths of the documents, without padding
     grouping: Grouping | None = None  # None: one document per sample (sft, pt)
     mismatched: "Batch | None" = None  # kto: prompts of the same samples with answers to other prompts
+    # [rows, local_length] int64: number of the token's channel (--enable_channel_loss); -1: none
+    channels: Tensor | None = None
     extras: object = None  # further inputs of the task's loss: a dataclass of the task
     # [local_length, layers, topk] int16: experts to route each token to; -1: chosen by the router.
     experts: Tensor | None = None
@@ -163,11 +165,25 @@ class BatchLayout:
     ) -> Batch:
         """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
         if self.stage in UNGROUPED:
-            return self.batch(_documents(packs, None), totals.tokens, row_length)
+            batch = self.batch(_documents(packs, None), totals.tokens, row_length)
+            if all(sample.channel < 0 for pack in packs for sample in pack):
+                return batch
+            return replace(batch, channels=self._channels(batch, packs))
         if not self.has_mismatched:
             return self._grouped(packs, None, totals, row_length, label_width)
         answers, mismatched = (self._grouped(packs, part, totals, row_length, label_width) for part in (0, 1))
         return replace(answers, mismatched=mismatched)
+
+    def _channels(self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]]) -> Tensor:
+        """Return the channel of each token of a batch, as of its document: int64 [rows, local_length]."""
+        numbers = np.array([sample.channel for pack in packs for sample in pack for _ in sample.documents], np.int64)
+        if batch.cu_seqlens is None:  # a row per sample
+            return torch.from_numpy(numbers)[:, None].expand(batch.tokens.shape).contiguous()
+        boundaries, starts = batch.cu_seqlens.numpy(), self._starts(_documents(packs, None))
+        by_segment = np.full(len(boundaries) - 1, -1)
+        by_segment[np.searchsorted(boundaries, starts)] = numbers
+        channels = torch.from_numpy(np.repeat(by_segment, np.diff(boundaries)))
+        return (channels if batch.cp_index is None else channels[batch.cp_index])[None]
 
     def _grouped(
         self,

@@ -5,7 +5,7 @@ without communication. The state of a run's data is `position` and, for a stream
 """
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice, product
 
 import numpy as np
@@ -124,6 +124,16 @@ class Batches:
             )
         return self.plan.resume(position, cursors)
 
+    def channels(self) -> set[str]:
+        """Return the channels of the rows (--enable_channel_loss). Empty for a stream."""
+        return set(self.plan.store.channels) - {""} if isinstance(self.plan, PlannedBatches) else set()
+
+    def number_channels(self, channels: Sequence[str]) -> None:
+        """Give batches the number of each token's channel among `channels`."""
+        if isinstance(self.plan, PlannedBatches):
+            numbers = {channel: number for number, channel in enumerate(channels)}
+            self.plan.channels = np.array([numbers.get(channel, -1) for channel in self.plan.store.channels])
+
     def samples_until(self, epochs: float) -> int | None:
         """Return the samples from the position to the end of epoch `epochs`, at least 0. None for a stream."""
         return self.plan.samples_until(epochs, self.consumed_steps * self.micro_batches)
@@ -189,6 +199,7 @@ class PlannedBatches(Dataset):
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
         self.steps_per_epoch = -(-self.samples // division.global_batch_size)
         self.label_width = 0
+        self.channels: np.ndarray | None = None  # number of each sample's channel: int64 [samples]
         if layout.stage not in UNGROUPED:  # computed before the loader forks its workers
             self.label_width, self.counts = store.label_width, store.document_counts
 
@@ -198,11 +209,15 @@ class PlannedBatches(Dataset):
         row_lengths = self._row_lengths(samples)[:, self.division.rank]  # [micro batches]
         packs = self._packs(samples[micro_batch, self.division.rank])
         return self.layout.collate(
-            [[TokenizedSample(self.store.row(item), self.store.label(item), item) for item in pack] for pack in packs],
+            [[self._sample(item) for item in pack] for pack in packs],
             self._totals(samples, micro_batch),
             row_length=int(row_lengths[micro_batch]),
             label_width=self.label_width,
         )
+
+    def _sample(self, item: int) -> TokenizedSample:
+        channel = -1 if self.channels is None else int(self.channels[item])
+        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel)
 
     def position(self, micro_batches: int) -> JsonObject:
         return self.epochs.position(self._consumed(micro_batches))

@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
         "run_weights": pa.list_(pa.float32()),
         "document_lengths": pa.list_(pa.int32()),
         "label": pa.list_(pa.float32()),
-        "columns": pa.list_(pa.uint8()),  # prompts: columns of the row, as JSON
+        "columns": pa.list_(pa.uint8()),  # prompts: columns of the row, as JSON; sft, pt: the row's channel, as text
         "length": pa.int32(),
         "weight": pa.float64(),  # first document: sum of the loss weights without its first token's
         "trained": pa.int32(),  # first document: trained tokens except the first token, which is not predicted
@@ -73,6 +73,7 @@ class TokenizedSample(NamedTuple):
     documents: list[Document]
     label: np.ndarray  # float32 [numbers]
     item: int = -1  # number in the store; -1 in a stream
+    channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
 
 
 @dataclass
@@ -213,6 +214,15 @@ class TokenFile:
                 sample += 1
         return column_masks
 
+    def channels(self) -> np.ndarray:
+        """Return the channel of each sample's row, "" without one: str [samples]. Reads all rows."""
+        names = [
+            values[start:stop].tobytes().decode()
+            for offsets, values in self._batches_of("columns")
+            for start, stop in pairwise(offsets.tolist())
+        ]
+        return np.array(names, np.str_)
+
     def padded_lengths(self, multiple: int, separate_rows: bool) -> np.ndarray:
         """Return lengths as TokenStore.padded_lengths does."""
         combine = np.maximum if separate_rows else np.add
@@ -314,6 +324,11 @@ class TokenStore:
         """Return the columns of the row of prompt i."""
         file, number = self._locate(i)
         return self.files[file].columns(number)
+
+    @cached_property
+    def channels(self) -> np.ndarray:
+        """Channel of each sample's row (--enable_channel_loss), "" without one: str [samples]."""
+        return self._selected([file.channels() for file in self.files])
 
     def has(self, column: str) -> np.ndarray:
         """Return whether the row of each prompt has a value in a column: bool [samples]."""

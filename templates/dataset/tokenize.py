@@ -133,19 +133,24 @@ class Encoder:
         if self.stage in UNGROUPED and row.get("input_ids") is not None:
             with row_errors():
                 document = _Document(*tokens_of(row, self._vocabulary_size), (0, len(row["input_ids"])))
-            return [_RenderedSample(number, location, [], [], b"", document)]
+            return [_RenderedSample(number, location, [], [], self._channel(row), document)]
         if self.stage not in ("pt", *POOLED):
             try:
                 row = self.self_cognition.fill(row)
             except ValueError as error:
                 raise ValueError(f"{location}: {error}") from None
         with row_errors():
-            columns = self.renderer.columns(row) if self.stage in PROMPTED else b""
+            columns = self.renderer.columns(row) if self.stage in PROMPTED else self._channel(row)
             samples = self.renderer(row)
             for text in (text.text for texts, _ in samples for text in texts):
                 if not text.isascii():  # ASCII is always valid; the check avoids a copy
                     text.encode()
         return [_RenderedSample(number, location, *sample, columns) for sample in samples]
+
+    def _channel(self, row: JsonObject) -> bytes:
+        """Return the channel of a row as stored, empty without one: --enable_channel_loss."""
+        channel = row.get("channel") if self.options.enable_channel_loss else None
+        return b"" if channel is None else str(channel).encode()
 
     def _tokenize(self, texts: list[Text]) -> Iterator[_Document]:
         for group in _groups(texts):
