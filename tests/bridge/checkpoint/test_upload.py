@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PAUSE", 0.01)
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read from the environment at import
 
 
 def push(hub: FakeHub, folder: Path, monkeypatch, token: str = TOKEN, options: HubOptions = OPTIONS) -> str:
@@ -112,8 +113,15 @@ def test_a_run_and_an_export_upload_what_they_wrote(tmp_path: Path) -> None:
         )
         printed = ""
         for words in (train, f"swift export --model model --to_mcore true --output_dir out {common}exported"):
-            done = prepared.run(
-                f"-m megaswift.cli.main {words}".split(), processes=None, cwd=tmp_path, environment=environment
+            # A process of its own: huggingface_hub reads the environment when it is imported.
+            done = subprocess.run(
+                [sys.executable, "-m", "megaswift.cli.main", *words.split()],
+                cwd=tmp_path,
+                env=environment | prepared.ON_CPU,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
             )
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
             printed += done.stdout + done.stderr
