@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from ..dataset.packing import round_up
 from ..dataset.store import Document, TokenizedSample
 from ..formats.schemas import UNGROUPED, Stage
+from .media_batch import MediaBatch
+from .tensor_dataclass import TensorDataclass
 
 PackedSample = Sequence[Document]  # one document, the documents of a pack, or none (a filler)
 
@@ -23,27 +25,6 @@ class GlobalTotals(NamedTuple):
     tokens: float  # sum of the loss weights (of each sample's first document only)
     samples: float = 0.0
     documents_per_rank: Sequence[int] = ()  # documents in this micro batch on each data-parallel rank
-
-
-@dataclass
-class TensorDataclass:
-    """Dataclass of tensors that are pickled as bytes.
-
-    torch pickles each tensor as shared memory with a file descriptor. A step of many micro batches would exceed their
-    limit.
-    """
-
-    def pin_memory(self) -> Self:
-        pinnable = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | TensorDataclass)}
-        return replace(self, **{name: value.pin_memory() for name, value in pinnable.items()})
-
-    def __getstate__(self) -> dict:
-        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__ = {
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()
-        }
 
 
 @dataclass
@@ -85,6 +66,9 @@ class Batch(TensorDataclass):
     extras: object = None  # further inputs of the task's loss: a dataclass of the task
     # [local_length, layers, topk] int16: experts to route each token to; -1: chosen by the router.
     experts: Tensor | None = None
+    # Batches with images or videos: the positions of time, height and width for the rope.
+    rope_positions: Tensor | None = None  # [3, rows, local_length] int64; None: position_ids on each axis
+    media: MediaBatch | None = None
 
 
 @dataclass(frozen=True)

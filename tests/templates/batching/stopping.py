@@ -6,8 +6,9 @@ from itertools import islice
 
 import numpy as np
 import torch
-from megaswift.templates.batching.collator import BatchLayout, StepDivision, TensorDataclass
+from megaswift.templates.batching.collator import BatchLayout, StepDivision
 from megaswift.templates.batching.dataloader import Batches
+from megaswift.templates.batching.tensor_dataclass import TensorDataclass
 
 
 class Documents:
