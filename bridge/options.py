@@ -127,6 +127,25 @@ class TrainableOptions:
 
 
 @dataclass
+class VisionOptions:
+    """Vision tower (of vision-language models, when the data has images or videos)"""
+
+    freeze_llm: Annotated[bool, "Freeze the language model; with LoRA, it gets no adapters."] = False
+    freeze_vit: Annotated[bool, "Freeze the vision tower's layers; with LoRA, they get no adapters."] = True
+    freeze_aligner: Annotated[
+        bool, "Freeze the mergers between the vision tower and the language model; with LoRA, they get no adapters."
+    ] = True
+    vit_lr: Annotated[float | None, "Learning rate of the vision tower's layers. Default: --lr.", "[0, inf)"] = None
+    aligner_lr: Annotated[float | None, "Learning rate of the mergers. Default: --lr.", "[0, inf)"] = None
+    vit_gradient_checkpointing: Annotated[
+        bool, "Recompute the trained tower's forward pass; false: keep its activations, of all micro batches of a step."
+    ] = True
+    language_model_only: Annotated[
+        bool, "Build and train the language model alone; the vision tower's weights are saved unchanged."
+    ] = False
+
+
+@dataclass
 class KernelOptions:
     """Kernels and numerics (preferences: the nearest that this machine has runs, and the log names it)"""
 

@@ -38,7 +38,7 @@ def attach_adapters(
     The weights must be loaded. The initial values are the same in every layout. names: the checkpoint's tensors, where
     a family has several spellings. Raises ValueError for settings that do not fit this model.
     """
-    _, architecture, entries = map_chunks(model.chunks, hf_config, names)
+    _, architecture, entries = map_chunks(model.parts, hf_config, names)
     plan = plan_adapters(entries, settings, architecture)
     dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
     # The optimizer has master weights for one half precision only.
@@ -46,7 +46,7 @@ def attach_adapters(
         raise ValueError(
             f"--lora_dtype {settings.dtype} cannot be used with a model of another type. Set float32, or remove it"
         )
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for name, parameter in list(chunk.named_parameters()):
             key, view = next(iter_views(chunk, name, parameter))
             parameter.requires_grad_(key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies)))
@@ -61,7 +61,7 @@ def attach_adapters(
         enable_grads_through_frozen(chunk)
     model.lora = Lora(settings, plan)
     _initialize(model, plan.entries, seed)
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for module in chunk.modules():
             if isinstance(module, LinearAdapter):
                 module.init_magnitude()
@@ -127,7 +127,7 @@ def _check_rank(
 @torch.no_grad()
 def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
     """Initialize adapters as PEFT does: one factor 0, the other random by the tensor's name and `seed` alone."""
-    for key, tensor in collect_params(model.chunks, adapters=True).items():
+    for key, tensor in collect_params(model.parts, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
         tensor.zero_()

@@ -198,16 +198,16 @@ def _open_model(
     model = run_on_all_ranks(lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters))
     if not source.adapter_only:
         read = load_distributed if source.mcore else load_weights
-        run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
+        run_on_all_ranks(lambda: read(model.parts, hf_config, source.folder))
     if adapter:
         round_weights(model, hf_config, dtype)
         settings = run_on_all_ranks(lambda: _settings(source, adapter))
         names = tensor_names(source.folder)
         run_on_all_ranks(lambda: attach_adapters(model, hf_config, settings, seed=0, names=names))
         read_adapter = load_distributed_adapter if source.mcore_adapter else load_adapter
-        run_on_all_ranks(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
+        run_on_all_ranks(lambda: read_adapter(model.parts, hf_config, model.lora, adapter))
         if source.merged:
-            merge_and_unload(model.chunks)
+            merge_and_unload(model.parts)
     return model
 
 
@@ -224,7 +224,7 @@ def _write(
     model: Model, source: ExportSource, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
 ) -> None:
     """Write the export into `folder`. started: time when reading began."""
-    chunks, hf_config = model.chunks, source.hf_config
+    chunks, hf_config = model.parts, source.hf_config
     if source.adapter and not source.merged:
         config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
         base = config.get("base_model_name_or_path") or str(source.folder.absolute())
@@ -278,7 +278,7 @@ def _write_peft_copy(source: ExportSource, folder: Path, layout: BuildOptions, d
     """Write the source's adapter in PEFT's format, for transformers."""
     broadcast_from_rank0(folder.mkdir)
     model = _open_model(replace(source, merged=False), layout, dtype)
-    save_adapter(model.chunks, source.hf_config, model.lora, folder, base=str(source.folder.absolute()))
+    save_adapter(model.parts, source.hf_config, model.lora, folder, base=str(source.folder.absolute()))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ...bridge.options import (
     ModelOptions,
     PredictionLayers,
     TrainableOptions,
+    VisionOptions,
 )
 from ...templates.formats.schemas import Stage
 from ...templates.options import PrepareOptions
@@ -63,6 +64,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
 
     tuner: TrainableOptions = group(TrainableOptions)
     lora: LoraOptions = group(LoraOptions)
+    vision: VisionOptions = group(VisionOptions)
     data: PrepareOptions = group(PrepareOptions)
     build: BuildOptions = group(BuildOptions)
     training: TrainingOptions = group(TrainingOptions)

@@ -34,7 +34,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
         )
         reference = group_of(options, ReferenceOptions)
         if model.lora and reference and not has_separate_reference(reference):
-            model.lora.switch = AdapterSwitch(model.chunks)
+            model.lora.switch = AdapterSwitch(model.parts)
         _read_adapter(model, run)
     else:
         run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, names=names))
@@ -70,7 +70,7 @@ def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
         broadcast_from_rank0(lambda: _verify_weights(folder))
         load = load_adapter if _is_peft_adapter(folder) else load_distributed_adapter
-        run_on_all_ranks(lambda: load(model.chunks, run.hf_config, model.lora, folder))
+        run_on_all_ranks(lambda: load(model.parts, run.hf_config, model.lora, folder))
 
 
 def _is_peft_adapter(folder: Path) -> bool:
