@@ -55,7 +55,7 @@ def tower_mappings(
     linear("blocks.{layer}." + attention.format("proj"), LAYER + "linear_proj", layers=layers)
     linear("blocks.{layer}." + fc1, LAYER + "linear_fc1", gated, layers)
     linear("blocks.{layer}." + fc2, LAYER + "linear_fc2", layers=layers)
-    places = [("merger", "merger", None)]
+    places: list[tuple[str, str, tuple[int, ...] | None]] = [("merger", "merger", None)]
     if vision.deep_layers:
         places.append((deep_merger + ".{layer}", "deep_mergers.{layer}", tuple(range(len(vision.deep_layers)))))
     for hf, mcore, indices in places:

@@ -38,5 +38,6 @@ class DeepStackLayer(TransformerLayer):
         hidden_states, context = super().forward(*args, **kwargs)
         media: MediaFeatures | None = kwargs["packed_seq_params"].media
         if media is not None:
+            assert isinstance(hidden_states, Tensor)
             hidden_states = media.add_to(hidden_states, self.layer_number)
         return hidden_states, context

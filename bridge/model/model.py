@@ -97,9 +97,9 @@ class Model:
             return output(LastStage(self, inputs, documents, hidden_states, output_layer, output_weight))
 
         documents.media = inputs.media
-        embeddings, first = None, getattr(chunk, "module", chunk)
-        if inputs.media is not None and first.pre_process:
-            embeddings = inputs.media.replace_embeddings(first.embedding(inputs.tokens, inputs.position_ids))
+        embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
+        if inputs.media is not None and bare_chunk.pre_process:
+            embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
         return chunk(
             inputs.tokens,
             inputs.position_ids,

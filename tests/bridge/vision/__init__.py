@@ -13,7 +13,7 @@ TEXT = SHARED
 def qwen2_vl() -> Any:
     from transformers import Qwen2VLConfig
 
-    vision = dict(depth=3, embed_dim=24, hidden_size=48, num_heads=2, mlp_ratio=3, patch_size=4)
+    vision = {"depth": 3, "embed_dim": 24, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 3, "patch_size": 4}
     rope = ROPE | {"mrope_section": [2, 3, 1]}
     return Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
 
@@ -22,18 +22,18 @@ def qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig
 
     # Windows of 2 x 2 merged squares: images have several, and some that are cut off.
-    vision = dict(
-        depth=4, hidden_size=24, num_heads=2, intermediate_size=20, out_hidden_size=48, patch_size=4, window_size=16,
-        fullatt_block_indexes=[1, 3],
-    )  # fmt: skip
+    vision = {
+        "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 48, "patch_size": 4,
+        "window_size": 16, "fullatt_block_indexes": [1, 3],
+    }  # fmt: skip
     rope = ROPE | {"mrope_section": [2, 3, 1]}
     return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
 
 
-VISION3 = dict(
-    depth=4, hidden_size=24, num_heads=2, intermediate_size=36, out_hidden_size=48, patch_size=4,
-    num_position_embeddings=25, deepstack_visual_indexes=[0, 1, 3],
-)  # fmt: skip
+VISION3 = {
+    "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 36, "out_hidden_size": 48, "patch_size": 4,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3],
+}  # fmt: skip
 ROPE3 = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
 
@@ -81,3 +81,5 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 SP PP2 recompute": {TP: 2, SP: True, PP: 2, **FULL},
     },
 }
+
+PATCHES = 24 + 4 + 24 + 16 + 32 + 16 + 36  # of all documents of reference.py

@@ -8,11 +8,16 @@ jobs.json: [{"name", "folder": one that reference.make has filled, "layout": its
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,10 +26,12 @@ from megaswift.bridge import parallel
 from megaswift.bridge.checkpoint.hub import read_config
 from megaswift.bridge.checkpoint.load import load_weights
 from megaswift.bridge.checkpoint.save import save_weights
+from megaswift.bridge.layers.deepstack import MediaFeatures
+from megaswift.bridge.layers.vision_tower import Blocks, PatchPlan, plan_patches
 from megaswift.bridge.mapping.local_params import collect_params
-from megaswift.bridge.model.build import build_model
+from megaswift.bridge.model.build import build_model, enable_grads_through_frozen
 from megaswift.bridge.model.model import Model
-from megaswift.bridge.model.vision_encoder import Normalization
+from megaswift.bridge.model.vision_encoder import Normalization, VisionEncoder
 from megaswift.bridge.options import BuildOptions
 from megaswift.tasks.train.optimizer import wrap_for_data_parallelism, wrap_tower
 from megaswift.tasks.train.step import run_schedule, sft_loss
@@ -96,12 +103,12 @@ def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_token
     own = _replica_rank(options)
     empty = torch.empty(0, dtype=torch.uint8)
     pixels = {
-        kind: [
+        is_video: [
             pixels
             for encoder, (grid, pixels) in zip(encoders, media, strict=True)
-            if encoder == own and (grid[0] > 1) == kind
+            if encoder == own and (grid[0] > 1) == is_video
         ]
-        for kind in (False, True)
+        for is_video in (False, True)
     }
     return replace(
         batch,
@@ -136,30 +143,130 @@ def open_model(source: Path, options: BuildOptions, dtype: torch.dtype = torch.f
     return model
 
 
-def check(folder: Path, options: BuildOptions, *, recomputes: bool = True) -> dict[str, Any]:
-    """Relative distances of gradients, and what a round trip changes. Every rank calls this."""
+def check(
+    folder: Path, options: BuildOptions, *, recomputes: bool = True, frozen: str = "", fault: str = ""
+) -> dict[str, Any]:
+    """Relative distances of gradients, and what a round trip changes. Every rank calls this.
+
+    recomputes: of the encoder. frozen: a regular expression of names of parameters. fault: of FAULTS.
+    """
     expected = torch.load(folder / "reference.pt", weights_only=False)
     model = open_model(folder / "fp32", options)
     assert model.vision is not None
     model.vision.recomputes = recomputes
-    saved = save(model, folder / "fp32", folder / "saved")
-    before = tensors_of(folder / "fp32")
-    found: dict[str, Any] = {
-        "saved": sorted(before.keys() ^ saved.keys()) or [n for n in before if not torch.equal(before[n], saved[n])]
-    }
+    encoded = count_encoded(model.vision)
+    found: dict[str, Any] = {}
+    if not fault:
+        saved, before = save(model, folder / "fp32", folder / "saved"), tensors_of(folder / "fp32")
+        names = sorted(before.keys() ^ saved.keys())
+        found["saved"] = names or [name for name in before if not torch.equal(before[name], saved[name])]
+    for part in model.parts:
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(not (frozen and re.search(frozen, name)))
+    for chunk in model.chunks:
+        enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
+    with FAULTS[fault](model) if fault else nullcontext():
+        return found | _gradients(folder, model, options, expected, frozen=bool(frozen)) | {"encoded": sum_of(encoded)}
+
+
+def sum_of(counts: list[int]) -> int:
+    total = torch.tensor(sum(counts))
+    dist.all_reduce(total)
+    return int(total)
+
+
+def count_encoded(encoder: VisionEncoder) -> list[int]:
+    """The patches of each forward pass of the tower that is for the language model, from now on."""
+    counts: list[int] = []
+    encode = encoder._encode
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        encoded = encode(*args, **kwargs)
+        counts.append(len(encoded.patches))
+        return encoded
+
+    encoder._encode = counted
+    return counts
+
+
+def _gradients(
+    folder: Path, model: Model, options: BuildOptions, expected: dict[str, Any], *, frozen: bool
+) -> dict[str, Any]:
     chunks, tower = wrap_for_data_parallelism(model, options), wrap_tower(model, options)
-    assert tower is not None
-    for chunk in (*chunks, tower.module):
+    modules = [*chunks, *([tower.module] if tower else [])]
+    for chunk in modules:
         chunk.train()
         chunk.zero_grad_buffer()
-    metrics = run_schedule(model, chunks, batches(expected["packs"], options), sft_loss, forward_only=False)
-    tower.module.finish_grad_sync()
+    run_schedule(model, chunks, batches(expected["packs"], options), sft_loss, forward_only=False)
+    if tower:
+        tower.module.finish_grad_sync()
     with torch.no_grad():
         for parameter in (parameter for part in model.parts for parameter in part.parameters()):
-            parameter.copy_(parameter.main_grad)
-    loss = torch.tensor([metrics["loss"].item() if metrics else 0.0])
+            assert parameter.requires_grad or not hasattr(parameter, "main_grad")
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.full_like(parameter, torch.nan))
     gradients = save(model, folder / "fp32", folder / "gradients")
-    return found | {"loss": loss.item()} | compare(gradients, expected["gradients"])
+    trained = {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}
+    assert frozen or trained.keys() == gradients.keys()
+    expected = {name: gradient for name, gradient in expected["gradients"].items() if name in trained}
+    return compare(trained, expected) | {"trained": len(trained), "of": len(gradients)}
+
+
+def _swap_deep_levels(model: Model) -> Any:
+    """Features of the deep layers in each other's place."""
+    add = MediaFeatures.add_to
+    swapped = {1: 2, 2: 1}
+    return mock.patch.object(MediaFeatures, "add_to", lambda self, x, level: add(self, x, swapped.get(level, level)))
+
+
+def _scale_gradients(factor: float) -> Any:
+    """Gradients of the tower times a factor, as where tensor-parallel ranks are averaged."""
+
+    def plant(model: Model) -> Any:
+        return mock.patch.object(model.vision, "gradient_scale", model.vision.gradient_scale * factor)
+
+    return plant
+
+
+def _deep_gradients_once(model: Model) -> Any:
+    """Under sequence parallelism, gradients of deep features from the first tensor-parallel rank alone."""
+    encoder = model.vision
+    send = encoder._all_to_all
+    calls = iter(range(10**6))
+
+    def lossy(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        is_deep_gradient = next(calls) % 4 > 0 and not rows.requires_grad and torch.is_grad_enabled()
+        return send(rows * 0 if is_deep_gradient and encoder.rank % encoder.tensor else rows, sent, received)
+
+    return mock.patch.object(encoder, "_all_to_all", lossy)
+
+
+def _patch_plan(change: Callable[[PatchPlan], PatchPlan]) -> Any:
+    def plant(model: Model) -> Any:
+        place = "megaswift.bridge.model.vision_encoder.plan_patches"
+        return mock.patch(place, lambda *arguments: change(plan_patches(*arguments)))
+
+    return plant
+
+
+def _swap_axes(plan: PatchPlan) -> PatchPlan:
+    """Height and width in each other's place."""
+    quarter = plan.cos.shape[-1] // 4
+    return replace(plan, cos=plan.cos.roll(quarter, -1), sin=plan.sin.roll(quarter, -1))
+
+
+def _join_blocks(plan: PatchPlan) -> PatchPlan:
+    """One block of all images."""
+    return replace(plan, full=Blocks([sum(plan.full.lengths)], plan.full.cu_seqlens[[0, -1]]))
+
+
+FAULTS: dict[str, Any] = {
+    "deep levels swapped": _swap_deep_levels,
+    "tower gradient / 2": _scale_gradients(0.5),
+    "deep gradients of one rank": _deep_gradients_once,
+    "window order kept": _patch_plan(lambda plan: replace(plan, feature_order=None)),
+    "height and width swapped": _patch_plan(_swap_axes),
+    "one block for all images": _patch_plan(_join_blocks),
+}
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
@@ -172,8 +279,6 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 def save(model: Model, source: Path, destination: Path) -> dict[str, Tensor]:
-    import shutil
-
     if dist.get_rank() == 0:
         shutil.rmtree(destination, ignore_errors=True)
         destination.mkdir()
