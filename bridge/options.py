@@ -105,7 +105,10 @@ class LoraOptions:
 class TrainableOptions:
     """Trained parameters"""
 
-    tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or LoRA adapters."] = "full"
+    tuner_type: Annotated[
+        Literal["full", "lora", "lora_llm"],
+        "Train all weights, LoRA adapters, or adapters of the language model beside whole parts of the vision tower.",
+    ] = "full"
     new_special_tokens: Annotated[
         list[str], "Special tokens to add to the tokenizer and the embedding: tokens, or a .txt file of them."
     ] = field(default_factory=list)
@@ -124,6 +127,11 @@ class TrainableOptions:
     trainable_parameters_regex: Annotated[
         str | None, "Train weights whose name contains a match of this regular expression."
     ] = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained."""
+        return self.tuner_type != "full"
 
 
 @dataclass

@@ -43,10 +43,7 @@ LLM_COMPRESSOR = (
 LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
 
 _MODELS = {
-    **_unsupported(*MULTIMODAL, freeze_llm="false", freeze_vit=ANY_BOOLEAN, freeze_aligner=ANY_BOOLEAN, vit_lr=NONE,
-                   aligner_lr=NONE, vit_gradient_checkpointing=ANY_BOOLEAN, vit_gradient_checkpointing_kwargs=NONE,
-                   gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE, max_pixels=NONE,
-                   language_model_only="false", norm_bbox="none", model_kwargs="{}"),
+    **_unsupported(*MULTIMODAL, max_pixels=NONE, norm_bbox="none", model_kwargs="{}"),
     **_unsupported(*ARCHITECTURE, num_layers=NONE, hidden_size=NONE, ffn_hidden_size=NONE, num_attention_heads=NONE,
                    group_query_attention=NONE, num_query_groups=NONE, kv_channels=NONE, position_embedding_type=NONE,
                    rotary_base=NONE, rotary_percent=NONE, rotary_interleaved=NONE,
@@ -166,7 +163,6 @@ UNSUPPORTED: dict[str, UnsupportedFlag] = {**_MODELS, **_TRAINING, **_DATA, **_R
 
 # Unsupported values of flags.
 UNSUPPORTED_VALUES: dict[tuple[str, str], UnsupportedFlag] = {
-    ("tuner_type", "lora_llm"): UnsupportedFlag("multimodal models", "Set --tuner_type lora, and a text model."),
     ("quant_method", "awq"): UnsupportedFlag("AWQ", LLM_COMPRESSOR),
     ("quant_method", "gptq"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),
     ("quant_method", "gptq_v2"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),

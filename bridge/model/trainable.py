@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..families import family_of
-from ..layers.vision_tower import MERGERS
+from ..layers.vision_tower import MERGERS, TOWER_MODULES
 from ..mapping.local_params import iter_views, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
@@ -86,6 +86,14 @@ def is_frozen(weight: ParamKey, options: VisionOptions) -> bool:
         return options.freeze_llm
     module = weight.name.removeprefix(TOWER).partition(".")[0]
     return options.freeze_aligner if module in MERGERS else options.freeze_vit
+
+
+def tower_modules(model: Model, options: VisionOptions) -> list[str]:
+    """Return megatron-core's names of the vision tower's modules that are not frozen. The model has a tower."""
+    assert model.vision is not None
+    modules = [*(() if options.freeze_vit else TOWER_MODULES), *(() if options.freeze_aligner else MERGERS)]
+    parameters = [name for name, _ in model.vision.tower.named_parameters()]
+    return [TOWER + module for module in modules if any(name.startswith(f"{module}.") for name in parameters)]
 
 
 def freeze_output(model: Model) -> None:

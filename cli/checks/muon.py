@@ -30,7 +30,7 @@ def check_muon(options: SftOptions, model: HfConfig | None, sources: Mapping[str
     flag = f"--optimizer {options.optimizer.optimizer}"
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise UsageError(f"{flag}: emerging-optimizers is not installed. Run `pip install 'megaswift[muon]'`.")
-    if options.tuner.tuner_type == "lora":
+    if options.tuner.has_adapters:
         raise UsageError(
             f"{flag} cannot be used with --tuner_type lora: Muon orthogonalizes whole matrices, and an adapter has "
             "factors of one. Set --optimizer adam."

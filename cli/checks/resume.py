@@ -40,9 +40,7 @@ def check_resume(options: SftOptions) -> Iterator[str]:
     if not options.resume.finetune:
         flag = "--finetune false, which resumes from"
         if not requested:
-            flags = (
-                "--mcore_adapter or --adapters" if options.tuner.tuner_type == "lora" else "--mcore_model or --model"
-            )
+            flags = "--mcore_adapter or --adapters" if options.tuner.has_adapters else "--mcore_model or --model"
             raise UsageError(f"--finetune false: no checkpoint to resume from. Set {flags}.")
         if options.resume.resume_from_checkpoint not in (None, requested):
             raise UsageError(

@@ -268,7 +268,7 @@ def _check_reference(options: WithReference, layout: ProcessLayout, model: HfCon
         _check_sync(options, has_reference=bool(models), precomputes=precomputes)
     if reference.offload_ref_model:
         reason = "it is released before training" if precomputes else ""
-        if options.tuner.tuner_type == "lora" and not models:
+        if options.tuner.has_adapters and not models:
             reason = "it is the model without its adapters"
         if reason:
             reference.offload_ref_model = False
@@ -285,7 +285,7 @@ def _check_sync(options: WithReference, *, has_reference: bool, precomputes: boo
             "--sync_ref_model true cannot be used with --precompute_ref_log_probs true, which releases the reference "
             "before training. Remove one of them."
         )
-    if options.tuner.tuner_type == "lora" and not has_reference:
+    if options.tuner.has_adapters and not has_reference:
         raise UsageError(
             "--sync_ref_model true cannot be used with --tuner_type lora without --ref_model: the reference is the "
             "frozen base model. Set --ref_model, or remove it."

@@ -85,7 +85,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
 
     def __post_init__(self) -> None:
         """Fill in defaults that depend on other options."""
-        lora = self.tuner.tuner_type == "lora"
+        lora = self.tuner.has_adapters
         if self.schedule.lr is None:
             self.schedule.lr = 1e-4 if lora else 1e-5
         if self.merge_lora is None and lora:

@@ -137,7 +137,7 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     check_shared_folder(folder)
     console.open_log(folder)
     weights_folder = model_folder
-    if resumed and options.tuner.tuner_type == "lora":
+    if resumed and options.tuner.has_adapters:
         adapter_folder = resumed.checkpoint
     elif resumed:
         weights_folder = resumed.checkpoint

@@ -50,7 +50,7 @@ def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObj
     max_steps = last_step(run, train)
     if run.writes:
         print(*_describe_data(run, train, max_steps), sep="\n", flush=True)
-    adapters = options.tuner.tuner_type == "lora"
+    adapters = options.tuner.has_adapters
     model = run_on_all_ranks(lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters))
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
