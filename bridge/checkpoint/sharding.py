@@ -37,7 +37,10 @@ from ..mapping.param_mapping import (
 from ..model.chunk_mapping import describe_chunks, map_chunks
 
 LAYERS = "decoder.layers.{layer}."
-LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
+LAYER = re.compile(
+    r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?"
+    r"|vision\.(?:layers|deep_mergers)\.\{layer\}\."
+)
 # Norms that Transformer Engine fuses into the next matrix: the norm, the matrix, the norm's fused name.
 FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_qkv.layer_norm_"),

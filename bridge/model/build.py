@@ -29,7 +29,7 @@ from ..parallel import current_groups
 from .config import transformer_config
 from .kernel_selection import Kernels, choose_kernels
 from .model import Model
-from .vision_encoder import Normalization, VisionEncoder
+from .vision_encoder import VisionEncoder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,18 +40,18 @@ def build_model(
     dtype: torch.dtype,
     *,
     adapters: bool = False,
-    vision: Normalization | None = None,
+    vision: bool = False,
 ) -> Model:
     """Build this rank's chunks on its device, with uninitialized weights. parallel.py must have created the groups.
 
     adapters: build norms as separate modules, since adapters need the input of each linear layer. vision: build the
-    vision tower too, for pixels with this normalization.
+    vision tower too.
     """
     runtime.enable()
     patches.apply_patches()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its warnings are for users of its own launcher
     family = family_of(hf_config)
-    architecture = family.describe(hf_config, vision=vision is not None)
+    architecture = family.describe(hf_config, vision=vision)
     if options.mtp_num_layers:
         architecture = _add_mtp_layers(architecture, family, hf_config, options)
     if "num_moe_experts" in architecture.transformer and dtype == torch.float16:
@@ -64,9 +64,7 @@ def build_model(
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
     groups = current_groups()
-    encoder = None
-    if vision is not None:
-        encoder = _build_encoder(chunks, config, architecture, groups, vision)
+    encoder = _build_encoder(chunks, config, architecture, groups) if vision else None
     scale = options.mtp_loss_scaling_factor
     return Model(chunks, config, architecture, kernels, ropes, groups, mtp_loss_scale=scale, vision=encoder)
 
@@ -76,7 +74,6 @@ def _build_encoder(
     config: TransformerConfig,
     architecture: Architecture,
     groups: ProcessGroupCollection,
-    normalization: Normalization,
 ) -> VisionEncoder:
     assert architecture.vision is not None
     stages: list[list[int]] = [[]] * groups.pp.size()
@@ -84,7 +81,7 @@ def _build_encoder(
         stages, [layer.layer_number for chunk in chunks for layer in decoder_layers(chunk)], group=groups.pp
     )
     part = VisionPart(architecture.vision, config, runtime.device())
-    return VisionEncoder(part, config, groups, stages, normalization)
+    return VisionEncoder(part, config, groups, stages)
 
 
 def _add_mtp_layers(

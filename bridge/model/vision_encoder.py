@@ -80,7 +80,8 @@ class _Encoded:
 class VisionEncoder:
     """Encoder of a model's media. Every rank calls every method in the same order.
 
-    recomputes: run the tower's forward pass again for its backward pass, instead of keeping its activations.
+    normalization: of the pixels; must be set before the first is encoded. recomputes: run the tower's forward pass
+    again for its backward pass, instead of keeping its activations.
     """
 
     def __init__(
@@ -89,12 +90,11 @@ class VisionEncoder:
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         stages: Sequence[Sequence[int]],
-        normalization: Normalization,
     ):
         """stages: the numbers of the layers of each pipeline stage, from 1."""
         self.part, self.config = part, config
         self.tower, self.settings = part.vision, part.vision.vision_settings
-        self.normalization = normalization
+        self.normalization: Normalization | None = None
         self.recomputes = True
         self.tensor, self.context = groups.tp.size(), groups.cp.size()
         self.sequence_parallel = config.sequence_parallel and self.tensor > 1
@@ -193,6 +193,7 @@ class VisionEncoder:
     def _normalize(self, batch: MediaInputs) -> Tensor:
         """Return this rank's patches as the tower takes them: [patches, channels * frames * side * side]."""
         settings, device = self.settings, runtime.device()
+        assert self.normalization is not None
         area = settings.patch_size**2
         shape = (-1, settings.channels, settings.temporal_patch_size, area)
         images, videos = (to_device(pixels, device) for pixels in (batch.image_pixels, batch.video_pixels))

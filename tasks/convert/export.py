@@ -40,6 +40,7 @@ from ...bridge.checkpoint.rope_scaling import scale_rope, scaled_folder
 from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.save import save_weights
 from ...bridge.checkpoint.upload import upload_folder
+from ...bridge.checkpoint.vision import has_tower
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
 from ...bridge.lora.settings import LoraSettings
@@ -195,7 +196,10 @@ def _open_model(
     """
     hf_config, adapter = source.hf_config, source.adapter
     adapters = adapter is not None
-    model = run_on_all_ranks(lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters))
+    vision = run_on_all_ranks(lambda: has_tower(source.folder, hf_config))
+    model = run_on_all_ranks(
+        lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters, vision=vision)
+    )
     if not source.adapter_only:
         read = load_distributed if source.mcore else load_weights
         run_on_all_ranks(lambda: read(model.parts, hf_config, source.folder))
@@ -234,8 +238,8 @@ def _write(
         is_converted = source.adapter is None
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=is_converted)
         if is_converted:
-            seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
-            run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
+            seconds = time.perf_counter() - started
+            run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, model.architecture))
     else:
         max_bytes, fp8 = shard_bytes(options.max_shard_size), options.quant_method == "fp8"
         save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=max_bytes, fp8=fp8)

@@ -135,7 +135,9 @@ def _replica_rank(options: BuildOptions) -> int:
 def open_model(source: Path, options: BuildOptions, dtype: torch.dtype = torch.float32) -> Model:
     """The model of `source`: what loading leaves out is NaN."""
     config = read_config(source)
-    model = build_model(config, options, dtype, vision=NORMALIZATION)
+    model = build_model(config, options, dtype, vision=True)
+    assert model.vision is not None
+    model.vision.normalization = NORMALIZATION
     with torch.no_grad():
         for tensor in collect_params(model.parts).values():
             tensor.fill_(torch.nan)
