@@ -7,7 +7,9 @@ schedule `backward` sends the leaves' gradients back and runs the tower's backwa
 and its virtual stages therefore know nothing of the tower.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -110,6 +112,7 @@ class VisionEncoder:
             for stage, layers in enumerate(stages)
         ]
         self._encoded: list[_Encoded | None] = []
+        self._spans: list[Span] = []
 
     @property
     def trains_tower(self) -> bool:
@@ -120,13 +123,22 @@ class VisionEncoder:
         )
 
     @property
+    def trains_mergers(self) -> bool:
+        return any(
+            parameter.requires_grad
+            for name, parameter in self.tower.named_parameters()
+            if name.partition(".")[0] in MERGERS
+        )
+
+    @property
     def trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self.tower.parameters())
 
     def encode(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> list[MediaFeatures | None]:
         """Return the features of each micro batch; None without media. Keeps what `backward` needs."""
         trains = self.trains and not forward_only
-        encoded = [batch and self._encode(batch, trains=trains) for batch in batches]
+        with self._timed():
+            encoded = [batch and self._encode(batch, trains=trains) for batch in batches]
         self._encoded = encoded if trains else []
         return [
             part and MediaFeatures(to_device(torch.cat(part.exchange.receives), runtime.device()), part.leaves)
@@ -135,11 +147,25 @@ class VisionEncoder:
 
     def backward(self) -> None:
         """Run the tower's backward pass of the step, after the schedule."""
-        for number, encoded in enumerate(self._encoded):
-            if encoded is not None:
-                self._backward(encoded)
-            self._encoded[number] = None  # frees its tensors
+        if not self._encoded:
+            return
+        with self._timed():
+            for number, encoded in enumerate(self._encoded):
+                if encoded is not None:
+                    self._backward(encoded)
+                self._encoded[number] = None  # frees its tensors
         self._encoded = []
+
+    def pop_spans(self) -> "list[Span]":
+        """Return the times of the tower's passes since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = _now()
+        yield
+        self._spans.append(Span(begin, _now()))
 
     def _encode(self, batch: MediaInputs, *, trains: bool) -> _Encoded:
         calls = self._calls(batch)
@@ -275,6 +301,29 @@ class VisionEncoder:
         output = rows.new_empty((sum(received), rows.shape[1]))
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.replica)
         return output
+
+
+class Span(NamedTuple):
+    """Begin and end of a pass: events of the device, or the host's clock on a CPU."""
+
+    begin: torch.cuda.Event | float
+    end: torch.cuda.Event | float
+
+    def seconds(self) -> float:
+        """Return its duration. The device must have reached its end."""
+        if isinstance(self.begin, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
+            return self.begin.elapsed_time(self.end) / 1000
+        assert isinstance(self.begin, float)
+        assert isinstance(self.end, float)
+        return self.end - self.begin
+
+
+def _now() -> torch.cuda.Event | float:
+    if runtime.device().type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _replica_group(groups: ProcessGroupCollection) -> ProcessGroup:
