@@ -4,10 +4,10 @@ from pathlib import Path
 
 from ..families import family_of
 from ..mapping.param_mapping import HfConfig
-from .distributed import has_mcore_tower
-from .hub import has_weights, is_mcore_checkpoint
+from .distributed import has_mcore_tower, read_distributed_settings
+from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
 from .passthrough import FOLDER
-from .safetensors_io import tensor_names
+from .safetensors_io import SafetensorsFolder, tensor_names
 
 PATCH_EMBEDDING = "visual.patch_embed.proj.weight"  # of every tower that is supported
 
@@ -26,3 +26,10 @@ def has_tower(folder: Path, hf_config: HfConfig) -> bool:
 def needs_tower(folder: Path) -> bool:
     """Return whether the model in `folder` cannot be read without its vision tower: in megatron-core's format."""
     return not has_weights(folder) and is_mcore_checkpoint(folder) and has_mcore_tower(folder)
+
+
+def adapts_tower(adapter: Path) -> bool:
+    """Return whether an adapter of either format changes a vision tower."""
+    if (adapter / ADAPTER_WEIGHTS).is_file():
+        return any("visual." in name for name in SafetensorsFolder(adapter).tensors)
+    return any("visual." in module for module in read_distributed_settings(adapter).targets)

@@ -9,7 +9,7 @@ and its virtual stages therefore know nothing of the tower.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -112,7 +112,7 @@ class VisionEncoder:
             for stage, layers in enumerate(stages)
         ]
         self._encoded: list[_Encoded | None] = []
-        self._spans: list[Span] = []
+        self._spans: list[TowerPass] = []
 
     @property
     def trains_tower(self) -> bool:
@@ -137,7 +137,7 @@ class VisionEncoder:
     def encode(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> list[MediaFeatures | None]:
         """Return the features of each micro batch; None without media. Keeps what `backward` needs."""
         trains = self.trains and not forward_only
-        with self._timed():
+        with self._timed() if not forward_only else nullcontext():
             encoded = [batch and self._encode(batch, trains=trains) for batch in batches]
         self._encoded = encoded if trains else []
         return [
@@ -156,7 +156,7 @@ class VisionEncoder:
                 self._encoded[number] = None  # frees its tensors
         self._encoded = []
 
-    def pop_spans(self) -> "list[Span]":
+    def pop_spans(self) -> "list[TowerPass]":
         """Return the times of the tower's passes since the last call."""
         spans, self._spans = self._spans, []
         return spans
@@ -165,7 +165,7 @@ class VisionEncoder:
     def _timed(self) -> Iterator[None]:
         begin = _now()
         yield
-        self._spans.append(Span(begin, _now()))
+        self._spans.append(TowerPass(begin, _now()))
 
     def _encode(self, batch: MediaInputs, *, trains: bool) -> _Encoded:
         calls = self._calls(batch)
@@ -303,7 +303,7 @@ class VisionEncoder:
         return output
 
 
-class Span(NamedTuple):
+class TowerPass(NamedTuple):
     """Begin and end of a pass: events of the device, or the host's clock on a CPU."""
 
     begin: torch.cuda.Event | float

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...bridge.model.vision_encoder import Span
+from ...bridge.model.vision_encoder import TowerPass
 from ...bridge.option_groups import flag_values
 from ..observability.flops import Flops, peak_flops
 from ..observability.run_logger import RunLog, Start, Waiting
@@ -30,7 +30,7 @@ class _Deferred:
     loop_metrics: dict[str, float]
     slow_ranks: Callable[[], str] | None
     before_first: AsyncScalars | None  # tokens and FLOPs before the first line, which are in no rate
-    vision: list[Span]  # the vision tower's passes
+    vision: list[TowerPass]  # the vision tower's passes
 
 
 class _VisionShare:

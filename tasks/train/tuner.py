@@ -36,7 +36,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
                 settings,
                 seed=options.training.seed,
                 names=names,
-                vision=None if run.adapter_folder else options.vision,
+                vision=None if run.adapter_folder else run.vision_options,
             )
         )
         reference = group_of(options, ReferenceOptions)
@@ -44,7 +44,7 @@ def choose_trained(model: Model, run: Run) -> list[str]:
             model.lora.switch = AdapterSwitch(model.parts)
         _read_adapter(model, run)
     else:
-        run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, options.vision, names=names))
+        run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, run.vision_options, names=names))
         if isinstance(options, EmbeddingOptions):  # without this, weight decay shrinks the unused output layer
             freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
@@ -68,7 +68,7 @@ def _settings(run: Run, model: Model) -> LoraSettings:
         if options.tuner.tuner_type == "lora_llm":
             if model.vision is None:
                 raise ValueError("--tuner_type lora_llm: the model has no vision tower. Set --tuner_type lora")
-            whole = tower_modules(model, options.vision)
+            whole = tower_modules(model, run.vision_options)
             settings = replace(settings, modules_to_save=(*settings.modules_to_save, *whole))
         return settings
     if _is_peft_adapter(run.adapter_folder):

@@ -115,6 +115,17 @@ def run(model: Any, document: MediaDocument) -> Tensor:
     return output.logits[0].log_softmax(-1)
 
 
+@torch.no_grad()
+def mean_loss(model: Any, packs: list[list[MediaDocument]]) -> float:
+    """Mean loss over the trained tokens of all documents."""
+    total = count = 0.0
+    for document in (document for pack in packs for document in pack):
+        values = run(model, document)[:-1].gather(1, torch.from_numpy(document.ids[1:, None])).squeeze(1)
+        total -= (values * torch.from_numpy(document.weights[1:])).sum().item()
+        count += float(document.weights[1:].sum())
+    return total / count
+
+
 def make(folder: Path, family: str) -> None:
     """Write `folder`/fp32, a checkpoint, and `folder`/reference.pt."""
     from transformers import AutoModelForImageTextToText
