@@ -156,8 +156,10 @@ _INFERENCE_AND_EXPORT = {
                    sglang_enable_dp_attention=NONE, sglang_disable_custom_all_reduce=NONE,
                    sglang_speculative_algorithm=NONE, sglang_speculative_num_steps=NONE,
                    sglang_speculative_eagle_topk=NONE, sglang_speculative_num_draft_tokens=NONE),
-    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits="8",
-                   quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
+    **_unsupported("quantization that needs data (AWQ, GPTQ)", LLM_COMPRESSOR, quant_n_samples=NONE,
+                   quant_batch_size=NONE, group_size=NONE),
+    **_unsupported("a choice of bits", "Remove it: --quant_method fp8 has 8.", quant_bits="8"),
+    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", to_peft_format="false",
                    to_ollama="false", to_cached_dataset="false", template_mode=NONE, test_convert_dtype=NONE),
     **_unsupported("a number of files", "Set --max_shard_size.", thread_count=NONE),
 }  # fmt: skip

@@ -34,5 +34,7 @@ def test_saved_options_are_not_read_unasked(checkpoint: Path) -> None:
 def test_a_checkpoint_without_saved_options_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--load_args true: no checkpoint that has an args\.json is set\. Set"):
         read_options("megatron", ["sft", "--load_args", "--model", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"--load_args maybe: true or false is needed\."):
+        read_options("megatron", ["sft", "--load_args", "maybe", "--model", str(tmp_path)])
     with pytest.raises(UsageError, match=r"--load_args true cannot be used with --config c\.json\. Remove one"):
         read_options("megatron", ["sft", "--load_args", "--config", "c.json"])
