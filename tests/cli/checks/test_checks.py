@@ -431,6 +431,7 @@ def test_layout_sizes() -> None:
             "--metric_for_best_model acc --val_dataset d",
             "--metric_for_best_model acc: evaluations have loss, mtp_loss",
         ),
+        ("--metric_for_best_model= --eval_command true", "--metric_for_best_model: is empty. Set loss, or remove it."),
         ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Set --val_dataset"),
         ("--eval_command no-such-program", "--eval_command no-such-program: there is no program no-such-program. Set"),
         ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),
