@@ -1,6 +1,6 @@
 """On a GPU: vLLM takes FP8 exports, and says what transformers does with their weights, as far as FP8 inputs allow.
 
-pytest -m gpu tests/bridge/checkpoint/test_gpu.py      # vLLM starts once, for four models: two minutes
+pytest -m gpu tests/bridge/checkpoint/test_gpu.py      # vLLM starts once, for four models: three minutes
 """
 
 import importlib.util
