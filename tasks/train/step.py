@@ -365,12 +365,21 @@ def encode_media(model: Model, batches: list[Batch], *, forward_only: bool) -> l
         if any(batch.media for batch in batches):
             raise RuntimeError("the data has images, and the model was built without its vision tower")
         return [None] * len(batches)
-    inputs = []
-    for batch in batches:
-        rows, length = batch.tokens.shape
-        fields = {f.name: getattr(batch.media, f.name) for f in dataclasses.fields(MediaBatch)} if batch.media else {}
-        inputs.append(MediaInputs(**fields, rows=rows, local_length=length) if fields else None)
+    inputs = [batch.media and _media_inputs(batch.media, *batch.tokens.shape) for batch in batches]
     return model.vision.encode(inputs, forward_only=forward_only)
+
+
+def _media_inputs(media: MediaBatch, rows: int, local_length: int) -> MediaInputs:
+    return MediaInputs(
+        media.grids,
+        media.encoders,
+        media.image_pixels,
+        media.video_pixels,
+        media.context_ranks,
+        media.positions,
+        rows,
+        local_length,
+    )
 
 
 def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None, *, replays: bool) -> ModelInputs:
