@@ -198,6 +198,7 @@ class PlannedBatches(Dataset):
         self.epochs = Epochs(store, layout, shuffle, seed, by_length=by_length)
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
         self.steps_per_epoch = -(-self.samples // division.global_batch_size)
+        self.has_media = layout.vision is not None and store.has_media
         self.label_width = 0
         self.channels: np.ndarray | None = None  # number of each sample's channel: int64 [samples]
         if layout.stage not in UNGROUPED:  # computed before the loader forks its workers
@@ -217,7 +218,8 @@ class PlannedBatches(Dataset):
 
     def _sample(self, item: int) -> TokenizedSample:
         channel = -1 if self.channels is None else int(self.channels[item])
-        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel)
+        media = self.store.media(item) if self.has_media else ()
+        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel, media)
 
     def position(self, micro_batches: int) -> JsonObject:
         return self.epochs.position(self._consumed(micro_batches))
