@@ -348,7 +348,8 @@ def _describe(
     elif options.padding_free:
         lines.append("  concatenated without padding")
     lines += [*_describe_val(val_parts, val), *encoder.renderer.notes()]
-    return "\n".join([*lines, describe_sample(train.row(0), train.label(0), train.stage, encoder.tokenizer)])
+    first = describe_sample(train.row(0), train.label(0), train.stage, encoder.tokenizer, encoder.placeholders)
+    return "\n".join([*lines, first])
 
 
 def _describe_parts(parts: list[_Part]) -> list[str]:
@@ -368,4 +369,5 @@ def _describe_stream(stream: TokenStream, val_parts: list[_Part], val: TokenStor
     names = ", ".join(source.name for source, _ in stream.sources)
     _, first = next(iter(StreamShard(stream, Cursor(0, 1), shuffle=False, seed=0)))
     lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val), *encoder.renderer.notes()]
-    return "\n".join([*lines, describe_sample(first.documents, first.label, stream.stage, encoder.tokenizer)])
+    sample = describe_sample(first.documents, first.label, stream.stage, encoder.tokenizer, encoder.placeholders)
+    return "\n".join([*lines, sample])

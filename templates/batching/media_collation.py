@@ -35,9 +35,9 @@ class MicroBatchMedia:
     """Media of a micro batch in the order of MediaBatch, with the patches of those that this rank encodes.
 
     documents: media of each document, in order
-    Every rank checks the headers of all media, so that all agree on the documents to leave out: those with a file that
-    is missing, truncated or changed. A medium that still cannot be decoded is grey. Only the rank that decodes it knows,
-    so its document is left out if that rank encodes alone, and else learned from.
+    Every rank checks the headers of all media, so that all agree on the documents without loss: those with a file that
+    is missing, truncated or changed. A medium that still cannot be decoded is grey. Only the rank that decodes it
+    knows, so its document has no loss if that rank encodes alone, and keeps its loss if not.
     Raises ValueError for any of these with `strict`.
     """
 

@@ -151,6 +151,11 @@ class Encoder:
         ]
         return encoded, dropped
 
+    @property
+    def placeholders(self) -> list[int]:
+        """Tokens that stand for images and videos."""
+        return [self.vision.image_token_id, self.vision.video_token_id] if self.vision else []
+
     def media_of(self, row: JsonObject) -> list[Medium]:
         """Return the media of a usable row, in the order of their numbers in its samples."""
         return media_of(rename_columns(row, self.columns), is_plain=self.stage == "pt")
@@ -227,7 +232,7 @@ class Encoder:
         """Return a document with the sizes of its media, which have no loss. Raises UnusableRow."""
         assert self.vision is not None
         ids, vision = document.ids, self.vision
-        places = np.flatnonzero((ids == vision.image_token_id) | (ids == vision.video_token_id)).tolist()
+        places = np.flatnonzero(np.isin(ids, self.placeholders)).tolist()
         if not places and not media:
             return document
         kinds = [vision.placeholder_id(medium.kind) for medium in media]

@@ -2,16 +2,16 @@
 
 Sizes, tokens and positions come from headers by arithmetic, and equal those of transformers' processors and models.
 Patches are uint8: the device subtracts `mean` and divides by `std`, which gives transformers' values bit by bit.
-To add a family whose images have this form, add a row to FAMILIES.
+families.py lists the families.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ..formats.medium import MediaKind, Medium
 from ..formats.schemas import UnusableRow
 from ..options import MediaOptions
 from ..tokenizer import Tokenizer
+from .families import FAMILIES
 from .images import image_size, open_image
 from .limits import MediaLimits, requested_values, resolve_limits
 from .videos import VideoInfo, read_frames, sample_even, sample_floor, video_info
@@ -29,28 +30,6 @@ if TYPE_CHECKING:
 Grid = tuple[int, int, int]  # time, height and width in patches
 CHANNELS = 3
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # torchvision's names of PIL's numbers
-
-
-@dataclass(frozen=True)
-class VisionFamily:
-    """What differs between the processors of Qwen's families.
-
-    norm_bbox: form of boxes that the model learned
-    has_timestamps: each patch of time of a video has its own block of tokens, behind its time as text
-    sample: numbers of a video's frames to take
-    """
-
-    norm_bbox: Literal["norm1000", "none"]
-    has_timestamps: bool = False
-    sample: Callable[[VideoInfo, MediaLimits, int], list[int]] = sample_floor
-
-
-FAMILIES = {  # by model_type of config.json
-    "qwen2_vl": VisionFamily("norm1000"),
-    "qwen2_5_vl": VisionFamily("none"),
-    "qwen3_vl": VisionFamily("norm1000", has_timestamps=True, sample=sample_even),
-    "qwen3_vl_moe": VisionFamily("norm1000", has_timestamps=True, sample=sample_even),
-}
 
 
 class MediaPlan(NamedTuple):
@@ -78,6 +57,7 @@ class VisionProcessor:
         config = _read(folder / "config.json")
         self.model_type: str = config["model_type"]
         self.family = FAMILIES[self.model_type]
+        self._sample = sample_even if self.family.has_timestamps else sample_floor
         self.allow_private = options.allow_private_media_urls
         image, video = _load_processors(folder)
         self.patch_size: int = image.patch_size
@@ -145,7 +125,7 @@ class VisionProcessor:
             grid = 1, height // self.patch_size, width // self.patch_size
             return MediaPlan("image", grid, self.tokens(grid))
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
-        indices = self.family.sample(info, limits, self.temporal_patch_size)
+        indices = self._sample(info, limits, self.temporal_patch_size)
         height, width = self._resized_frame(len(indices), info.height, info.width, limits)
         time = -(-len(indices) // self.temporal_patch_size)
         grid = time, height // self.patch_size, width // self.patch_size
@@ -173,7 +153,7 @@ class VisionProcessor:
             return self._cut(self._resize(frames, size), 1)
         limits = self.limits.of_row(medium.limits)
         info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
-        indices = self.family.sample(info, limits, self.temporal_patch_size)
+        indices = self._sample(info, limits, self.temporal_patch_size)
         frames = self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), size)
         if missing := -len(frames) % self.temporal_patch_size:
             frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])

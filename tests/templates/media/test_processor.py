@@ -101,11 +101,12 @@ def test_rows_are_what_transformers_makes(prepared) -> None:
         [(ids, weights)] = store.row(number)
         assert ids.tolist() == expected["input_ids"][0].tolist()
         is_visual = np.isin(ids, [vision.image_token_id, vision.video_token_id])
-        assert not weights[is_visual].any() and weights.any()
+        assert not weights[is_visual].any()
+        assert weights.any()
         media = store.media(number)
         batch = layout.collate([[TokenizedSample([(ids, weights)], np.empty(0), media=media)]], _totals())
         if not media:
-            assert batch.media is None and batch.rope_positions is None
+            assert (batch.media, batch.rope_positions) == (None, None)
             continue
         grids = {kind: expected.get(f"{kind}_grid_thw") for kind in seen}
         assert batch.media.grids.tolist() == [
