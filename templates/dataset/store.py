@@ -205,7 +205,7 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _lists(lists: Sequence[Sequence], kind: pa.ListType) -> pa.ListArray:
+def _lists(lists: Sequence[Sequence | np.ndarray], kind: pa.ListType) -> pa.ListArray:
     offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
     dtype = NUMPY_TYPES[kind.value_type]
     values = _to_arrow(np.concatenate([np.empty(0, dtype), *lists], dtype=dtype), kind.value_type)

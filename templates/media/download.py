@@ -68,6 +68,7 @@ def _download(url: str, file: Path, most: int, allow_private: bool) -> None:
         try:
             path = quote(parts.path or "/", safe="/%:=&?~#+!$,;'@()*[]") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers=HEADERS)
+            opened = connection.sock  # the connection may hand it over to the response
             response = connection.getresponse()
             if response.status in (301, 302, 303, 307, 308) and (location := response.headers.get("Location")):
                 url = urljoin(url, location)
@@ -76,16 +77,14 @@ def _download(url: str, file: Path, most: int, allow_private: bool) -> None:
                 raise UnusableRow(f"a URL of its media cannot be downloaded (HTTP status {response.status})")
             if int(response.headers.get("Content-Length") or 0) > most:
                 raise UnusableRow(f"a URL of its media has more than {most >> 20} MiB")
-            _write(response, connection, file, most, deadline)
+            _write(response, opened, file, most, deadline)
             return
         finally:
             connection.close()
     raise UnusableRow(f"a URL of its media redirects more than {REDIRECTS} times")
 
 
-def _write(
-    response: http.client.HTTPResponse, connection: http.client.HTTPConnection, file: Path, most: int, deadline: float
-) -> None:
+def _write(response: http.client.HTTPResponse, opened: socket.socket, file: Path, most: int, deadline: float) -> None:
     size = 0
     with file.open("wb") as stream:
         while block := response.read1(BLOCK):
@@ -93,8 +92,7 @@ def _write(
             if size > most:
                 raise UnusableRow(f"a URL of its media has more than {most >> 20} MiB")
             stream.write(block)
-            if connection.sock:
-                connection.sock.settimeout(_left(deadline))
+            opened.settimeout(_left(deadline))
     if response.length:
         raise UnusableRow("a URL of its media cannot be downloaded (the connection ended too early)")
 

@@ -172,9 +172,12 @@ def _is_whole(file: BinaryIO, kind: str) -> bool:
 
 
 def _orientation(image: "Image") -> int:
-    """Return the EXIF orientation. PNG is read up to its pixels only: behind them it would have to be decoded."""
+    """Return the EXIF orientation. PNG is read up to its pixels only: behind them it would have to be decoded.
+
+    PIL itself turns TIFF.
+    """
     names = "exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"
-    if image.format != "TIFF" and not any(name in image.info for name in names):
+    if image.format == "TIFF" or not any(name in image.info for name in names):
         return 1
     try:
         return int(image.getexif().get(0x0112) or 1)
