@@ -45,8 +45,8 @@ LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
 _MODELS = {
     **_unsupported(*MULTIMODAL, freeze_llm="false", freeze_vit=ANY_BOOLEAN, freeze_aligner=ANY_BOOLEAN, vit_lr=NONE,
                    aligner_lr=NONE, vit_gradient_checkpointing=ANY_BOOLEAN, vit_gradient_checkpointing_kwargs=NONE,
-                   gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE, max_pixels=NONE,
-                   language_model_only="false", norm_bbox="none", model_kwargs="{}"),
+                   gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE,
+                   language_model_only="false"),
     **_unsupported(*ARCHITECTURE, num_layers=NONE, hidden_size=NONE, ffn_hidden_size=NONE, num_attention_heads=NONE,
                    group_query_attention=NONE, num_query_groups=NONE, kv_channels=NONE, position_embedding_type=NONE,
                    rotary_base=NONE, rotary_percent=NONE, rotary_interleaved=NONE,

@@ -23,6 +23,7 @@ from .cache import cache_root
 from .dataset.files import RowSource
 from .dataset.mixture import Mixture
 from .dataset.packing import pack
+from .dataset.random_access import readable_by_row
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
@@ -322,7 +323,11 @@ def _make_store(
         dropped = "\n".join(f"{part.source.name}:\n{part.file.dropped}" for part in parts)
         raise ValueError(f"no row of the dataset can be used\n{dropped}")
     order, names = random.permutation(samples) if shuffle else samples, [part.source.name for part in parts]
-    read_media = [partial(_read_media, part.source, encoder) for part in parts] if encoder.vision else ()
+    read_media = []
+    for part in parts if encoder.vision else ():
+        has_media = part.file.visual_tokens.any()
+        source = readable_by_row(part.source) if has_media else part.source
+        read_media.append(partial(_read_media, source, encoder))
     return TokenStore([part.file for part in parts], order, encoder.stage, names, read_media)
 
 

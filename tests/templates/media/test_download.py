@@ -131,7 +131,7 @@ def test_private_addresses(cache: Path) -> None:
         "0x7f000001",
         "2130706433",
     ):
-        with pytest.raises(UnusableRow, match="leads to a private network|host of a URL of its media is unknown"):
+        with pytest.raises(UnusableRow, match=r"leads to a private network|host of a URL of its media is unknown"):
             cached_file(f"http://{host}:9/a.png", "image")
     assert not any(
         map(is_public, ("::ffff:10.0.0.1", "fe80::1%eth0", "fc00::1", "2002:7f00:1::", "100.64.0.1", "224.0.0.1"))
