@@ -33,7 +33,6 @@ def _unsupported(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> di
 
 NONE: tuple[str, ...] = ()
 ANY_BOOLEAN = ("true", "false")
-MULTIMODAL = ("multimodal models", "Remove it, and use a text model.")
 ARCHITECTURE = ("architectures other than that of config.json", "Remove it, or edit the model's config.json.")
 SGLANG = ("SGLang", "Remove it, and set --infer_backend vllm.")
 LLM_COMPRESSOR = (
@@ -43,7 +42,6 @@ LLM_COMPRESSOR = (
 LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
 
 _MODELS = {
-    **_unsupported(*MULTIMODAL, max_pixels=NONE, norm_bbox="none", model_kwargs="{}"),
     **_unsupported(*ARCHITECTURE, num_layers=NONE, hidden_size=NONE, ffn_hidden_size=NONE, num_attention_heads=NONE,
                    group_query_attention=NONE, num_query_groups=NONE, kv_channels=NONE, position_embedding_type=NONE,
                    rotary_base=NONE, rotary_percent=NONE, rotary_interleaved=NONE,

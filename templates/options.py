@@ -1,7 +1,7 @@
 """Flags of the data: sources of rows, tokenization and packing. Imports no torch."""
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 # Options that caches and checkpoints of earlier versions lack. Each is false or empty by default.
 ADDED = ("model_author", "model_name", "add_non_thinking_prefix", "enable_channel_loss")
@@ -101,5 +101,24 @@ class PackingOptions:
 
 
 @dataclass
-class PrepareOptions(DataOptions, TemplateOptions, PackingOptions):
+class MediaOptions:
+    """Images and videos"""
+
+    max_pixels: Annotated[
+        int | None,
+        "Most pixels of an image; larger ones are made smaller. Default: the checkpoint's limit.",
+        "(0, inf)",
+    ] = None
+    norm_bbox: Annotated[
+        Literal["norm1000", "none"] | None,
+        "Boxes of `objects` from 0 to 1000 (norm1000), or in pixels of the resized image (none). Default: the model's.",
+    ] = None
+    model_kwargs: Annotated[
+        dict[str, Any], "Limits of images and videos as JSON, named as in the environment: '{\"fps_max_frames\": 12}'."
+    ] = field(default_factory=dict)
+    allow_private_media_urls: Annotated[bool, "Download media of rows from private networks too."] = False
+
+
+@dataclass
+class PrepareOptions(DataOptions, TemplateOptions, PackingOptions, MediaOptions):
     """Everything that `templates.prepare` reads."""

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -19,17 +18,22 @@ from tqdm import tqdm
 
 from .batching.stream_cursor import Cursor
 from .batching.streaming import StreamShard, TokenStream
+from .cache import cache_root
 from .dataset.files import RowSource
 from .dataset.mixture import Mixture
 from .dataset.packing import pack
+from .dataset.random_access import readable_by_row
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
-from .dataset.store import DroppedRows, TokenFile, TokenStore, cache_root, open_or_build, record_batch
+from .dataset.store import DroppedRows, TokenFile, TokenStore, open_or_build, record_batch
 from .dataset.tokenize import Encoder, Row
+from .formats.medium import Medium
 from .formats.presets import ConvertedRow
 from .formats.schemas import PROMPTED, Stage
 from .json_types import JsonObject
+from .machine import end_with_parent
+from .media.processor import VisionProcessor
 from .options import PrepareOptions
 from .plural import plural
 from .tokenizer import Tokenizer
@@ -94,11 +98,13 @@ def prepare(
     hub_token: str | None = None,
     tools: list[JsonObject] | None = None,
     verify: bool = True,
+    vision: VisionProcessor | None = None,
 ) -> Prepared:
     """Load the tokens of the datasets from the cache, or tokenize the datasets.
 
     tools: tools for prompts without tools in their row
     verify: check the checksums of cached tokens
+    vision: processor of images and videos; None for a model without a tower
     Call it on the first rank of each node, then on its other ranks with load_from_cache_file true and verify false.
     Raises ValueError with the flag, or the file and line, if the options or the data cannot be used, and OSError if the
     cache cannot be written.
@@ -121,7 +127,9 @@ def prepare(
     # Completions of prompts are packed once they are generated.
     options = replace(options, packing=False) if stage in PROMPTED else _resolve_lengths(options)
     sample_length = options.packing_length if options.packing else None
-    encoder = Encoder(tokenizer, options, stage, options.columns, sample_length, tools)
+    if vision and vision.chat_template:  # it goes before the tokenizer's
+        tokenizer.chat_template = vision.chat_template
+    encoder = Encoder(tokenizer, options, stage, options.columns, sample_length, tools, vision)
     open_datasets = partial(open_sources, use_hf=use_hf, hub_token=hub_token, columns=options.columns)
     random = np.random.default_rng(options.data_seed)
 
@@ -143,7 +151,7 @@ def prepare(
             options.strict,
         )
         _check_columns(options.columns, (source.stream() for source, _ in stream.sources))
-        val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
+        val = _make_store(val_parts, options.val_dataset_shuffle, random, encoder) if val_parts else None
         return Prepared(stream, val, lambda: _describe_stream(stream, val_parts, val, encoder))
     parts = parts_of(names, options.dataset_shuffle)
     _check_columns(options.columns, (part.source.rows(part.rows[:CHECKED_ROWS]) for part in (*parts, *val_parts)))
@@ -156,8 +164,8 @@ def prepare(
                 "instead."
             )
     mixture = Mixture.of(options)
-    train = _make_store(parts, options.dataset_shuffle, random, stage, mixture)
-    val = _make_store(val_parts, options.val_dataset_shuffle, random, stage) if val_parts else None
+    train = _make_store(parts, options.dataset_shuffle, random, encoder, mixture)
+    val = _make_store(val_parts, options.val_dataset_shuffle, random, encoder) if val_parts else None
     # The tokenizer's threads are idle from here on, so forked data loaders need no warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Prepared(train, val, lambda: _describe(options, parts, train, val_parts, val, encoder))
@@ -230,7 +238,8 @@ def _load_tokens(
                 yield batch, dropped
 
     folder = cache_root() / "tokens" / name.hexdigest()
-    file = open_or_build(folder, build, rebuild=not options.load_from_cache_file, verify=verify)
+    rebuild, has_vision = not options.load_from_cache_file, encoder.vision is not None
+    file = open_or_build(folder, build, rebuild=rebuild, verify=verify, has_vision=has_vision)
     _raise_if_strict(file.dropped, options)
     return file
 
@@ -269,14 +278,7 @@ _worker_state: list = []  # source and encoder of a worker process
 
 def _start_worker(source: RowSource, encoder: Encoder) -> None:
     _worker_state[:] = source, encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent ends. Without this, workers of a killed parent would wait forever."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+    end_with_parent()
 
 
 def _encode_in_worker(chunk: np.ndarray) -> tuple[pa.RecordBatch, DroppedRows]:
@@ -286,7 +288,7 @@ def _encode_in_worker(chunk: np.ndarray) -> tuple[pa.RecordBatch, DroppedRows]:
 
 def _encode(source: RowSource, encoder: Encoder, chunk: np.ndarray) -> tuple[pa.RecordBatch, DroppedRows]:
     samples, dropped = encoder.encode(source.rows(chunk))
-    return record_batch(samples), dropped
+    return record_batch(samples, has_vision=encoder.vision is not None), dropped
 
 
 @contextmanager
@@ -304,7 +306,7 @@ def _no_tokenizer_threads() -> Iterator[None]:
 
 
 def _make_store(
-    parts: list[_Part], shuffle: bool, random: np.random.Generator, stage: Stage, mixture: Mixture | None = None
+    parts: list[_Part], shuffle: bool, random: np.random.Generator, encoder: Encoder, mixture: Mixture | None = None
 ) -> TokenStore:
     starts = np.cumsum([0] + [len(part.file) for part in parts])
     samples = np.concatenate([part.samples + start for part, start in zip(parts, starts[:-1], strict=True)])
@@ -314,7 +316,18 @@ def _make_store(
         dropped = "\n".join(f"{part.source.name}:\n{part.file.dropped}" for part in parts)
         raise ValueError(f"no row of the dataset can be used\n{dropped}")
     order, names = random.permutation(samples) if shuffle else samples, [part.source.name for part in parts]
-    return TokenStore([part.file for part in parts], order, stage, names)
+    read_media = []
+    for part in parts if encoder.vision else ():
+        has_media = part.file.visual_tokens.any()
+        source = readable_by_row(part.source) if has_media else part.source
+        read_media.append(partial(_read_media, source, encoder))
+    return TokenStore([part.file for part in parts], order, encoder.stage, names, read_media)
+
+
+def _read_media(source: RowSource, encoder: Encoder, row: int) -> list[Medium]:
+    """Return the media of a row, read again from its source."""
+    [(_, _, columns)] = source.rows(np.array([row]))
+    return encoder.media_of(columns)
 
 
 def _describe(
@@ -333,7 +346,8 @@ def _describe(
     elif options.padding_free:
         lines.append("  concatenated without padding")
     lines += [*_describe_val(val_parts, val), *encoder.renderer.notes()]
-    return "\n".join([*lines, describe_sample(train.row(0), train.label(0), train.stage, encoder.tokenizer)])
+    first = describe_sample(train.row(0), train.label(0), train.stage, encoder.tokenizer, encoder.placeholders)
+    return "\n".join([*lines, first])
 
 
 def _describe_parts(parts: list[_Part]) -> list[str]:
@@ -353,4 +367,5 @@ def _describe_stream(stream: TokenStream, val_parts: list[_Part], val: TokenStor
     names = ", ".join(source.name for source, _ in stream.sources)
     _, first = next(iter(StreamShard(stream, Cursor(0, 1), shuffle=False, seed=0)))
     lines = [f"Training data, streamed: {names}", *_describe_val(val_parts, val), *encoder.renderer.notes()]
-    return "\n".join([*lines, describe_sample(first.documents, first.label, stream.stage, encoder.tokenizer)])
+    sample = describe_sample(first.documents, first.label, stream.stage, encoder.tokenizer, encoder.placeholders)
+    return "\n".join([*lines, sample])

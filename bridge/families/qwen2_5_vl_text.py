@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
 from . import qwen2
-from .vision_tower import tower_mappings, with_rope_axes
+from .vision_tower import TOWER_NAMES, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config
 
 VISION_DEFAULTS: HfConfig = {
@@ -44,7 +44,7 @@ def architecture(config: HfConfig) -> Architecture:
         passthrough=r"(model\.)?visual\.",
         module_names=(
             (r"^model\.(?!language_model\.|visual\.)", "model.language_model."),
-            (r"^visual\.", "model.visual."),
+            *TOWER_NAMES,
         ),
     )
     return with_rope_axes(decoder, config, interleaved=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, HfConfig, ParamMapping
 from . import qwen3_moe, qwen3_vl_text
 from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, dense_layers, layer_mapping, mlp
-from .vision_tower import with_rope_axes
+from .vision_tower import TOWER_NAMES, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config
 
 
@@ -13,7 +13,7 @@ def architecture(config: HfConfig) -> Architecture:
     # transformers always normalizes the weights of a token's experts, and has no windows.
     fixed = {"norm_topk_prob": True, "use_sliding_window": False}
     config = {"num_experts": config.get("num_local_experts", 60)} | config | fixed  # transformers 5 writes the first
-    decoder = replace(qwen3_moe.architecture(config), passthrough=r"(model\.)?visual\.")
+    decoder = replace(qwen3_moe.architecture(config), passthrough=r"(model\.)?visual\.", module_names=TOWER_NAMES)
     return with_rope_axes(decoder, config, interleaved=True, sections=[24, 20, 20])
 
 

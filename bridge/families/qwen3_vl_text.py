@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamMapping, Vision
 from . import qwen3
-from .vision_tower import tower_mappings, with_rope_axes
+from .vision_tower import TOWER_NAMES, tower_mappings, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config, vision_config
 
 VISION_DEFAULTS: HfConfig = {
@@ -25,7 +25,11 @@ VISION_DEFAULTS: HfConfig = {
 
 def architecture(config: HfConfig) -> Architecture:
     # transformers has no windows in this model and ignores their settings.
-    decoder = replace(qwen3.architecture(config | {"use_sliding_window": False}), passthrough=r"(model\.)?visual\.")
+    decoder = replace(
+        qwen3.architecture(config | {"use_sliding_window": False}),
+        passthrough=r"(model\.)?visual\.",
+        module_names=TOWER_NAMES,
+    )
     return with_rope_axes(decoder, config, interleaved=True, sections=[24, 20, 20])
 
 

@@ -13,6 +13,7 @@ from ..mapping.param_mapping import (
     Vision,
 )
 
+TOWER_NAMES = ((r"^visual\.", "model.visual."),)  # Architecture.module_names
 LAYER = TOWER + "layers.{layer}."
 
 

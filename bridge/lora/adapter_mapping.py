@@ -102,6 +102,9 @@ def plan_adapters(
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
     entries = _by_module(entries, architecture)
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
+    for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
+        if key.name.startswith(TOWER) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
+            plan.leaves.update(name.removesuffix(".weight").rpartition(".")[2] for name in entry.hf)
     whole = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
@@ -181,9 +184,13 @@ def _by_module(entries: ParamTable, architecture: Architecture) -> ParamTable:
     return {key: entry._replace(hf=tuple(rename(name) for name in entry.hf)) for key, entry in entries.items()}
 
 
+def _module_of(key: ParamKey) -> str:
+    return key.name.format(layer=key.layer).rpartition(".")[0]
+
+
 def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
     for key, entry in entries.items():
-        module, _, leaf = key.name.format(layer=key.layer).rpartition(".")
+        module, leaf = _module_of(key), key.name.rpartition(".")[2]
         if leaf != "weight" or key.name.startswith("mtp.") or (key == OUTPUT and entry == entries.get(EMBEDDING)):
             continue
         if module.rpartition(".")[2] in LINEAR_MODULES | {ROUTER, EMBEDDING_MODULE, "output_layer"}:

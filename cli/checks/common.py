@@ -18,7 +18,7 @@ from ...templates.plural import plural
 from ..flags import UsageError, show, usage_errors
 from .adjust import adjust_options
 from .agreement import drop_second_model
-from .data import check_data, check_paths, check_system
+from .data import check_data, check_media, check_paths, check_system
 from .extra_kwargs import check_core_settings, check_engine_settings
 from .generation import as_flag, check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
@@ -57,6 +57,7 @@ def check_training(
         options, weights=() if requested_checkpoint(options) else WEIGHT_FILES
     )  # a resumed run reads the checkpoint's weights
     check_data(options.data)
+    notes += check_media(options.data, model)
     _check_cache()
     _check_duration(options, layout)
     _check_schedule(options)

@@ -1,14 +1,18 @@
 """Checks of the data's options: names, files, lengths, mixtures."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 
 from ...tasks.options import InferOptions
 from ...templates.chat_template.loss_scale import LossScale
 from ...templates.formats.dataset_names import check_dataset, resolve_text
 from ...templates.formats.self_cognition import SelfCognition
-from ...templates.options import DataOptions, PrepareOptions
+from ...templates.media.families import FAMILIES
+from ...templates.media.limits import requested_values
+from ...templates.options import DataOptions, MediaOptions, PrepareOptions
 from ..flags import UsageError, show, usage_errors
+from .model import HfConfig
 
 
 def check_data(options: PrepareOptions) -> None:
@@ -28,6 +32,17 @@ def check_data(options: PrepareOptions) -> None:
         raise UsageError(
             f"--packing_length {options.packing_length}: less than --max_length. Set at least {options.max_length}."
         )
+
+
+def check_media(options: MediaOptions, model: HfConfig | None) -> Iterator[str]:
+    """Raise UsageError for limits of images and videos that cannot be used. Yield notes for the user."""
+    with usage_errors():
+        requested_values(options)
+    defaults = MediaOptions()
+    for name in [field.name for field in fields(MediaOptions)]:
+        value = getattr(options, name)
+        if value != getattr(defaults, name) and model is not None and model.get("model_type") not in FAMILIES:
+            yield f"--{name} {show(value)} has no effect: the model takes no images."
 
 
 def check_paths(flag: str, names: Iterable[str]) -> None:

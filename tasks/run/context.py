@@ -24,7 +24,8 @@ from ...bridge.parallel import current_groups, initialize
 from ...templates.batching.collator import Batch, BatchLayout
 from ...templates.batching.episode_batches import BatchPlan
 from ...templates.batching.streaming import TokenStream
-from ...templates.dataset.store import TokenStore, cache_root
+from ...templates.cache import cache_root
+from ...templates.dataset.store import TokenStore
 from ...templates.json_types import JsonObject
 from ...templates.media.processor import VisionProcessor
 from ...templates.prepare import Prepared

@@ -13,7 +13,9 @@ from torch import Tensor
 from ..dataset.packing import round_up
 from ..dataset.store import Document, TokenizedSample
 from ..formats.schemas import UNGROUPED, Stage
+from ..media.processor import VisionProcessor
 from .media_batch import MediaBatch
+from .media_collation import MicroBatchMedia
 from .tensor_dataclass import TensorDataclass
 
 PackedSample = Sequence[Document]  # one document, the documents of a pack, or none (a filler)
@@ -117,6 +119,11 @@ class BatchLayout:
     context_parallel_size: int = 1
     pad_token_id: int = 0
     stage: Stage = "sft"
+    vision: VisionProcessor | None = None  # None: samples have no images or videos
+    # Rank within the replica (tensor rank + size * (context rank + size * pipeline rank)), and their number.
+    encoder_rank: int = 0
+    encoder_ranks: int = 1
+    strict: bool = False  # stop at an image or video that breaks, instead of leaving out its document
 
     @property
     def has_mismatched(self) -> bool:
@@ -149,7 +156,12 @@ class BatchLayout:
     ) -> Batch:
         """Collate packs of samples into one micro batch, with labels at least `label_width` wide."""
         if self.stage in UNGROUPED:
-            batch = self.batch(_documents(packs, None), totals.tokens, row_length)
+            media = [medium for pack in packs for sample in pack for medium in sample.media]
+            batch = (
+                self._with_media(packs, totals.tokens, row_length)
+                if media
+                else self.batch(_documents(packs, None), totals.tokens, row_length)
+            )
             if all(sample.channel < 0 for pack in packs for sample in pack):
                 return batch
             return replace(batch, channels=self._channels(batch, packs))
@@ -157,6 +169,54 @@ class BatchLayout:
             return self._grouped(packs, None, totals, row_length, label_width)
         answers, mismatched = (self._grouped(packs, part, totals, row_length, label_width) for part in (0, 1))
         return replace(answers, mismatched=mismatched)
+
+    def _with_media(
+        self, packs: Sequence[Sequence[TokenizedSample]], loss_tokens: float, row_length: int | None
+    ) -> Batch:
+        """Collate samples of one document each, some with images or videos."""
+        assert self.vision is not None, "samples with media need a vision processor"
+        samples = list(chain.from_iterable(packs))
+        media = MicroBatchMedia(
+            self.vision, [sample.media for sample in samples], self.encoder_rank, self.encoder_ranks, self.strict
+        )
+        documents = _documents(packs, None)
+        if media.broken_documents:
+            numbers = iter(range(len(samples)))
+            documents = [
+                [
+                    (ids, np.zeros_like(weights)) if next(numbers) in media.broken_documents else (ids, weights)
+                    for ids, weights in pack
+                ]
+                for pack in documents
+            ]
+        batch = self.batch(documents, loss_tokens, row_length)
+        local_length = batch.tokens.shape[1]
+        row_length = local_length * self.context_parallel_size
+        rows = starts = np.zeros(len(samples), np.int64)  # of each document
+        if batch.cu_seqlens is None:
+            rows, boundaries = np.arange(len(samples)), np.array([0, row_length])
+        else:
+            starts, boundaries = self._starts(documents), batch.cu_seqlens.numpy()
+        positions = np.broadcast_to(
+            np.arange(row_length) - np.repeat(boundaries[:-1], np.diff(boundaries)), (3, len(batch.tokens), row_length)
+        ).copy()
+        for number, (row, start, sample) in enumerate(zip(rows.tolist(), starts.tolist(), samples, strict=True)):
+            if sample.media:
+                length = batch.lengths[number]
+                placed = [(medium.place, medium.plan) for medium in sample.media]
+                positions[:, row, start : start + length] = self.vision.rope_positions(length, placed)
+        owners = self._context_ranks(boundaries)
+        index = np.empty(row_length, np.int64)  # in the rank's part of a row
+        for rank in range(self.context_parallel_size):
+            index[owners == rank] = np.arange(local_length)
+        if self.context_parallel_size > 1:
+            positions = positions[..., owners == self.context_parallel_rank]
+        token_rows, tokens = media.tokens(rows, starts)
+        return replace(
+            batch,
+            rope_positions=torch.from_numpy(np.ascontiguousarray(positions)),
+            media=media.batch(owners[tokens], token_rows * local_length + index[tokens]),
+        )
 
     def _channels(self, batch: Batch, packs: Sequence[Sequence[TokenizedSample]]) -> Tensor:
         """Return the channel of each token of a batch, as of its document: int64 [rows, local_length]."""
@@ -230,9 +290,7 @@ class BatchLayout:
         positions = np.arange(row_length) - np.repeat(boundaries[:-1], spans)
         index = None
         if self.context_parallel_size > 1:
-            chunk = positions // np.repeat(spans // self.document_multiple, spans)
-            mirror = self.document_multiple - 1 - self.context_parallel_rank
-            index = np.flatnonzero((chunk == self.context_parallel_rank) | (chunk == mirror))
+            index = np.flatnonzero(self._context_ranks(boundaries) == self.context_parallel_rank)
             tokens, labels, weights, positions = tokens[:, index], labels[:, index], weights[:, index], positions[index]
         return Batch(
             tokens=torch.from_numpy(tokens),
@@ -245,6 +303,15 @@ class BatchLayout:
             loss_tokens=loss_tokens,
             lengths=lengths,
         )
+
+    def _context_ranks(self, boundaries: np.ndarray) -> np.ndarray:
+        """Return the context-parallel rank that holds each position of a row with these documents."""
+        spans = np.diff(boundaries)
+        positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], spans)
+        if self.context_parallel_size == 1:
+            return np.zeros(len(positions), np.int64)
+        chunks = positions // np.repeat(spans // self.document_multiple, spans)
+        return np.minimum(chunks, self.document_multiple - 1 - chunks)
 
     def _packed_row(self, samples: Sequence[PackedSample], row_length: int):
         """Return one packed row (tokens, labels, weights: [1, row_length]) and its document boundaries."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..dataset.store import TokenizedSample, TokenStore
 from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
+from ..machine import end_with_parent
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
 from .sample_order import Epochs
 from .streaming import StreamedBatches, TokenStream
@@ -173,7 +174,7 @@ class Batches:
             if self.num_workers
             else None,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),  # keeps the state of torch's default generator for the model
         )
 
@@ -198,6 +199,7 @@ class PlannedBatches(Dataset):
         self.epochs = Epochs(store, layout, shuffle, seed, by_length=by_length)
         self.samples, self.stored_samples = len(self.epochs.full_epoch), len(store)
         self.steps_per_epoch = -(-self.samples // division.global_batch_size)
+        self.has_media = layout.vision is not None and store.has_media
         self.label_width = 0
         self.channels: np.ndarray | None = None  # number of each sample's channel: int64 [samples]
         if layout.stage not in UNGROUPED:  # computed before the loader forks its workers
@@ -217,7 +219,8 @@ class PlannedBatches(Dataset):
 
     def _sample(self, item: int) -> TokenizedSample:
         channel = -1 if self.channels is None else int(self.channels[item])
-        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel)
+        media = self.store.media(item) if self.has_media else ()
+        return TokenizedSample(self.store.row(item), self.store.label(item), item, channel, media)
 
     def position(self, micro_batches: int) -> JsonObject:
         return self.epochs.position(self._consumed(micro_batches))
@@ -285,8 +288,12 @@ class PlannedBatches(Dataset):
         return [self.epochs.all_samples.documents[i] if i >= 0 else np.empty(0, np.int64) for i in samples.tolist()]
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore the signals with which a scheduler stops a run, which needs its workers until it has saved."""
+def _start_worker(worker: int) -> None:
+    """Ignore the signals with which a scheduler stops a run, which needs its workers until it has saved.
+
+    End with the run: otherwise torch waits until the run has taken the last batch, if it is larger than a pipe.
+    """
+    end_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..dataset.files import RowSource
 from ..dataset.packing import pack
-from ..dataset.store import DroppedRows, Runs, TokenizedSample
+from ..dataset.store import DroppedRows, Runs, TokenizedSample, expand
 from ..dataset.tokenize import Encoder, Row
 from ..formats.schemas import Stage
 from ..json_types import JsonObject
@@ -44,6 +44,11 @@ class TokenStream:
     @property
     def stage(self) -> Stage:
         return self.encoder.stage
+
+    @property
+    def has_media(self) -> bool:
+        """Whether samples may have images or videos."""
+        return self.encoder.vision is not None
 
     def open(self, lane: StreamLane, start: int) -> NumberedRows:
         """Yield the rows of the lane's shard of its source, from number `start` on."""
@@ -183,8 +188,11 @@ class StreamShard:
         for number, pieces in groupby(samples, lambda sample: sample.row):
             lane, _ = rows[number]
             for piece, sample in enumerate(pieces):
-                documents = [(ids, _decode_runs(runs)) for ids, runs in sample.documents]
-                tokenized = TokenizedSample(documents, np.array(sample.label, np.float32))
+                documents, placed = [(ids, _decode_runs(runs)) for ids, runs in sample.documents], []
+                if any(sample.media):  # of one document
+                    document, placed = expand(*documents[0], sample.media[0])
+                    documents = [document]
+                tokenized = TokenizedSample(documents, np.array(sample.label, np.float32), media=placed)
                 named.append((DocumentName(*lane[:4], lane.start, piece), tokenized))
         return named
 

@@ -27,6 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..formats.medium import has_sentinels, to_blocks
 from ..formats.schemas import Conversation, UnusableRow
 from ..json_types import Json, JsonObject
 from ..tokenizer import Tokenizer
@@ -225,6 +226,7 @@ class ChatTemplate:
 
         turns: Any  # transformers' annotation omits the spans
 
+        messages = [_with_blocks(message) for message in messages]
         try:
             texts, turns = render_jinja_template(
                 conversations=[messages],
@@ -310,6 +312,12 @@ class ChatTemplate:
                     break
             turns.append((len(prompt), end))
         return turns
+
+
+def _with_blocks(message: JsonObject) -> JsonObject:
+    """Return a message with its images and videos as content blocks."""
+    content = message["content"]
+    return {**message, "content": to_blocks(content)} if content and has_sentinels(content) else message
 
 
 def _rewrite_reason(text: str, prompt: str, conversation: Conversation) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..formats.dataset_names import resolve_text
+from ..formats.media_rows import FEW_STAGES, has_media, to_media_conversation, to_media_text
+from ..formats.medium import SENTINELS, Medium, has_sentinels
 from ..formats.paired_rows import (
     Passage,
     label_of_pair,
@@ -22,6 +24,7 @@ from ..formats.paired_rows import (
 from ..formats.schemas import (
     MESSAGES,
     POOLED,
+    UNGROUPED,
     Conversation,
     Stage,
     UnusableRow,
@@ -32,6 +35,8 @@ from ..formats.schemas import (
     to_text,
 )
 from ..json_types import JsonObject
+from ..media.grounding import name_objects
+from ..media.processor import VisionProcessor
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
 from .chat import ChatTemplate
@@ -56,6 +61,7 @@ class Text(NamedTuple):
     answer: Span | None = None  # preference, kto, answered: text after the prompt
     body: Span | None = None  # text that may be truncated; None: all
     special: bool = False  # whether the tokenizer adds its special tokens, which are not truncated
+    media: Sequence[Medium] = ()  # in the order of their placeholders
 
 
 Rendered = tuple[list[Text], list[float]]  # a sample: documents and label
@@ -65,7 +71,12 @@ class Renderer:
     """Renderer of rows. Raises ValueError if options, stage and tokenizer do not fit together."""
 
     def __init__(
-        self, tokenizer: Tokenizer, options: TemplateOptions, stage: Stage, tools: list[JsonObject] | None = None
+        self,
+        tokenizer: Tokenizer,
+        options: TemplateOptions,
+        stage: Stage,
+        tools: list[JsonObject] | None = None,
+        vision: VisionProcessor | None = None,
     ):
         if stage == "pt" and (options.system or options.enable_thinking is not None):
             raise ValueError(
@@ -77,6 +88,7 @@ class Renderer:
             )
         self.stage: Stage = stage
         self.tools = tools  # for prompts without tools in their row
+        self.vision = vision
         self.loss_scale, self.system = LossScale.parse(options.loss_scale), resolve_text("--system", options.system)
         self.adds_non_thinking_prefix = options.add_non_thinking_prefix
         thinking = False if options.enable_thinking is None and stage == "reranker" else options.enable_thinking
@@ -86,13 +98,19 @@ class Renderer:
 
     def __call__(self, row: JsonObject) -> list[Rendered]:
         """Return the samples of a row. Raises UnusableRow."""
+        if self.vision and self.stage not in UNGROUPED and has_media(row):
+            raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
         match self.stage:
             case "sft":
-                return [([self._with_loss_weights(to_conversation(row))], [])]
+                return [([self._with_loss_weights(self._conversation(row))], [])]
             case "pt":
-                if not (text := to_text(row)).strip():
+                text, media = to_media_text(row) if self.vision else (to_text(row), [])
+                if not text.strip():
                     raise UnusableRow("it is empty")
-                return [([Text(text, special=True)], [])]
+                if self.vision:
+                    for kind, sentinel in SENTINELS.items():
+                        text = text.replace(sentinel, self.vision.placeholder_text(kind))
+                return [([Text(text, special=True, media=media)], [])]
             case "preference":
                 margin = row.get("margin")
                 texts = [self._with_loss_weights(conversation) for conversation in to_pair(row)]
@@ -127,6 +145,15 @@ class Renderer:
             notes.append("--add_non_thinking_prefix: no effect, the chat template has no empty thought to add")
         return notes
 
+    def _conversation(self, row: JsonObject) -> Conversation:
+        """Return the conversation of a row, with its media and with its objects as text."""
+        if not self.vision:
+            return to_conversation(row)
+        conversation, objects = to_media_conversation(row)
+        if objects:
+            name_objects(conversation, objects, self.vision)
+        return conversation
+
     def _prompt_conversation(self, row: JsonObject) -> Conversation:
         conversation = to_prompt(row)
         conversation.tools = conversation.tools or self.tools
@@ -154,7 +181,9 @@ class Renderer:
             answer = turns[roles[: last_user + 1].count("assistant")][0], len(text)
         if self.loss_scale.presets:
             turns, weights = self._weigh_parts(conversation, text, turns, weights)
-        return Text(text, turns, weights, float(self.loss_scale.strategy == "all"), answer)
+        if has_sentinels(text):
+            raise UnusableRow("the chat template has no place for an image or video in one of its messages")
+        return Text(text, turns, weights, float(self.loss_scale.strategy == "all"), answer, media=conversation.media)
 
     def _weigh_parts(
         self, conversation: Conversation, text: str, turns: Sequence[Span], weights: list[float]

@@ -24,12 +24,12 @@ from typing import IO, TypedDict
 
 import numpy as np
 
+from ..cache import cache_root
 from ..formats.dataset_names import extension
 from ..formats.schemas import json_type
 from ..json_types import JsonObject
 from ..machine import process_scope
 from ..plural import plural
-from .store import cache_root
 from .tokenize import Row
 
 SPACE = np.frombuffer(b" \t\r\x0b\x0c", np.uint8)  # first bytes of a line that may be blank

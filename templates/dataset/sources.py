@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,17 @@ class HubDataset(RowSource):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @cached_property
+    def _decodes(self) -> bool:
+        """Whether `datasets` would decode images, videos or audio of each row that is read."""
+        return _has_decoding(self.dataset.features)
+
     def rows(self, numbers: np.ndarray) -> Iterator[Row]:
-        for number, row in zip(numbers.tolist(), _rows(self.dataset[numbers.tolist()]), strict=True):
+        if self._decodes:
+            selected = map(ArrowRow, self.dataset.with_format("arrow")[numbers.tolist()].to_pylist())
+        else:
+            selected = _rows(self.dataset[numbers.tolist()])
+        for number, row in zip(numbers.tolist(), selected, strict=True):
             yield number, f"{self.name} row {number + 1}", row
 
     def stream(self, shard: int = 0, shards: int = 1, start: int = 0) -> Generator[Row, None, int]:
@@ -49,6 +59,7 @@ class HubDataset(RowSource):
         from datasets.distributed import split_dataset_by_node
 
         dataset = self.dataset.to_iterable_dataset() if isinstance(self.dataset, Dataset) else self.dataset
+        dataset = dataset.decode(False) if self._decodes else dataset
         # `iter`, because plain iteration would divide the rows among the loader's workers a second time.
         batches = split_dataset_by_node(dataset, shard, shards).iter(batch_size=100)
         index = -1
@@ -87,6 +98,17 @@ class PresetSource(RowSource):
             except StopIteration as end:
                 return end.value
             yield number, location, self.preset(row, self.columns)
+
+
+def _has_decoding(feature: Any) -> bool:
+    """Return whether a feature of `datasets` has images, videos or audio, which it decodes."""
+    from datasets.features import Audio, Image, List, Video
+
+    if isinstance(feature, dict | list):
+        return any(map(_has_decoding, feature.values() if isinstance(feature, dict) else feature))
+    if isinstance(feature, List):
+        return _has_decoding(feature.feature)
+    return isinstance(feature, Image | Video | Audio)
 
 
 def _rows(columns: dict[str, list]) -> Iterator[ArrowRow]:

@@ -22,9 +22,11 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_128
 
+from ..formats.medium import MediaKind, Medium
 from ..formats.schemas import Stage, UnusableRow
 from ..json_types import JsonObject
 from ..machine import is_alive, process_scope
+from ..media.processor import MediaPlan
 from ..plural import plural
 from .packing import round_up
 
@@ -49,6 +51,21 @@ SCHEMA = pa.schema(
     }
 )
 LIST_COLUMNS = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
+# Further columns of entries made with a vision processor: the media of a sample, which is then one document.
+# `input_ids` and the runs have one placeholder for each medium; `length` and `document_lengths` count all its tokens.
+MEDIA_FIELDS = [
+    pa.field("media_kinds", pa.list_(pa.uint8())),  # index in MEDIA_KINDS
+    pa.field("media_places", pa.list_(pa.int32())),  # of the placeholder in input_ids
+    pa.field("media_numbers", pa.list_(pa.int32())),  # among the media of the row
+    pa.field("media_tokens", pa.list_(pa.int32())),  # visual tokens
+    pa.field("media_time_steps", pa.list_(pa.int32())),
+    pa.field("media_grids", pa.list_(pa.int32())),  # three numbers of each medium
+    pa.field("expansion_lengths", pa.list_(pa.int32())),  # 0: as many placeholders as visual tokens
+    pa.field("expansions", pa.list_(pa.int32())),  # ids that replace placeholders
+]
+MEDIA_SCHEMA = pa.schema([*SCHEMA, *MEDIA_FIELDS])
+MEDIA_COLUMNS = [field.name for field in MEDIA_FIELDS]
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
 NUMPY_TYPES = {
     pa.uint8(): np.uint8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64
 }  # fmt: skip
@@ -56,6 +73,31 @@ NUMPY_TYPES = {
 Runs = list[tuple[int, float]]  # loss weights, run-length encoded: (tokens, weight)
 
 Document = tuple[np.ndarray, np.ndarray]  # token ids [length], loss weights [length]
+ReadMedia = Callable[[int], list[Medium]]  # from the number of a row to its media, in the order of their numbers
+
+
+class PlacedMedium(NamedTuple):
+    """Image or video of a document."""
+
+    place: int  # index of its placeholder in the document; of its first token, once the document is expanded
+    number: int  # among the media of its row
+    plan: MediaPlan
+    medium: Medium | None = None  # None: to be read from the row
+
+
+def expand(ids: np.ndarray, weights: np.ndarray, media: Sequence[PlacedMedium]) -> tuple[Document, list[PlacedMedium]]:
+    """Return a document with all tokens of its media in place of their placeholders, and the media's new places."""
+    if not media:
+        return (ids, weights), []
+    repeats = np.ones(len(ids), np.int64)
+    repeats[[medium.place for medium in media]] = [medium.plan.length for medium in media]
+    starts = np.cumsum(repeats) - repeats
+    ids, weights = np.repeat(ids, repeats), np.repeat(weights, repeats)
+    placed = [medium._replace(place=int(starts[medium.place])) for medium in media]
+    for medium in placed:
+        if medium.plan.expansion is not None:
+            ids[medium.place : medium.place + medium.plan.length] = medium.plan.expansion
+    return (ids, weights), placed
 
 
 class EncodedSample(NamedTuple):
@@ -65,6 +107,7 @@ class EncodedSample(NamedTuple):
     documents: list[tuple[np.ndarray, Runs]]
     label: list[float]
     columns: bytes = b""
+    media: Sequence[Sequence[PlacedMedium]] = ()  # of each document, whose ids have a placeholder for each
 
 
 class TokenizedSample(NamedTuple):
@@ -74,6 +117,7 @@ class TokenizedSample(NamedTuple):
     label: np.ndarray  # float32 [numbers]
     item: int = -1  # number in the store; -1 in a stream
     channel: int = -1  # number of its channel (--enable_channel_loss); -1: none
+    media: Sequence[PlacedMedium] = ()  # of its only document, which is expanded
 
 
 @dataclass
@@ -110,10 +154,13 @@ class DroppedRows:
         return "\n".join(lines)
 
 
-def record_batch(samples: list[EncodedSample]) -> pa.RecordBatch:
-    """Convert samples to Arrow."""
+def record_batch(samples: list[EncodedSample], *, has_vision: bool = False) -> pa.RecordBatch:
+    """Convert samples to Arrow, with the columns of media if `has_vision`."""
     first_runs = [sample.documents[0][1] for sample in samples]
     lengths = [[len(ids) for ids, _ in sample.documents] for sample in samples]
+    for sample, documents in zip(samples, lengths, strict=True):
+        for number, media in enumerate(sample.media):
+            documents[number] += sum(medium.plan.length - 1 for medium in media)
     lists = {
         "input_ids": [_concatenate([ids for ids, _ in sample.documents]) for sample in samples],
         "run_lengths": [[tokens for _, runs in sample.documents for tokens, _ in runs] for sample in samples],
@@ -130,14 +177,35 @@ def record_batch(samples: list[EncodedSample]) -> pa.RecordBatch:
     }
     columns: list[pa.Array] = [_lists(lists[name], SCHEMA.field(name).type) for name in LIST_COLUMNS]
     columns += [_to_arrow(values, SCHEMA.field(name).type) for name, values in scalars.items()]
-    return pa.record_batch(columns, schema=SCHEMA)
+    if not has_vision:
+        return pa.record_batch(columns, schema=SCHEMA)
+    media_lists = [_media_lists([medium for media in sample.media for medium in media]) for sample in samples]
+    for field_ in MEDIA_FIELDS:
+        columns.append(_lists([lists[field_.name] for lists in media_lists], field_.type))
+    return pa.record_batch(columns, schema=MEDIA_SCHEMA)
+
+
+def _media_lists(media: list[PlacedMedium]) -> dict[str, np.ndarray]:
+    plans = [medium.plan for medium in media]
+    expansions = [plan.expansion for plan in plans if plan.expansion is not None]
+    numbers = {
+        "media_kinds": [MEDIA_KINDS.index(plan.kind) for plan in plans],
+        "media_places": [medium.place for medium in media],
+        "media_numbers": [medium.number for medium in media],
+        "media_tokens": [plan.tokens for plan in plans],
+        "media_time_steps": [plan.time_step for plan in plans],
+        "media_grids": [size for plan in plans for size in plan.grid],
+        "expansion_lengths": [0 if plan.expansion is None else len(plan.expansion) for plan in plans],
+        "expansions": np.concatenate([np.empty(0, np.int32), *expansions]),
+    }
+    return {name: np.array(values, np.uint8 if name == "media_kinds" else np.int32) for name, values in numbers.items()}
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _lists(lists: Sequence[Sequence], kind: pa.ListType) -> pa.ListArray:
+def _lists(lists: Sequence[Sequence | np.ndarray], kind: pa.ListType) -> pa.ListArray:
     offsets = np.cumsum([0] + [len(values) for values in lists], dtype=np.int32)
     dtype = NUMPY_TYPES[kind.value_type]
     values = _to_arrow(np.concatenate([np.empty(0, dtype), *lists], dtype=dtype), kind.value_type)
@@ -174,6 +242,11 @@ class TokenFile:
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
         self._lists = [tuple(_flat(batch.column(i)) for i in range(len(LIST_COLUMNS))) for batch in self._batches]
+        self.has_vision = "media_kinds" in reader.schema.names  # whether made with a vision processor
+        self._media = [
+            {name: _flat(batch.column(name)) for name in MEDIA_COLUMNS} if self.has_vision else {}
+            for batch in self._batches
+        ]
         self.lengths = self._column("length").astype(np.int64)
         self.weights = self._column("weight")
         self.trained = self._column("trained")
@@ -186,13 +259,77 @@ class TokenFile:
         return len(self.lengths)
 
     def row(self, i: int) -> list[Document]:
-        """Return the documents of sample i: token ids int32 [length], loss weights float32 [length]."""
+        """Return the documents of sample i: token ids int32 [length], loss weights float32 [length].
+
+        Placeholders are expanded to all tokens of their image or video.
+        """
         ids, runs, weights, lengths, *_ = self._row(i)
         weights = np.repeat(weights, runs)
+        if media := self._placed(i):
+            (ids, weights), _ = expand(ids, weights, media)
         if len(lengths) == 1:
             return [(ids, weights)]
         ends = np.cumsum(lengths)[:-1]
         return list(zip(np.split(ids, ends), np.split(weights, ends), strict=True))
+
+    def media(self, i: int) -> list[PlacedMedium]:
+        """Return the media of sample i, placed in its document as `row` returns it."""
+        if not (media := self._placed(i)):
+            return []
+        ids, runs, weights, *_ = self._row(i)
+        return expand(ids, np.repeat(weights, runs), media)[1]
+
+    @property
+    def media_counts(self) -> dict[MediaKind, np.ndarray]:
+        """Number of images and of videos of each sample: int64 [samples]."""
+        counts = {}
+        for number, kind in enumerate(MEDIA_KINDS):
+            counts[kind] = self._per_sample(lambda lists, number=number: lists["media_kinds"][1] == number)
+        return counts
+
+    @property
+    def visual_tokens(self) -> np.ndarray:
+        """Number of visual tokens of each sample: int64 [samples]."""
+        return self._per_sample(lambda lists: lists["media_tokens"][1])
+
+    def _per_sample(self, values: Callable[[dict], np.ndarray]) -> np.ndarray:
+        """Return the sum over each sample's media of `values`, a function of a batch's columns of media."""
+        if not self.has_vision:
+            return np.zeros(len(self), np.int64)
+        sums = [np.empty(0, np.int64)]
+        for lists in self._media:
+            offsets, _ = lists["media_kinds"]
+            ends = np.concatenate([[0], np.cumsum(values(lists), dtype=np.int64)])
+            sums.append(ends[offsets[1:]] - ends[offsets[:-1]])
+        return np.concatenate(sums)
+
+    def _placed(self, i: int) -> list[PlacedMedium]:
+        """Return the media of sample i, placed in its ids as stored."""
+        if not self.has_vision:
+            return []
+        batch = int(np.searchsorted(self._starts, i, side="right")) - 1
+        row, lists = i - self._starts[batch], self._media[batch]
+        offsets = lists["media_kinds"][0]
+        if offsets[row] == offsets[row + 1]:
+            return []
+        of = {name: values[offsets[row] : offsets[row + 1]].tolist() for name, (offsets, values) in lists.items()}
+        ends = np.cumsum([0, *of["expansion_lengths"]]).tolist()
+        return [
+            PlacedMedium(
+                of["media_places"][number],
+                of["media_numbers"][number],
+                MediaPlan(
+                    MEDIA_KINDS[kind],
+                    tuple(of["media_grids"][3 * number : 3 * number + 3]),
+                    of["media_tokens"][number],
+                    of["media_time_steps"][number],
+                    np.array(of["expansions"][ends[number] : ends[number + 1]], np.int32)
+                    if of["expansion_lengths"][number]
+                    else None,
+                ),
+            )
+            for number, kind in enumerate(of["media_kinds"])
+        ]
 
     def label(self, i: int) -> np.ndarray:
         """Return the label of sample i: float32 [numbers]."""
@@ -269,11 +406,20 @@ def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 class TokenStore:
     """Selection of samples from several token files, in a given order."""
 
-    def __init__(self, files: list[TokenFile], samples: np.ndarray, stage: Stage, names: list[str] | None = None):
+    def __init__(
+        self,
+        files: list[TokenFile],
+        samples: np.ndarray,
+        stage: Stage,
+        names: list[str] | None = None,
+        read_media: Sequence[ReadMedia] = (),
+    ):
         """Arguments:
         samples: numbers in the concatenation of the files; a number may occur more than once
         names: names of the files' sources, for messages
+        read_media: for each file, a function from the number of a row to its media
         """
+        self._read_media = read_media
         self.files, self.samples, self._names = files, samples, names or [""] * len(files)
         self.stage: Stage = stage
         self._starts = np.cumsum([0] + [len(file) for file in files])
@@ -311,9 +457,36 @@ class TokenStore:
         return self._selected([file.padded_lengths(multiple, separate_rows) for file in self.files])
 
     def row(self, i: int) -> list[Document]:
-        """Return the documents of sample i: token ids int32 [length], loss weights float32 [length]."""
+        """Return the documents of sample i: token ids int32 [length], loss weights float32 [length].
+
+        Placeholders are expanded to all tokens of their image or video.
+        """
         file, number = self._locate(i)
         return self.files[file].row(number)
+
+    @cached_property
+    def has_media(self) -> bool:
+        """Whether any sample has images or videos."""
+        return bool(self.visual_tokens.any())
+
+    @cached_property
+    def visual_tokens(self) -> np.ndarray:
+        """Visual tokens of each sample: int64 [samples]."""
+        return self._selected([file.visual_tokens for file in self.files])
+
+    def media_counts(self) -> dict[MediaKind, int]:
+        """Return the number of images and of videos of all samples."""
+        counts = [file.media_counts for file in self.files]
+        return {kind: int(self._selected([count[kind] for count in counts]).sum()) for kind in MEDIA_KINDS}
+
+    def media(self, i: int) -> list[PlacedMedium]:
+        """Return the media of sample i, placed in its document as `row` returns it, with their sources."""
+        file, number = self._locate(i)
+        media = self.files[file].media(number)
+        if not media or not self._read_media:
+            return media
+        sources = self._read_media[file](int(self.files[file].rows[number]))
+        return [medium._replace(medium=sources[medium.number]) for medium in media]
 
     def label(self, i: int) -> np.ndarray:
         """Return the label of sample i: float32 [numbers]."""
@@ -349,23 +522,18 @@ class TokenStore:
         return np.concatenate(columns)[self.samples]
 
 
-def cache_root() -> Path:
-    """Return the folder of cached tokens, which nodes share if they share the user's hub cache."""
-    if root := os.environ.get("MODELSCOPE_CACHE") or os.environ.get("HF_HOME"):
-        return Path(root).expanduser() / "megaswift"
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megaswift"
-
-
 def open_or_build(
     folder: Path,
     build: Callable[[], Generator[tuple[pa.RecordBatch, DroppedRows]]],
     *,
     rebuild: bool,
     verify: bool = True,
+    has_vision: bool = False,
 ) -> TokenFile:
     """Return the cache entry `folder`, built first if it is absent or damaged, or if `rebuild`.
 
     verify: check the checksum too, which reads the entire file
+    has_vision: whether the batches have the columns of media
     Concurrent runs may build the same entry; the first to finish renames its copy into place.
     Raises OSError with the folder and the fix if the disk is full or cannot be written.
     """
@@ -381,7 +549,7 @@ def open_or_build(
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         with closing(build()) as batches:  # also ends its worker processes on an error
-            _write(temporary, batches)
+            _write(temporary, batches, MEDIA_SCHEMA if has_vision else SCHEMA)
         file = TokenFile(temporary)  # before the renaming, because another run may then remove it to rebuild
         try:
             temporary.rename(folder)
@@ -397,12 +565,12 @@ def open_or_build(
     return file
 
 
-def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, DroppedRows]]) -> None:
+def _write(folder: Path, batches: Iterable[tuple[pa.RecordBatch, DroppedRows]], schema: pa.Schema) -> None:
     dropped = DroppedRows()
     path = folder / "tokens.arrow"
     with path.open("wb") as stream:
         sink = _ChecksumWriter(stream)
-        with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, schema) as writer:
             for batch, batch_dropped in batches:
                 dropped.merge(batch_dropped)
                 if batch.num_rows:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,6 +103,14 @@ class Parquet(TableFile):
                 yield number, f"{self.name} row {number + 1}", ArrowRow(row)
             first += batch.num_rows
         return shard_size(self.count(), shard, shards)
+
+    def copy_to_arrow(self, path: Path, batch_rows: int) -> None:
+        """Write all rows to an Arrow file, in batches of at most `batch_rows`."""
+        import pyarrow as pa
+
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, self._file.schema_arrow) as writer:
+            for batch in self._file.iter_batches(batch_size=batch_rows):
+                writer.write_batch(batch)
 
     def _batch(self, number: int) -> "pa.RecordBatch | pa.Table":
         if getattr(self, "_last_group", (None,))[0] != number:

@@ -2,24 +2,28 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ..chat_template.render import Renderer, Text
 from ..chat_template.token_offsets import Offsets, Span
+from ..formats.media_rows import media_of
+from ..formats.medium import Medium
 from ..formats.presets import rename_columns
 from ..formats.schemas import POOLED, PROMPTED, UNGROUPED, Stage, UnusableRow, row_errors
 from ..formats.self_cognition import SelfCognition
 from ..formats.token_rows import tokens_of
 from ..json_types import JsonObject
+from ..media.processor import VisionProcessor
 from ..options import TemplateOptions
 from ..tokenizer import Tokenizer
-from .store import FORMAT, DroppedRows, EncodedSample, Runs
+from .store import FORMAT, DroppedRows, EncodedSample, PlacedMedium, Runs
 
 Row = tuple[int, str, JsonObject]  # number, location for messages, columns
 
@@ -41,6 +45,12 @@ class _Document(NamedTuple):
     runs: Runs
     body: Span  # tokens that may be truncated
     prompt: int = 0  # preference, kto, answered: tokens before the answer
+    media: tuple[PlacedMedium, ...] = ()  # each of which `ids` have a placeholder for
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, with those of its media."""
+        return len(self.ids) + sum(medium.plan.length - 1 for medium in self.media)
 
 
 class Encoder:
@@ -49,6 +59,7 @@ class Encoder:
     columns: columns to rename, as in --columns
     sample_length: most tokens of a sample's documents together; None: unlimited
     tools: tools for prompts without tools in their row
+    vision: processor of images and videos; None: rows with such are refused
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Encoder:
         columns: dict[str, str],
         sample_length: int | None = None,
         tools: list[JsonObject] | None = None,
+        vision: VisionProcessor | None = None,
     ):
         if not tokenizer.is_fast:
             raise ValueError(
@@ -74,7 +86,8 @@ class Encoder:
         self.stage: Stage = stage
         # KTO's two documents are in separate rows.
         self.sample_length = None if stage in (*UNGROUPED, "kto") else sample_length
-        self.renderer = Renderer(tokenizer, options, stage, tools)
+        self.vision = vision
+        self.renderer = Renderer(tokenizer, options, stage, tools, vision)
         self.self_cognition = SelfCognition(options.model_name, options.model_author)
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
@@ -95,6 +108,8 @@ class Encoder:
             tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map,
             transformers.__version__, tokenizers.__version__,
         ]  # fmt: skip
+        if self.vision:
+            parts.append([self.vision.fingerprint, os.environ.get("ROOT_IMAGE_DIR")])
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Iterable[Row]) -> tuple[list[EncodedSample], DroppedRows]:
@@ -114,6 +129,9 @@ class Encoder:
         for sample in rendered:
             documents = [sample.tokens] if sample.tokens else list(islice(tokenized, len(sample.texts)))
             try:
+                if self.vision:
+                    media = [text.media for text in sample.texts] or [()]
+                    documents = [self._with_media(*pair) for pair in zip(documents, media, strict=True)]
                 samples += [(sample, truncated) for truncated in self._truncate_sample(documents)]
             except UnusableRow as reason:
                 dropped.add(reason, sample.location)
@@ -123,11 +141,24 @@ class Encoder:
                 documents.append(self._mismatched(documents[0], first_documents[number - 1]))
         encoded = [
             EncodedSample(
-                sample.row, [(document.ids, document.runs) for document in documents], sample.label, sample.columns
+                sample.row,
+                [(document.ids, document.runs) for document in documents],
+                sample.label,
+                sample.columns,
+                [document.media for document in documents],
             )
             for sample, documents in samples
         ]
         return encoded, dropped
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Tokens that stand for images and videos."""
+        return [self.vision.image_token_id, self.vision.video_token_id] if self.vision else []
+
+    def media_of(self, row: JsonObject) -> list[Medium]:
+        """Return the media of a usable row, in the order of their numbers in its samples."""
+        return media_of(rename_columns(row, self.columns), is_plain=self.stage == "pt")
 
     def _render(self, number: int, location: str, row: JsonObject) -> list[_RenderedSample]:
         if self.stage in UNGROUPED and row.get("input_ids") is not None:
@@ -197,6 +228,41 @@ class Encoder:
             prompt=other_spans[0][0] if text.answer else 0,
         )
 
+    def _with_media(self, document: _Document, media: Sequence[Medium]) -> _Document:
+        """Return a document with the sizes of its media, which have no loss. Raises UnusableRow."""
+        assert self.vision is not None
+        ids, vision = document.ids, self.vision
+        places = np.flatnonzero(np.isin(ids, self.placeholders)).tolist()
+        if not places and not media:
+            return document
+        kinds = [vision.placeholder_id(medium.kind) for medium in media]
+        if ids[places].tolist() != kinds:
+            raise UnusableRow(
+                "its text has other placeholders than its images and videos: the chat template omits one of these, or "
+                "a message contains the literal <|image_pad|> or <|video_pad|>"
+            )
+        if not media:
+            raise UnusableRow("its tokens are those of images, which such rows cannot have")
+        placed = tuple(
+            PlacedMedium(place, number, vision.plan(medium), medium)
+            for number, (place, medium) in enumerate(zip(places, media, strict=True))
+        )
+        runs = document.runs
+        for medium in placed:
+            start, stop = self._span(ids, medium.place)
+            runs = [*_slice(runs, 0, start), (stop - start, 0.0), *_slice(runs, stop, len(ids))]
+        return document._replace(runs=runs, media=placed)
+
+    def _span(self, ids: np.ndarray, place: int) -> Span:
+        """Return the tokens of a medium before it is expanded: its placeholder, and the tokens that enclose it."""
+        assert self.vision is not None
+        start, stop = max(place - 1, 0), min(place + 2, len(ids))
+        wrappers = self.vision.wrapper_ids
+        return (
+            start if int(ids[start]) in wrappers else place,
+            stop if int(ids[stop - 1]) in wrappers else place + 1,
+        )
+
     def _truncate_sample(self, documents: list[_Document]) -> list[list[_Document]]:
         """Return the documents of a sample within --max_length. A split document becomes several samples."""
         if self.stage in UNGROUPED:
@@ -209,33 +275,74 @@ class Encoder:
             raise UnusableRow("one of its texts has no token")
         if self.stage not in POOLED:
             self._check_answers(documents[self.stage in PROMPTED :])
-        if self.sample_length and sum(len(document.ids) for document in documents) > self.sample_length:
+        if self.sample_length and sum(document.length for document in documents) > self.sample_length:
             raise UnusableRow(f"its documents are together longer than --packing_length {self.sample_length}")
         return [documents]
 
     def _pieces(self, document: _Document) -> list[_Document]:
         if self.options.truncation_strategy != "split":
             return [self._truncate(document)]
+        if document.media:
+            return self._pieces_with_media(document)
         limit = self.options.max_length or len(document.ids)
         pieces = [document.ids[start : start + limit] for start in range(0, len(document.ids), limit)]
         return [_Document(ids, [(len(ids), 1.0)], (0, len(ids))) for ids in pieces]
 
+    def _pieces_with_media(self, document: _Document) -> list[_Document]:
+        """Divide a document into pieces of at most --max_length tokens. No piece ends within a medium."""
+        ids, limit = document.ids, self.options.max_length or document.length
+        sizes = np.ones(len(ids), np.int64)
+        starts = np.ones(len(ids), bool)  # whether a piece may start at a token
+        for medium in document.media:
+            start, stop = self._span(ids, medium.place)
+            sizes[medium.place] = medium.plan.length
+            starts[start + 1 : stop] = False
+        ends, cuts = np.concatenate([[0], np.cumsum(sizes)]), [0]
+        while ends[-1] - ends[cuts[-1]] > limit:
+            after = int(np.searchsorted(ends, ends[cuts[-1]] + limit, side="right")) - 1
+            while after > cuts[-1] and not starts[after]:
+                after -= 1
+            if after == cuts[-1]:
+                raise UnusableRow(f"an image or video has more tokens than --max_length {limit}")
+            cuts.append(after)
+        return [
+            _Document(
+                ids[first:last],
+                _slice(document.runs, first, last),
+                (0, last - first),
+                media=tuple(
+                    medium._replace(place=medium.place - first)
+                    for medium in document.media
+                    if first <= medium.place < last
+                ),
+            )
+            for first, last in pairwise([*cuts, len(ids)])
+        ]
+
     def _truncate(self, document: _Document) -> _Document:
-        ids, runs, (start, end), prompt = document
+        ids, runs, (start, end), prompt, media = document
         limit = self.options.max_length
-        if limit is None or (excess := len(ids) - limit) <= 0:
+        if limit is None or (excess := document.length - limit) <= 0:
             return document
         if self.options.truncation_strategy == "delete":
-            raise UnusableRow(f"longer than --max_length {limit}", tokens=len(ids))
+            raise UnusableRow(f"longer than --max_length {limit}", tokens=document.length)
         if excess >= end - start:
             raise UnusableRow(
-                f"longer than --max_length {limit} even without all text that may be truncated", tokens=len(ids)
+                f"longer than --max_length {limit} even without all text that may be truncated", tokens=document.length
             )
         left = self.options.truncation_strategy == "left"
         cut = start if left else end - excess
+        for medium in media:
+            first, after = self._span(ids, medium.place)
+            if cut < after and first < cut + excess:
+                raise UnusableRow(
+                    f"longer than --max_length {limit}, and truncation would cut an image or video",
+                    tokens=document.length,
+                )
+        media = tuple(medium._replace(place=medium.place - excess * (medium.place >= cut)) for medium in media)
         ids = np.concatenate([ids[:cut], ids[cut + excess :]])
         runs = _slice(runs, 0, cut) + _slice(runs, cut + excess, len(ids) + excess)
-        return _Document(ids, runs, (start, end - excess), max(prompt - excess, 0) if left else prompt)
+        return _Document(ids, runs, (start, end - excess), max(prompt - excess, 0) if left else prompt, media)
 
     def _check_answers(self, documents: list[_Document]) -> None:
         for document in documents:

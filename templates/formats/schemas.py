@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..json_types import Json, JsonObject
+from .medium import Medium
 
 Stage = Literal[
     "sft", "pt", "preference", "kto", "seq_cls", "embedding", "reranker", "prompts", "answered", "asked"
@@ -40,7 +41,10 @@ RESERVED = {
     "self", "compiled_template", "conversations", "messages", "tools", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 }  # fmt: skip
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = (
+    "images", "image", "videos", "video", "audios", "audio",
+    *(f"{part}_{kind}" for part in ("rejected", "positive", "negative") for kind in ("images", "videos", "audios")),
+)  # fmt: skip
 ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
@@ -115,6 +119,7 @@ class Conversation:
     weights: list[float | None]
     tools: list[JsonObject] | None = None
     template_kwargs: JsonObject = field(default_factory=dict)
+    media: list[Medium] = field(default_factory=list)  # in the order of their sentinels in the messages' contents
 
     def add_system(self, system: str) -> None:
         """Insert a system prompt if there is none."""
@@ -125,7 +130,7 @@ class Conversation:
 
 def to_text(row: JsonObject) -> str:
     """Return the text of a row for pre-training: a text column, or a single assistant message."""
-    row = drop_missing(row)
+    row = require_text_only(row)
     if text := next((column for column in TEXT if column in row), None):
         return require_string(row[text], text)
     if not any(column in row for column in QUERY) and (response := _one_of(row, RESPONSE)) is not None:
@@ -195,11 +200,12 @@ def with_columns(conversation: Conversation, row: JsonObject) -> Conversation:
             raise UnusableRow(f"its tools hold {json_type(tool)}, where objects (JSON schemas) are expected")
         tools.append(tool)
     conversation.tools = tools or conversation.tools
-    conversation.template_kwargs = _template_kwargs(row)
+    conversation.template_kwargs = template_kwargs(row)
     return conversation
 
 
-def _template_kwargs(row: JsonObject) -> JsonObject:
+def template_kwargs(row: JsonObject) -> JsonObject:
+    """Return the arguments of the chat template that a row sets."""
     column = "chat_template_kwargs"
     kwargs = None if is_missing(row.get(column)) else parse_json(row[column], column)
     if kwargs is None:
@@ -233,7 +239,7 @@ def require_text_only(row: JsonObject) -> JsonObject:
     """Return the columns that have a value. Raises UnusableRow for a row with images, videos or audio."""
     for column in MEDIA:
         if row.get(column):
-            raise UnusableRow(f"it has {column}, and this version trains on text only")
+            raise UnusableRow(f"it has {column}, and this model has no vision tower")
     return drop_missing(row)
 
 
@@ -349,7 +355,7 @@ def _text_of_block(block: Json) -> str:
     if not isinstance(kind, str):
         raise UnusableRow(f"the content of a message is a list of objects without a type; expected is text, {BLOCKS}")
     if kind != "text":
-        raise UnusableRow(f"a message has {kind[:40]} content, and this version trains on text only")
+        raise UnusableRow(f"a message has {kind[:40]} content, and this model has no vision tower")
     return require_string(block.get("text"), "text")
 
 

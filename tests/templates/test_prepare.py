@@ -342,7 +342,7 @@ def test_other_errors_of_the_disk_are_passed_on(data, make_tokenizer, monkeypatc
 
 
 def test_an_error_ends_the_processes_at_work(data, make_tokenizer, monkeypatch):
-    def full(folder, batches):
+    def full(folder, batches, schema):
         next(batches)
         raise OSError(errno.ENOSPC, "No space left on device")
 

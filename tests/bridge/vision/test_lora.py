@@ -44,6 +44,6 @@ def test_peft_gives_the_same_loss(case, tmp_path_factory):
     packs = torch.load(folder / "reference.pt", weights_only=False)["packs"]
     before = reference.mean_loss(model, packs)
     after = reference.mean_loss(PeftModel.from_pretrained(model, folder / "adapter"), packs)
-    assert abs(after - before) > 1e-2
+    assert abs(after - before) > 1e-3
     assert math.isclose(trained, after, rel_tol=2e-6)
     assert math.isclose(loaded, after, rel_tol=2e-6)

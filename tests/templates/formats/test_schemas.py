@@ -119,7 +119,7 @@ def test_loss_of_a_message():
         ),
         ({"messages": "[" * 100_000}, "its messages is JSON that is nested too deeply"),
         ({"query": "q", "response": "a", "history": [["q"]]}, "its history is not a list of .query, response."),
-        ({"messages": TURN, "images": ["a.png"]}, "it has images, and this version trains on text only"),
+        ({"messages": TURN, "images": ["a.png"]}, "it has images, and this model has no vision tower"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message has image content"),
         ({"messages": [TURN[0], {**TURN[1], "loss": "no"}]}, "a message's loss is 'no'"),
         (

@@ -1,0 +1,107 @@
+"""Division of a micro batch's images and videos among the ranks of a replica, and decoding of this rank's."""
+
+import logging
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import torch
+
+from ..dataset.store import PlacedMedium
+from ..formats.medium import MediaKind
+from ..formats.schemas import UnusableRow
+from ..media.processor import VisionProcessor
+from .media_batch import MediaBatch
+
+logger = logging.getLogger(__name__)
+
+
+def assign_encoders(costs: Sequence[int], ranks: int) -> np.ndarray:
+    """Return the rank that encodes each medium: the costliest first, each to the rank with the least to do.
+
+    A pure function, so that all ranks agree. Graham 1969, longest processing time first.
+    """
+    encoders = np.zeros(len(costs), np.int64)
+    loads = [(0, rank) for rank in range(ranks)]
+    heapify(loads)
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        load, rank = heappop(loads)
+        encoders[number] = rank
+        heappush(loads, (load + costs[number], rank))
+    return encoders
+
+
+class MicroBatchMedia:
+    """Media of a micro batch in the order of MediaBatch, with the patches of those that this rank encodes.
+
+    documents: media of each document, in order
+    Every rank checks the headers of all media, so that all agree on the documents without loss: those with a file that
+    is missing, truncated or changed. A medium that still cannot be decoded is grey. Only the rank that decodes it
+    knows, so its document has no loss if that rank encodes alone, and keeps its loss if not.
+    Raises ValueError for any of these with `strict`.
+    """
+
+    def __init__(
+        self, vision: VisionProcessor, documents: Sequence[Sequence[PlacedMedium]], rank: int, ranks: int, strict: bool
+    ):
+        self.vision, self.rank, self.ranks, self.strict = vision, rank, ranks, strict
+        pairs = [(number, medium) for number, media in enumerate(documents) for medium in media]
+        self.media = sorted(pairs, key=lambda pair: pair[1].plan.kind == "video")  # stable
+        self.encoders = assign_encoders([vision.cost(medium.plan.grid) for _, medium in self.media], ranks)
+        self.broken_documents: set[int] = set()
+        self.broken_media = 0
+        self._patches: dict[MediaKind, list[np.ndarray]] = {"image": [], "video": []}
+        for (document, medium), encoder in zip(self.media, self.encoders.tolist(), strict=True):
+            self._read(document, medium, is_encoded=encoder == rank)
+
+    def _read(self, document: int, placed: PlacedMedium, *, is_encoded: bool) -> None:
+        plan, medium = placed.plan, placed.medium
+        assert medium is not None
+        patches, reason = None, ""
+        try:
+            if self.vision.plan(medium).grid != plan.grid:
+                reason = "has another size than when the data was prepared"
+        except UnusableRow as error:
+            reason = str(error)
+        if reason:
+            self.broken_documents.add(document)
+        if not is_encoded:
+            return
+        if not reason:
+            try:
+                patches = self.vision.patches(medium, plan.grid)
+            except UnusableRow as error:
+                reason = str(error)
+                if self.ranks == 1:
+                    self.broken_documents.add(document)
+        if reason:
+            name = medium.source if isinstance(medium.source, str) and len(medium.source) < 300 else "a row's"
+            message = f"{name}: {medium.kind} cannot be used: {reason}"
+            if self.strict:
+                raise ValueError(f"{message} (--strict true)")
+            logger.warning("%s. Its document has no loss", message)
+            self.broken_media += 1
+        self._patches[plan.kind].append(self.vision.grey_patches(plan.kind, plan.grid) if patches is None else patches)
+
+    def tokens(self, rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return row and position of each visual token, from row and start of each document: int64 [visual tokens]."""
+        places = [
+            starts[document] + medium.place + self.vision.visual_offsets(medium.plan) for document, medium in self.media
+        ]
+        counts = [medium.plan.tokens for _, medium in self.media]
+        return np.repeat([rows[document] for document, _ in self.media], counts), np.concatenate(places)
+
+    def batch(self, context_ranks: np.ndarray, positions: np.ndarray) -> MediaBatch:
+        return MediaBatch(
+            grids=torch.tensor([medium.plan.grid for _, medium in self.media], dtype=torch.int64),
+            encoders=torch.from_numpy(self.encoders),
+            image_pixels=self._pixels("image"),
+            video_pixels=self._pixels("video"),
+            context_ranks=torch.from_numpy(context_ranks),
+            positions=torch.from_numpy(positions),
+            broken_media=self.broken_media,
+        )
+
+    def _pixels(self, kind: MediaKind) -> torch.Tensor:
+        empty = np.empty((0, self.vision.patch_values(kind)), np.uint8)
+        return torch.from_numpy(np.concatenate([empty, *self._patches[kind]]))

@@ -1,0 +1,242 @@
+"""Rows with images and videos: their conversation or text, with the media in order.
+
+- columns `images` and `videos` (also singular), with the tags `<image>` and `<video>` in any message; media without a
+  tag come before the first message of the user
+- blocks of OpenAI (`image_url`, `video_url`), Anthropic (`image` with a `source`) and transformers (`image`, `video`)
+- `<img>path</img>`, `<video>path</video>`
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..json_types import Json, JsonObject
+from .medium import SENTINELS, MediaKind, Medium, has_sentinels
+from .schemas import (
+    MEDIA,
+    MESSAGES,
+    STRUCTURED,
+    Conversation,
+    UnusableRow,
+    drop_missing,
+    parse_json,
+    require_string,
+    template_kwargs,
+    to_conversation,
+    to_text,
+)
+
+COLUMNS: dict[MediaKind, tuple[str, ...]] = {"image": ("images", "image"), "video": ("videos", "video")}
+BLOCKS: dict[str, MediaKind] = {
+    "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"
+}  # fmt: skip
+# A block becomes a tag with the number of its source, until all texts of the row are known.
+OPEN, CLOSE = "\ufdd2", "\ufdd3"
+TAG = re.compile(
+    rf"<img>(?P<image>.+?)</img>|<video>(?P<video>[^<]+)</video>|<(?P<tag>image|video|audio)>|"
+    rf"{OPEN}(?P<block>\d+){CLOSE}",
+    re.DOTALL,
+)
+LIMITS = ("max_pixels", "min_pixels", "fps")
+FEW_STAGES = "images and videos are for sft and pt in this version"
+
+
+@dataclass
+class MediaRow:
+    """Row without its media, and these."""
+
+    row: JsonObject
+    columns: dict[MediaKind, list[Json]]  # of its columns
+    blocks: list[tuple[MediaKind, Json]]  # of blocks within messages; source None: the next of the columns
+    objects: JsonObject | None  # regions of images, to be named in the texts
+    limits: JsonObject
+
+
+@dataclass
+class _Texts:
+    """Texts with sentinels, and the media found there."""
+
+    columns: dict[MediaKind, list[Json]]
+    blocks: list[tuple[MediaKind, Json]]
+    places: list[list[tuple[MediaKind, Json]]] = field(default_factory=list)  # of each text; source None: the columns'
+
+    def place(self, text: str) -> str:
+        """Return a text with a sentinel for each medium."""
+        if has_sentinels(text):
+            raise UnusableRow("a text has a character that Unicode reserves (U+FDD0 or U+FDD1): remove it")
+        places: list[tuple[MediaKind, Json]] = []
+        self.places.append(places)
+
+        def replace(match: re.Match[str]) -> str:
+            if match["tag"] == "audio":
+                raise UnusableRow("it has an <audio> tag, and this version trains on images and videos only")
+            if match["block"]:
+                if int(match["block"]) >= len(self.blocks):
+                    raise UnusableRow("a text has a character that Unicode reserves (U+FDD2): remove it")
+                kind, source = self.blocks[int(match["block"])]
+            else:
+                kind: MediaKind = "video" if match["video"] or match["tag"] == "video" else "image"
+                source = match["image"] or match["video"]
+            places.append((kind, source))
+            return SENTINELS[kind]
+
+        return TAG.sub(replace, text)
+
+    def media(self, first: int, limits: JsonObject) -> tuple[str, list[Medium]]:
+        """Return the sentinels to put before text `first`, and all media in order."""
+        before: list[tuple[MediaKind, Json]] = []
+        for kind, sources in self.columns.items():
+            tags = sum(tag == kind and source is None for places in self.places for tag, source in places)
+            if tags > len(sources):
+                raise UnusableRow(f"it has more <{kind}> tags than {kind}s")
+            before.extend((kind, None) for _ in range(len(sources) - tags))
+        self.places[first][:0] = before
+        sources = {kind: iter(sources) for kind, sources in self.columns.items()}
+        media = [
+            Medium(kind, next(sources[kind]) if source is None else source, limits)
+            for places in self.places
+            for kind, source in places
+        ]
+        return "".join(SENTINELS[kind] for kind, _ in before), media
+
+
+def split_media(row: JsonObject) -> MediaRow:
+    """Separate a row's media from its texts."""
+    row = type(row)(row)
+    for column in MEDIA:
+        if row.get(column) and not any(column in names for names in COLUMNS.values()):
+            raise UnusableRow(
+                f"it has {column}, and this version trains on images and videos only"
+                if column.startswith("audio")
+                else f"it has {column}: {FEW_STAGES}"
+            )
+    columns: dict[MediaKind, list[Json]] = {
+        kind: [source for name in names for source in _sources(row, name)] for kind, names in COLUMNS.items()
+    }
+    for names in (*COLUMNS.values(), MEDIA):
+        for name in names:
+            row.pop(name, None)
+    blocks: list[tuple[MediaKind, Json]] = []
+    for name in (*MESSAGES, "prompt"):
+        if name in row:
+            messages = row[name]
+            with suppress(ValueError, RecursionError):  # refused later, with a reason
+                messages = json.loads(messages) if isinstance(messages, str) and '"type"' in messages else messages
+            if isinstance(messages, list):
+                row[name] = [_with_tags(message, blocks) for message in messages]
+    kwargs = template_kwargs(drop_missing(row))
+    limits = {name: _number(kwargs[name], name) for name in LIMITS if kwargs.get(name) is not None}
+    return MediaRow(row, columns, blocks, _objects(row.pop("objects", None)), limits)
+
+
+def has_media(row: JsonObject) -> bool:
+    """Return whether a row has images, videos or audio, in columns or blocks."""
+    if any(row.get(column) for column in MEDIA):
+        return True
+    return any(
+        isinstance(block, dict) and block.get("type") in BLOCKS
+        for name in STRUCTURED
+        if isinstance(messages := row.get(name), list)
+        for message in messages
+        if isinstance(message, dict) and isinstance(content := message.get("content"), list)
+        for block in content
+    )
+
+
+def to_media_conversation(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
+    """Return the conversation of a row, with its media, and its objects."""
+    media_row = split_media(row)
+    conversation = to_conversation(media_row.row)
+    texts = _Texts(media_row.columns, media_row.blocks)
+    messages = [{**message, "content": texts.place(message["content"])} for message in conversation.messages]
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    before, conversation.media = texts.media(first, media_row.limits)
+    messages[first]["content"] = before + messages[first]["content"]
+    conversation.messages = messages
+    return conversation, media_row.objects
+
+
+def to_media_text(row: JsonObject) -> tuple[str, list[Medium]]:
+    """Return the text of a row for pre-training, with its media."""
+    media_row = split_media(row)
+    if media_row.objects:
+        raise UnusableRow("it has objects, which are for conversations: use megatron sft")
+    texts = _Texts(media_row.columns, media_row.blocks)
+    text = texts.place(to_text(media_row.row))
+    before, media = texts.media(0, media_row.limits)
+    return before + text, media
+
+
+def media_of(row: JsonObject, *, is_plain: bool) -> list[Medium]:
+    """Return the media of a row in order.
+
+    is_plain: whether the row is a text for pre-training
+    """
+    return to_media_text(row)[1] if is_plain else to_media_conversation(row)[0].media
+
+
+def _sources(row: JsonObject, column: str) -> Sequence[Json]:
+    """Return the media of a column: a list, one alone, or a list as JSON (CSV)."""
+    value = row.get(column)
+    if isinstance(value, str) and value.startswith("["):
+        value = parse_json(value, column)
+    if value is None or value in ("", []):
+        return []
+    sources = value if isinstance(value, list) else [value]
+    if any(source is None or source == "" for source in sources):
+        raise UnusableRow(f"its {column} has an empty value")
+    return sources
+
+
+def _with_tags(message: Json, blocks: list[tuple[MediaKind, Json]]) -> Json:
+    """Return a message whose blocks are text with tags. Appends the media of its blocks to `blocks`."""
+    if not isinstance(message, dict):
+        return message
+    key = next((key for key in ("content", "value") if isinstance(message.get(key), list)), None)
+    if key is None:
+        return message
+    if not any(isinstance(block, dict) and block.get("type") in BLOCKS for block in message[key]):
+        return message
+    parts = []
+    for block in message[key]:
+        kind = BLOCKS.get(str(block.get("type"))) if isinstance(block, dict) else None
+        if kind is None:
+            is_text = isinstance(block, dict) and block.get("type") == "text"
+            if not is_text:
+                name = block.get("type") if isinstance(block, dict) else type(block).__name__
+                raise UnusableRow(f"a message has {str(name)[:40]} content; text, images and videos are expected")
+            parts.append(require_string(block.get("text"), "text"))
+            continue
+        blocks.append((kind, _source_of_block(block)))
+        parts.append(f"{OPEN}{len(blocks) - 1}{CLOSE}")
+    return {**message, key: "".join(parts)}
+
+
+def _source_of_block(block: JsonObject) -> Json:
+    """Return the source of an image or video block; None if it stands for the next medium of the columns."""
+    values = (block.get(key) for key in (block["type"], "image_url", "image", "video", "source", "url", "path"))
+    value = next((value for value in values if value is not None), None)
+    if not isinstance(value, dict) or value.get("bytes") is not None or value.get("path") is not None:
+        return value
+    if isinstance(data := value.get("data"), str):  # Anthropic's
+        return f"data:{value.get('media_type', '')};base64,{data}"
+    if isinstance(url := value.get("url"), str):
+        return url
+    raise UnusableRow(f"a message has a block of the type {block['type']} without an image or video")
+
+
+def _objects(value: Json) -> JsonObject | None:
+    objects = parse_json(value, "objects")
+    if objects is None:
+        return None
+    if not isinstance(objects, dict):
+        raise UnusableRow('its objects are not an object of lists, as in {"ref": [...], "bbox": [...]}')
+    return objects if objects.get("ref") or objects.get("bbox") else None
+
+
+def _number(value: Json, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UnusableRow(f"its chat_template_kwargs set {name}, which is no number above 0")
+    return value

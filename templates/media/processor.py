@@ -1,0 +1,331 @@
+"""Images and videos as a vision-language model takes them: sizes, tokens, patches and positions.
+
+Sizes, tokens and positions come from headers by arithmetic, and equal those of transformers' processors and models.
+Patches are uint8: the device subtracts `mean` and divides by `std`, which gives transformers' values bit by bit.
+families.py lists the families.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..formats.medium import MediaKind, Medium
+from ..formats.schemas import UnusableRow
+from ..options import MediaOptions
+from ..tokenizer import Tokenizer
+from .families import FAMILIES
+from .images import image_size, open_image
+from .limits import MediaLimits, requested_values, resolve_limits
+from .videos import VideoInfo, read_frames, sample_even, sample_floor, video_info
+
+if TYPE_CHECKING:
+    import torch
+
+Grid = tuple[int, int, int]  # time, height and width in patches
+CHANNELS = 3
+INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # torchvision's names of PIL's numbers
+
+
+class MediaPlan(NamedTuple):
+    """Size of an image or video for the model."""
+
+    kind: MediaKind
+    grid: Grid
+    tokens: int  # visual tokens
+    time_step: int = 1  # between the positions of a video's patches of time
+    expansion: np.ndarray | None = None  # int32: ids that replace the placeholder; None: `tokens` placeholders
+
+    @property
+    def length(self) -> int:
+        """Number of ids that replace the placeholder."""
+        return self.tokens if self.expansion is None else len(self.expansion)
+
+
+class VisionProcessor:
+    """Processor of a checkpoint's images and videos.
+
+    Raises ValueError if the checkpoint's processor cannot be read, or if an option or variable does not fit.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: MediaOptions):
+        config = _read(folder / "config.json")
+        self.model_type: str = config["model_type"]
+        self.family = FAMILIES[self.model_type]
+        self._sample = sample_even if self.family.has_timestamps else sample_floor
+        self.allow_private = options.allow_private_media_urls
+        image, video = _load_processors(folder)
+        self.patch_size: int = image.patch_size
+        self.merge_size: int = image.merge_size
+        self.temporal_patch_size: int = image.temporal_patch_size
+        self.resample = int(image.resample)
+        self.mean = tuple(float(value) for value in image.image_mean)  # of values from 0 to 1
+        self.std = tuple(float(value) for value in image.image_std)
+        configs = [
+            {**vars(processor), "size": {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")}}
+            for processor in (image, video)
+        ]
+        for name in ("fps", "min_frames", "max_frames", "cap_pixels_per_frame", "max_video_tokens"):
+            configs[1][name] = getattr(video, name, None)
+        self.limits = resolve_limits(
+            options, configs[0], configs[1], self.factor**2, video_volume=self.family.has_timestamps
+        )
+        self.norm_bbox = options.norm_bbox or self.family.norm_bbox
+        self.bbox_format = requested_values(options).get("QWENVL_BBOX_FORMAT", "legacy")
+        self.image_token_id: int = config["image_token_id"]
+        self.video_token_id: int = config["video_token_id"]
+        self._vision: Mapping[str, Any] = config.get("vision_config") or {}
+        # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
+        self._tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
+        self._tokenizer = tokenizer
+        self._timestamps: dict[str, list[int]] = {}
+        self.chat_template = _chat_template(folder)
+
+    @classmethod
+    def open(cls, folder: Path, tokenizer: Tokenizer, options: MediaOptions) -> "VisionProcessor | None":
+        """Return the processor of a checkpoint, or None if its model_type has none here."""
+        config = _read(folder / "config.json")
+        return cls(folder, tokenizer, options) if config.get("model_type") in FAMILIES else None
+
+    @property
+    def factor(self) -> int:
+        """Side of a visual token in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """All that determines the tokens of images and videos."""
+        tokens = self.image_token_id, self.video_token_id, self._tokens_per_second
+        sizes = self.patch_size, self.merge_size, self.temporal_patch_size
+        return [self.model_type, *astuple(self.limits), *tokens, *sizes, self.norm_bbox, self.bbox_format]
+
+    def placeholder_id(self, kind: MediaKind) -> int:
+        return self.image_token_id if kind == "image" else self.video_token_id
+
+    @cached_property
+    def wrapper_ids(self) -> frozenset[int]:
+        """Tokens directly around a placeholder, which belong to the medium."""
+        tokens = self._tokenizer.encode("<|vision_start|><|vision_end|>", add_special_tokens=False)
+        return frozenset(tokens) if len(tokens) == 2 else frozenset()
+
+    def placeholder_text(self, kind: MediaKind) -> str:
+        """Return the text of a medium where there is no chat template: in pre-training."""
+        return f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+
+    def plan(self, medium: Medium) -> MediaPlan:
+        """Return the size of an image or video, from its header. Raises UnusableRow with the reason."""
+        limits = self.limits.of_row(medium.limits)
+        if medium.kind == "image":
+            height, width = self.resized(*image_size(medium.source, allow_private=self.allow_private), limits)
+            grid = 1, height // self.patch_size, width // self.patch_size
+            return MediaPlan("image", grid, self.tokens(grid))
+        info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
+        indices = self._sample(info, limits, self.temporal_patch_size)
+        height, width = self._resized_frame(len(indices), info.height, info.width, limits)
+        time = -(-len(indices) // self.temporal_patch_size)
+        grid = time, height // self.patch_size, width // self.patch_size
+        if self.family.has_timestamps:
+            expansion = self._with_timestamps(grid, indices, info.fps)
+            return MediaPlan("video", grid, self.tokens(grid), expansion=expansion)
+        return MediaPlan("video", grid, self.tokens(grid), self._time_step(info, len(indices)))
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the number of visual tokens of a grid."""
+        return math.prod(grid) // self.merge_size**2
+
+    def patches(self, medium: Medium, grid: Grid) -> np.ndarray:
+        """Return the decoded patches of a planned medium: uint8 [patches, values]. Raises UnusableRow.
+
+        values: channels x patch x patch of an image, channels x temporal patch x patch x patch of a video
+        """
+        import torch
+
+        _, height, width = grid
+        size = height * self.patch_size, width * self.patch_size
+        if medium.kind == "image":
+            image = open_image(medium.source, allow_private=self.allow_private)
+            frames = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+            return self._cut(self._resize(frames, size), 1)
+        limits = self.limits.of_row(medium.limits)
+        info = video_info(medium.source, limits.fps, allow_private=self.allow_private)
+        indices = self._sample(info, limits, self.temporal_patch_size)
+        frames = self._resize(read_frames(medium.source, indices, allow_private=self.allow_private), size)
+        if missing := -len(frames) % self.temporal_patch_size:
+            frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+        return self._cut(frames, self.temporal_patch_size)
+
+    def grey_patches(self, kind: MediaKind, grid: Grid) -> np.ndarray:
+        """Return patches in place of a medium that cannot be decoded."""
+        return np.full((math.prod(grid), self.patch_values(kind)), 128, np.uint8)
+
+    def patch_values(self, kind: MediaKind) -> int:
+        """Return the number of values of a patch."""
+        return CHANNELS * self.patch_size**2 * (self.temporal_patch_size if kind == "video" else 1)
+
+    def rope_positions(self, length: int, media: Iterable[tuple[int, MediaPlan]]) -> np.ndarray:
+        """Return the positions of a document in time, height and width: int64 [3, length].
+
+        media: place of each medium in the document, and its size, in order
+        """
+        positions = np.empty((3, length), np.int64)
+        token = position = 0
+        for start, plan in media:
+            for offset, (time, height, width) in self.blocks(plan):
+                block = start + offset
+                positions[:, token:block] = position + np.arange(block - token)
+                position += block - token
+                token = block + time * height * width
+                axes = np.indices((time, height, width)).reshape(3, -1)
+                axes[0] *= plan.time_step
+                positions[:, block:token] = position + axes
+                position += max(height, width)
+        positions[:, token:] = position + np.arange(length - token)
+        return positions
+
+    def blocks(self, plan: MediaPlan) -> list[tuple[int, Grid]]:
+        """Return the blocks of visual tokens of a medium: first token after its place, and size in tokens."""
+        time, height, width = plan.grid[0], plan.grid[1] // self.merge_size, plan.grid[2] // self.merge_size
+        if plan.expansion is None:
+            return [(0, (time, height, width))]
+        visual = np.flatnonzero(plan.expansion == self.placeholder_id(plan.kind))
+        return [(int(first), (1, height, width)) for first in visual[:: height * width]]
+
+    def visual_offsets(self, plan: MediaPlan) -> np.ndarray:
+        """Return the offsets of a medium's visual tokens from its place: int64 [tokens]."""
+        if plan.expansion is None:
+            return np.arange(plan.tokens)
+        return np.flatnonzero(plan.expansion == self.placeholder_id(plan.kind))
+
+    def cost(self, grid: Grid) -> int:
+        """Return the relative time to encode a medium: products of matrices, and attention within frames or windows."""
+        vision = self._vision
+        depth, hidden = vision.get("depth", 32), vision.get("embed_dim") or vision.get("hidden_size", 1280)
+        inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+        time, height, width = grid
+        frame, patches = height * width, time * height * width
+        whole, window = depth, 0
+        if full := vision.get("fullatt_block_indexes"):
+            whole = len(full)
+            window = min((vision.get("window_size", 112) // self.patch_size) ** 2, frame)
+        matrices = depth * (8 * hidden * hidden + 6 * hidden * inner)
+        attention = 4 * hidden * (whole * frame + (depth - whole) * window)
+        return patches * (matrices + attention)
+
+    def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the size of an image after resizing, as transformers' `smart_resize` of Qwen2-VL."""
+        return self._smart_resize(1, 1, height, width, limits.min_pixels, limits.max_pixels, limits.max_ratio)
+
+    def _resized_frame(self, frames: int, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:
+        """Return the size of a video's frames after resizing, as `smart_resize` of Qwen2-VL or Qwen3-VL."""
+        least, most = limits.video_min_pixels, limits.video_max_pixels
+        if not limits.video_volume:
+            if total := limits.video_total_pixels:
+                most = max(min(most, total * self.temporal_patch_size // frames), int(least * 1.05))
+            return self._smart_resize(1, 1, height, width, least, most, limits.max_ratio)
+        if limits.frame_min_pixels:
+            least = limits.frame_min_pixels * frames
+        if limits.frame_max_pixels:
+            most = max(min(limits.frame_max_pixels, most // frames), int(limits.video_min_pixels * 1.05)) * frames
+        if frames < self.temporal_patch_size:
+            raise UnusableRow(f"a video has fewer than {self.temporal_patch_size} frames")
+        if min(height, width) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        time = round(frames / self.temporal_patch_size) * self.temporal_patch_size
+        return self._smart_resize(frames, time, height, width, least, most, limits.max_ratio)
+
+    def _smart_resize(
+        self, frames: int, time: int, height: int, width: int, least: int, most: int, max_ratio: float
+    ) -> tuple[int, int]:
+        factor = self.factor
+        if max(height, width) / min(height, width) > max_ratio:
+            raise UnusableRow(f"an image or video is more than {max_ratio:g} times as long as it is wide (or high)")
+        new_height, new_width = (round(side / factor) * factor for side in (height, width))
+        if time * new_height * new_width > most:
+            shrink = math.sqrt(frames * height * width / most)
+            return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+        if time * new_height * new_width < least:
+            growth = math.sqrt(least / (frames * height * width))
+            return tuple(math.ceil(side * growth / factor) * factor for side in (height, width))  # type: ignore[return-value]
+        return new_height, new_width
+
+    def _with_timestamps(self, grid: Grid, indices: Sequence[int], fps: float) -> np.ndarray:
+        """Return the ids of a video whose patches of time follow their times as text."""
+        size = self.temporal_patch_size
+        indices = [*indices, *[indices[-1]] * (-len(indices) % size)]
+        times = [(indices[i] / fps + indices[i + size - 1] / fps) / 2 for i in range(0, len(indices), size)]
+        tokens = grid[1] * grid[2] // self.merge_size**2
+        start, end = self._tokenizer.encode("<|vision_start|><|vision_end|>", add_special_tokens=False)
+        ids = [
+            token
+            for time in times
+            for token in (*self._timestamp(f"<{time:.1f} seconds>"), start, *[self.video_token_id] * tokens, end)
+        ]
+        return np.array(ids, np.int32)
+
+    def _timestamp(self, text: str) -> list[int]:
+        if text not in self._timestamps:
+            self._timestamps[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._timestamps[text]
+
+    def _time_step(self, info: VideoInfo, frames: int) -> int:
+        if self._tokens_per_second is None:
+            return 1
+        sampled_fps = info.fps if info.is_list and frames == info.frames else frames / info.frames * info.fps
+        # transformers passes the seconds of a patch of time as fp32, and cuts them to whole ones.
+        return int(self._tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))
+
+    def _resize(self, frames: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
+        """Resize frames as transformers' torchvision processors do: uint8 [frames, channels, height, width]."""
+        from torchvision.transforms.v2 import functional
+
+        interpolation = INTERPOLATIONS[self.resample]
+        return functional.resize(frames, list(size), interpolation=functional.InterpolationMode(interpolation))
+
+    def _cut(self, frames: "torch.Tensor", depth: int) -> np.ndarray:
+        """Return the patches of frames in the order of the tower: those of a visual token follow each other."""
+        number, channels, height, width = frames.shape
+        merge, patch = self.merge_size, self.patch_size
+        shape = number // depth, depth, channels, height // patch // merge, merge, patch
+        cut = frames.reshape(*shape, width // patch // merge, merge, patch)
+        # [time, height, width, height in token, width in token, channel, depth, height in patch, width in patch]
+        return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * depth * patch * patch).numpy()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}). Copy it again from the original checkpoint.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _load_processors(folder: Path) -> tuple[Any, Any]:
+    """Return transformers' image and video processor of a checkpoint, of which the settings are read."""
+    from transformers import AutoImageProcessor, AutoVideoProcessor
+
+    loaded = []
+    for kind in (AutoImageProcessor, AutoVideoProcessor):
+        try:
+            loaded.append(kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        except Exception as error:  # transformers raises many types
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"{folder}: its processor of images cannot be read ({reason}). Copy preprocessor_config.json, "
+                "processor_config.json and video_preprocessor_config.json, as far as the original checkpoint has them."
+            ) from error
+    return loaded[0], loaded[1]
+
+
+def _chat_template(folder: Path) -> str | None:
+    """Return the chat template of a processor in its earlier form, which goes before the tokenizer's."""
+    file = folder / "chat_template.json"
+    if (folder / "chat_template.jinja").is_file() or not file.is_file():
+        return None
+    template = _read(file).get("chat_template")
+    return template if isinstance(template, str) else None

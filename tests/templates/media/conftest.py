@@ -1,0 +1,43 @@
+"""Tiny vision-language checkpoints with their tokenizers and processors."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from megaswift.templates.media.processor import VisionProcessor
+from megaswift.templates.options import PrepareOptions
+from megaswift.templates.prepare import Prepared, prepare
+
+from tests import tiny_vision
+
+
+class Checkpoint(NamedTuple):
+    folder: Path
+    tokenizer: Any
+    processor: Any  # transformers'
+
+    def vision(self, **options) -> VisionProcessor:
+        processor = VisionProcessor.open(self.folder, self.tokenizer, PrepareOptions(**options))
+        assert processor
+        return processor
+
+    def prepare(self, stage="sft", **options) -> Prepared:
+        return prepare(PrepareOptions(**options), self.tokenizer, stage=stage, vision=self.vision(**options))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Return a function from the name of a family to its tiny checkpoint."""
+    made: dict[str, Checkpoint] = {}
+
+    def make(family: str) -> Checkpoint:
+        if family not in made:
+            from transformers import AutoProcessor, AutoTokenizer
+
+            folder = tiny_vision.FAMILIES[family](tmp_path_factory.mktemp(family))
+            made[family] = Checkpoint(
+                folder, AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+            )
+        return made[family]
+
+    return make

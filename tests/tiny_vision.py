@@ -1,0 +1,207 @@
+"""Tiny vision-language checkpoints with processors, made without a hub.
+
+Every tensor is random, dimensions differ from one another, and the vocabulary is odd, as in tests/tiny.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.bridge.families import VOCAB
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
+VOCABULARY = VOCAB + 100  # of the tokenizer; the model's is two rows larger
+
+# Those of the published checkpoints, without tools and without numbers of pictures.
+QWEN2_VL_TEMPLATE = """\
+{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}\
+{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}\
+<|vision_start|><|image_pad|><|vision_end|>\
+{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>\
+{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QWEN3_VL_TEMPLATE = """\
+{%- macro render(content) -%}
+    {%- if content is string -%}{{- content -}}
+    {%- else -%}
+        {%- for item in content -%}
+            {%- if item.type == 'image' or 'image' in item -%}<|vision_start|><|image_pad|><|vision_end|>
+            {%- elif item.type == 'video' or 'video' in item -%}<|vision_start|><|video_pad|><|vision_end|>
+            {%- elif 'text' in item -%}{{- item.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+
+def tokenizer():
+    """Return a byte-level BPE with the special tokens of Qwen's vision-language models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe: Any = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words = "user assistant system what colour is the shape? a red circle, a blue square, a picture of the sky."
+    bpe.train_from_iterator([words] * 10, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def picture(width: int, height: int, seed: int = 0):
+    """Return a random picture that is smooth enough for JPEG."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def qwen2_5_vl(folder: Path, seed: int = 0, tied: bool = False) -> Path:
+    """Write a tiny Qwen2.5-VL with its processor to a folder and return it."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+    from transformers import Qwen2VLImageProcessor as ImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
+    video_size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 96 * 28 * 28}
+    vocabulary = tokenizer()
+    processor = Qwen2_5_VLProcessor(
+        ImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, size=size),
+        vocabulary,
+        Qwen2VLVideoProcessor(patch_size=14, merge_size=2, temporal_patch_size=2, size=video_size),
+        chat_template=QWEN2_VL_TEMPLATE,
+    )
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config=_text(rope) | {"tie_word_embeddings": tied},
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 56,
+            "out_hidden_size": 48,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1, 3],
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "tokens_per_second": 2,
+        },
+        tie_word_embeddings=tied,
+        **_token_ids(vocabulary),
+    )
+    return _save(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
+
+
+def qwen3_vl(folder: Path, moe: bool = False, seed: int = 0, tied: bool = False) -> Path:
+    """Write a tiny Qwen3-VL, or Qwen3-VL-MoE, with its processor to a folder and return it."""
+    import transformers
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
+    video_size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 96 * 32 * 32}
+    half = [0.5] * 3
+    vocabulary = tokenizer()
+    processor = Qwen3VLProcessor(
+        Qwen2VLImageProcessor(
+            patch_size=16, merge_size=2, temporal_patch_size=2, size=size, image_mean=half, image_std=half
+        ),
+        vocabulary,
+        Qwen3VLVideoProcessor(patch_size=16, merge_size=2, temporal_patch_size=2, size=video_size),
+        chat_template=QWEN3_VL_TEMPLATE,
+    )
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    name = "Qwen3VLMoe" if moe else "Qwen3VL"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text(rope) | {"head_dim": 16, "tie_word_embeddings": tied} | (experts if moe else {}),
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 56,
+            "out_hidden_size": 48,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        tie_word_embeddings=tied,
+        **_token_ids(vocabulary),
+    )
+    return _save(folder, getattr(transformers, f"{name}ForConditionalGeneration"), config, processor, seed)
+
+
+FAMILIES = {
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": lambda folder, **options: qwen3_vl(folder, moe=True, **options),
+}
+
+
+def _text(rope: dict) -> dict:
+    return {
+        "vocab_size": VOCABULARY + 2,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": 0,
+        "rope_parameters": rope,
+    }
+
+
+def _token_ids(vocabulary) -> dict[str, int]:
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {name: vocabulary.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _save(folder: Path, kind, config, processor, seed: int) -> Path:
+    """Write a model in fp32 with every parameter random: matrices of std 0.2, norms about 1, biases too."""
+    model = kind._from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
+            parameter.copy_(noise + 1.0 if is_norm else noise)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return Path(folder)
