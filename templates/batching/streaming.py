@@ -60,7 +60,8 @@ class TokenStream:
         """Options that determine the documents."""
         options = self.encoder.options.first_options() | self.encoder.options.set_additions()
         names = [source.name if rows is None else f"{source.name}#{rows}" for source, rows in self.sources]
-        return {"--dataset": names, "--columns": self.encoder.columns} | {
+        vision = {"limits of images and videos": self.encoder.vision.fingerprint} if self.encoder.vision else {}
+        return {"--dataset": names, "--columns": self.encoder.columns, **vision} | {
             f"--{name}": value for name, value in options.items()
         }
 

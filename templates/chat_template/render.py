@@ -98,8 +98,7 @@ class Renderer:
 
     def __call__(self, row: JsonObject) -> list[Rendered]:
         """Return the samples of a row. Raises UnusableRow."""
-        if self.vision and self.stage not in UNGROUPED and has_media(row):
-            raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
+        self._check_media(row)
         match self.stage:
             case "sft":
                 return [([self._with_loss_weights(self._conversation(row))], [])]
@@ -132,6 +131,7 @@ class Renderer:
 
     def columns(self, row: JsonObject) -> bytes:
         """Return the row of a prompt as JSON, for reward functions, with the messages of the prompt."""
+        self._check_media(row)
         others = {name: value for name, value in drop_missing(row).items() if name not in MESSAGES}
         messages = self._prompt_conversation(row).messages
         return json.dumps(others | {"messages": messages}, ensure_ascii=False, default=str).encode()
@@ -144,6 +144,10 @@ class Renderer:
         if self.adds_non_thinking_prefix and not non_thinking_prefix(self.chat, Conversation([], [])):
             notes.append("--add_non_thinking_prefix: no effect, the chat template has no empty thought to add")
         return notes
+
+    def _check_media(self, row: JsonObject) -> None:
+        if self.vision and self.stage not in UNGROUPED and has_media(row):
+            raise UnusableRow(f"it has images or videos: {FEW_STAGES}")
 
     def _conversation(self, row: JsonObject) -> Conversation:
         """Return the conversation of a row, with its media and with its objects as text."""

@@ -12,6 +12,7 @@ from .store import Document, DroppedRows, TokenStore
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens
 SHOWN = 4000  # most characters of a document in the report
+MEDIA_REASONS = ("an image", "a video", "a URL of its media", "the host of a URL")  # the cache keeps these refusals
 NAMES: dict[Stage, tuple[str, ...]] = {  # names of a sample's documents; the last one repeats
     "preference": ("chosen", "rejected"),
     "kto": ("answer", "answer to another prompt"),
@@ -26,7 +27,11 @@ NAMES: dict[Stage, tuple[str, ...]] = {  # names of a sample's documents; the la
 
 def describe_source(name: str, rows: int, documents: int, dropped: DroppedRows) -> str:
     line = f"  {name}: {plural(rows, 'row')}, {plural(documents, 'sample')}"
-    return f"{line}; rows dropped:\n{dropped}" if dropped.counts else line
+    if not dropped.counts:
+        return line
+    is_media = any(reason.startswith(MEDIA_REASONS) for reason in dropped.counts)
+    note = "\n  After a repair of images or videos, set --load_from_cache_file false." if is_media else ""
+    return f"{line}; rows dropped:\n{dropped}{note}"
 
 
 def describe_store(store: TokenStore) -> str:

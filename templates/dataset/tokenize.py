@@ -241,8 +241,6 @@ class Encoder:
                 "its text has other placeholders than its images and videos: the chat template omits one of these, or "
                 "a message contains the literal <|image_pad|> or <|video_pad|>"
             )
-        if not media:
-            raise UnusableRow("its tokens are those of images, which such rows cannot have")
         placed = tuple(
             PlacedMedium(place, number, vision.plan(medium), medium)
             for number, (place, medium) in enumerate(zip(places, media, strict=True))

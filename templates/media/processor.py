@@ -77,8 +77,9 @@ class VisionProcessor:
         )
         self.norm_bbox = options.norm_bbox or self.family.norm_bbox
         self.bbox_format = requested_values(options).get("QWENVL_BBOX_FORMAT", "legacy")
-        self.image_token_id: int = config["image_token_id"]
-        self.video_token_id: int = config["video_token_id"]
+        self.image_token_id, self.video_token_id = (
+            config.get(f"{kind}_token_id") or _token_id(tokenizer, f"<|{kind}_pad|>") for kind in ("image", "video")
+        )
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
         self._tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
@@ -303,6 +304,13 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}). Copy it again from the original checkpoint.") from error
     return content if isinstance(content, dict) else {}
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    ids = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"the tokenizer has no {token}, which stands for media. Copy its files from the original.")
+    return ids[0]
 
 
 def _load_processors(folder: Path) -> tuple[Any, Any]:

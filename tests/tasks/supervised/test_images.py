@@ -179,8 +179,8 @@ def test_text_alone_and_language_model_only_build_no_tower(place):
     run = train(place, f"--model qwen3 {ALL}", data="text.jsonl")
     assert changed(run, place / "qwen3") == {"language"}
     assert '"images":' not in (run / "logging.jsonl").read_text()
-    said = megatron(place, f"sft --model qwen3 --dataset train.jsonl --language_model_only true {COMMON}", code=1)
-    assert "images" in said
+    flags = "--language_model_only true --strict true"
+    assert "vision tower" in megatron(place, f"sft --model qwen3 --dataset train.jsonl {flags} {COMMON}", code=1)
 
 
 def _text() -> dict[str, Any]:

@@ -19,7 +19,7 @@ ROWS = (61, 100, 23)  # of a file, of a folder of files, of a Parquet file of se
 class Encoder:
     """Row n gives no document, or one, or several pieces; piece p of it is document 10 n + p of `stopping`."""
 
-    options, columns, stage = TemplateOptions(), {}, "sft"
+    options, columns, stage, vision = TemplateOptions(), {}, "sft", None
 
     def __init__(self):
         self.encoded = 0  # rows

@@ -59,69 +59,64 @@ def test_each_token_is_in_its_place(checkpoint, rows: Path, layout: BatchLayout,
     shards = [micro_batches(made, rows, replace(layout, context_parallel_rank=rank), 3) for rank in range(size)]
     with_media = 0
     for parts in zip(*shards, strict=True):
-        first = parts[0]
+        first, placeholders = parts[0], [vision.image_token_id, vision.video_token_id]
         if first.media is None:
-            assert not any(
-                np.isin(part.tokens.numpy(), [vision.image_token_id, vision.video_token_id]).any() for part in parts
-            )
+            assert not any(np.isin(part.tokens.numpy(), placeholders).any() for part in parts)
             continue
         with_media += 1
-        local = first.tokens.shape[1]
-        tokens = torch.empty(len(first.tokens), local * size, dtype=torch.int64)
-        positions = torch.empty(3, *tokens.shape, dtype=torch.int64)
+        tokens, positions = _together(parts)
         for part in parts:
             assert part.rope_positions.shape == (3, *part.tokens.shape)
-            index = torch.arange(local) if part.cp_index is None else part.cp_index
-            tokens[:, index], positions[..., index] = part.tokens, part.rope_positions
-        media = first.media
-        for part in parts:
             for name in ("grids", "encoders", "context_ranks", "positions", "image_pixels", "video_pixels"):
-                assert torch.equal(getattr(part.media, name), getattr(media, name))
-        found = torch.stack([part.tokens.flatten() for part in parts])[media.context_ranks, media.positions]
-        counts = media.grids.prod(1) // 4
-        images = int((found == vision.image_token_id).sum())
-        assert found.tolist() == [vision.image_token_id] * images + [vision.video_token_id] * (len(found) - images)
-        assert (
-            len(found)
-            == counts.sum()
-            == int(np.isin(tokens.numpy(), [vision.image_token_id, vision.video_token_id]).sum())
-        )
-        pairs = list(zip(media.context_ranks.tolist(), media.positions.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs)
-        # In the order of the whole rows.
-        places = [parts[rank].cp_index for rank in range(size)]
-        whole = [
-            position // local * local * size + (position % local if size == 1 else int(places[rank][position % local]))
-            for rank, position in pairs
+                assert torch.equal(getattr(part.media, name), getattr(first.media, name))
+        # Visual tokens: those of images, then those of videos, each in the order of the whole rows.
+        media, expected = first.media, [np.flatnonzero(tokens.numpy().ravel() == token) for token in placeholders]
+        local = first.tokens.shape[1]
+        index = np.stack([np.arange(local) if part.cp_index is None else part.cp_index.numpy() for part in parts])
+        rows_, offsets = np.divmod(media.positions.numpy(), local)
+        assert (rows_ * local * size + index[media.context_ranks.numpy(), offsets]).tolist() == [
+            *expected[0].tolist(),
+            *expected[1].tolist(),
         ]
-        assert whole[:images] == sorted(whole[:images])
-        assert whole[images:] == sorted(whole[images:])
-        if first.cu_seqlens is None:
-            documents = [(row, 0, length) for row, length in enumerate(first.lengths)]
-        else:
-            spans = pairwise(first.cu_seqlens.tolist())
-            starts = [start for start, end in spans if tokens[0, start:end].any()]
-            documents = [(0, start, length) for start, length in zip(starts, first.lengths, strict=True)]
-        ends = np.cumsum(counts.numpy())
-        kinds = ["image" if found[end - 1] == vision.image_token_id else "video" for end in ends]
-        remaining = {
-            kind: [g for g, k in zip(media.grids, kinds, strict=True) if k == kind] for kind in ("image", "video")
-        }
-        for row, start, length in documents:
+        ends = np.cumsum(media.grids.prod(1).numpy() // 4)
+        assert ends[-1] == sum(map(len, expected))
+        images = int(np.searchsorted(ends, len(expected[0]), side="right"))
+        remaining = media.grids[:images].tolist(), media.grids[images:].tolist()
+        for row, start, length in _documents(first, tokens):
             ids = tokens[row, start : start + length][None]
             types = (ids == vision.image_token_id).int() + 2 * (ids == vision.video_token_id).int()
-            grids = {"image": [], "video": []}
-            for kind, token in (("image", vision.image_token_id), ("video", vision.video_token_id)):
-                left = int((ids == token).sum())
-                while left:
-                    grids[kind].append(remaining[kind].pop(0))
-                    left -= int(grids[kind][-1].prod()) // 4
-                assert left == 0
-            expected, _ = model.get_rope_index(
-                ids, types, *(torch.stack(grids[kind]) if grids[kind] else None for kind in ("image", "video"))
-            )
-            assert torch.equal(positions[:, row, start : start + length], expected[:, 0])
+            grids = [_take(grids, int((types == kind).sum())) for kind, grids in enumerate(remaining, 1)]
+            wanted, _ = model.get_rope_index(ids, types, *grids)
+            assert torch.equal(positions[:, row, start : start + length], wanted[:, 0])
     assert with_media >= 4
+
+
+def _together(parts: tuple[Batch, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and rope positions of whole rows from those of all context-parallel ranks."""
+    rows, local = parts[0].tokens.shape
+    tokens = torch.empty(rows, local * len(parts), dtype=torch.int64)
+    positions = torch.empty(3, *tokens.shape, dtype=torch.int64)
+    for part in parts:
+        index = torch.arange(local) if part.cp_index is None else part.cp_index
+        tokens[:, index], positions[..., index] = part.tokens, part.rope_positions
+    return tokens, positions
+
+
+def _documents(batch: Batch, tokens: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return row, start and length of each document."""
+    if batch.cu_seqlens is None:
+        return [(row, 0, length) for row, length in enumerate(batch.lengths)]
+    starts = [start for start, end in pairwise(batch.cu_seqlens.tolist()) if tokens[0, start:end].any()]
+    return [(0, start, length) for start, length in zip(starts, batch.lengths, strict=True)]
+
+
+def _take(grids: list, tokens: int) -> torch.Tensor | None:
+    """Take the next grids of a number of visual tokens."""
+    taken = []
+    while tokens:
+        taken.append(grids.pop(0))
+        tokens -= int(np.prod(taken[-1])) // 4
+    return torch.tensor(taken) if taken else None
 
 
 def test_each_medium_is_encoded_once(checkpoint, rows: Path) -> None:
