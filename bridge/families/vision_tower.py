@@ -21,7 +21,17 @@ def _gate_then_up(length: int, ranks: int, architecture: Architecture) -> list[S
     return [Span(part, 0, length // 2) for part in (0, 1)]
 
 
+def _heads_together(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    """Lay out the query, key and value of each head together, from one matrix with all queries before all keys."""
+    assert architecture.vision is not None
+    heads = architecture.vision.num_heads
+    size = length // (3 * heads)
+    starts = [(part * heads + head) * size for head in range(heads) for part in range(3)]
+    return [Span(0, start, start + size) for start in starts]
+
+
 REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
+REPLICATED_QKV = ShardingKind(None, _heads_together)
 
 
 def tower_mappings(
@@ -52,7 +62,7 @@ def tower_mappings(
 
     norm("blocks.{layer}.norm1", LAYER + "norm1", layers)
     norm("blocks.{layer}.norm2", LAYER + "norm2", layers)
-    linear("blocks.{layer}." + attention.format("qkv"), LAYER + "linear_qkv", layers=layers)
+    linear("blocks.{layer}." + attention.format("qkv"), LAYER + "linear_qkv", REPLICATED_QKV, layers)
     linear("blocks.{layer}." + attention.format("proj"), LAYER + "linear_proj", layers=layers)
     linear("blocks.{layer}." + fc1, LAYER + "linear_fc1", gated, layers)
     linear("blocks.{layer}." + fc2, LAYER + "linear_fc2", layers=layers)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from ..kernels import usable
 from ..mapping.param_mapping import Vision
 from .norm import RMSNorm
 from .packed_seqs import to_device
@@ -48,7 +49,7 @@ class PatchPlan:
     in the order of the windows.
     """
 
-    cos: Tensor  # [patches, 1, head_dim] fp32
+    cos: Tensor  # [patches, 1, head_dim / 2] fp32
     sin: Tensor
     full: Blocks
     windows: Blocks | None
@@ -83,7 +84,7 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device) -> PatchPl
         taps, tap_weights = get_vision_interpolation_indices_and_weights(
             grids, vision.grid_side, "bilinear", align_corners=True, spatial_merge_size=vision.merge_size
         )
-    angles = torch.cat((planes, planes), dim=-1).unsqueeze(1)
+    angles = planes.unsqueeze(1)
     on_device = [
         None if tensor is None else to_device(tensor, device)
         for tensor in (angles.cos(), angles.sin(), patch_order, feature_order, taps, tap_weights)
@@ -110,37 +111,26 @@ def _norm(vision: Vision, size: int, config: TransformerConfig, device: torch.de
     return norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
 
 
-class TowerLayer(nn.Module):
-    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device):
-        super().__init__()
-        size, ffn_size = vision.hidden_size, vision.ffn_hidden_size
-        linear = partial(Linear, dtype=config.params_dtype, device=device)
-        self.num_heads, self.gated = vision.num_heads, vision.gated
-        self.activation = ACTIVATIONS[vision.activation]
-        self.norm1, self.norm2 = (_norm(vision, size, config, device) for _ in range(2))
-        self.linear_qkv = linear(size, 3 * size)
-        self.linear_proj = linear(size, size)
-        self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
-        self.linear_fc2 = linear(ffn_size, size)
-
-    def forward(self, x: Tensor, plan: PatchPlan, blocks: Blocks) -> Tensor:
-        """x [patches, hidden_size] -> the same shape."""
-        query, key, value = self.linear_qkv(self.norm1(x)).view(len(x), 3, self.num_heads, -1).unbind(1)
-        output = attend(_rotate(query, plan), _rotate(key, plan), value, blocks)
-        x = x + self.linear_proj(output.flatten(1))
-        hidden = self.linear_fc1(self.norm2(x))
-        if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = self.activation(gate) * up
-        else:
-            hidden = self.activation(hidden)
-        return x + self.linear_fc2(hidden)
+Attention = Callable[[Tensor, Tensor, Tensor, Blocks], Tensor]
 
 
-def _rotate(x: Tensor, plan: PatchPlan) -> Tensor:
-    """Rotate x [patches, heads, head_dim] in fp32, as transformers does."""
-    first, second = x.float().chunk(2, dim=-1)
-    return (x * plan.cos + torch.cat((-second, first), dim=-1) * plan.sin).to(x.dtype)
+def make_attention(vision: Vision, config: TransformerConfig) -> Attention:
+    """Return the attention within blocks: Transformer Engine's if the language model has it, else torch's."""
+    if config.attention_kernel != "transformer_engine" or vision.window:  # type: ignore[attr-defined]
+        return attend
+    from transformer_engine.pytorch import DotProductAttention
+
+    head_dim = vision.hidden_size // vision.num_heads
+    module = DotProductAttention(vision.num_heads, head_dim, attn_mask_type="padding", qkv_format="thd")
+
+    def attend_by_engine(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+        ends, longest = blocks.cu_seqlens, max(blocks.lengths)
+        output = module(
+            query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        return output.view(query.shape)
+
+    return attend_by_engine
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
@@ -157,6 +147,53 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)  # [1, heads, length, head_dim]
         outputs.append(F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
+
+
+class TowerLayer(nn.Module):
+    def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device, attention: Attention):
+        super().__init__()
+        self.attention = attention
+        size, ffn_size = vision.hidden_size, vision.ffn_hidden_size
+        linear = partial(Linear, dtype=config.params_dtype, device=device)
+        self.num_heads, self.gated = vision.num_heads, vision.gated
+        self.activation = ACTIVATIONS[vision.activation]
+        self.norm1, self.norm2 = (_norm(vision, size, config, device) for _ in range(2))
+        self.linear_qkv = linear(size, 3 * size)
+        self.linear_proj = linear(size, size)
+        self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
+        self.linear_fc2 = linear(ffn_size, size)
+
+    def forward(self, x: Tensor, plan: PatchPlan, blocks: Blocks) -> Tensor:
+        """x [patches, hidden_size] -> the same shape."""
+        query, key, value = self._heads(self.linear_qkv(self.norm1(x)), plan)
+        x = x + self.linear_proj(self.attention(query, key, value, blocks).flatten(1))
+        hidden = self.linear_fc1(self.norm2(x))
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        return x + self.linear_fc2(hidden)
+
+    def _heads(self, qkv: Tensor, plan: PatchPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries and keys, and values: [patches, heads, head_dim] each.
+
+        qkv [patches, heads * 3 * head_dim]
+        """
+        if usable(qkv):
+            from ..kernels.qkv import HeadLayout, split_heads
+
+            layout = HeadLayout(self.num_heads, queries=1, dim=qkv.shape[1] // (3 * self.num_heads))
+            query, key, value, _ = split_heads(qkv.unsqueeze(1), None, (plan.cos, plan.sin), layout)
+            return query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        query, key, value = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)
+        return _rotate(query, plan), _rotate(key, plan), value
+
+
+def _rotate(x: Tensor, plan: PatchPlan) -> Tensor:
+    """Rotate x [patches, heads, head_dim] in fp32, as transformers does."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * plan.cos - second * plan.sin, second * plan.cos + first * plan.sin), dim=-1).to(x.dtype)
 
 
 class Merger(nn.Module):
@@ -209,7 +246,8 @@ class VisionTower(nn.Module):
                 vision.hidden_size,
                 _weight=torch.empty(rows, vision.hidden_size, dtype=config.params_dtype, device=device),
             )
-        self.layers = nn.ModuleList(TowerLayer(vision, config, device) for _ in range(vision.num_layers))
+        attention = make_attention(vision, config)
+        self.layers = nn.ModuleList(TowerLayer(vision, config, device, attention) for _ in range(vision.num_layers))
         self.merger = Merger(vision, config, device)
         self.deep_mergers = nn.ModuleList(Merger(vision, config, device, norms_square=True) for _ in vision.deep_layers)
 
