@@ -19,7 +19,8 @@ MAY_IMPORT = {
 # Packages and files of each room: each may import those before it.
 ORDER = {
     "bridge": "option_groups options runtime kernels patches parallel mapping families layers model lora checkpoint",
-    "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching prepare",
+    "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
+    "prepare",
     "tasks": "options system losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_data infer",
     "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks flags_doc doctor "
