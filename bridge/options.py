@@ -105,7 +105,10 @@ class LoraOptions:
 class TrainableOptions:
     """Trained parameters"""
 
-    tuner_type: Annotated[Literal["full", "lora"], "Train all weights, or LoRA adapters."] = "full"
+    tuner_type: Annotated[
+        Literal["full", "lora", "lora_llm"],
+        "Train all weights, LoRA adapters, or adapters of the language model beside whole parts of the vision tower.",
+    ] = "full"
     new_special_tokens: Annotated[
         list[str], "Special tokens to add to the tokenizer and the embedding: tokens, or a .txt file of them."
     ] = field(default_factory=list)
@@ -124,6 +127,30 @@ class TrainableOptions:
     trainable_parameters_regex: Annotated[
         str | None, "Train weights whose name contains a match of this regular expression."
     ] = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained."""
+        return self.tuner_type != "full"
+
+
+@dataclass
+class VisionOptions:
+    """Vision tower (of vision-language models, when the data has images or videos)"""
+
+    freeze_llm: Annotated[bool, "Freeze the language model; with LoRA, it gets no adapters."] = False
+    freeze_vit: Annotated[bool, "Freeze the vision tower's layers; with LoRA, they get no adapters."] = True
+    freeze_aligner: Annotated[
+        bool, "Freeze the mergers between the vision tower and the language model; with LoRA, they get no adapters."
+    ] = True
+    vit_lr: Annotated[float | None, "Learning rate of the vision tower's layers. Default: --lr.", "[0, inf)"] = None
+    aligner_lr: Annotated[float | None, "Learning rate of the mergers. Default: --lr.", "[0, inf)"] = None
+    vit_gradient_checkpointing: Annotated[
+        bool, "Recompute the trained tower's forward pass; false: keep its activations, of all micro batches of a step."
+    ] = True
+    language_model_only: Annotated[
+        bool, "Build and train the language model alone; the vision tower's weights are saved unchanged."
+    ] = False
 
 
 @dataclass

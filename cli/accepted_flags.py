@@ -42,6 +42,8 @@ NO_EFFECT = {
     "cross_entropy_fusion_impl": "the loss has one implementation",
     "linear_decoupled_in_proj": "each matrix of a delta net has its own adapter",
     "experts_impl": "experts are megatron-core's",
+    "vit_attn_impl": "the vision tower takes the fastest kernel of this machine",
+    **_because("recomputation has no settings", "vit_gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
     "te_rng_tracker": "random states are kept without CUDA graphs",
     "mlp_padding_free": "packed rows have no padding to skip",
     "padding_side": "training pads on the right, generation on the left",

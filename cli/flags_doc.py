@@ -199,8 +199,9 @@ def _legacy() -> Iterator[str]:
     rows = [(f"`--{old}`", f"`--{new}`") for old, new in RENAMED.items()]
     rows += [(f"`--{old} true`", f"`--{new} false`") for old, new in INVERTED.items()]
     for old, (new, rewrite) in REWRITTEN.items():
-        sample = "10" if old.endswith("minutes") else "true"
+        sample = {"distributed_timeout_minutes": "10", "attn_impl": "flash_attn"}.get(old, "true")
         rows.append((f"`--{old} {sample}`", f"`--{new} {rewrite(sample)}`"))
+    rows.append(("`--rope_scaling yarn`", '`--rope_scaling {"rope_type": "yarn"}`'))
     rows += [
         (f"`--{name} {old}`", f"`--{name} {new}`") for name, pairs in OLD_VALUES.items() for old, new in pairs.items()
     ]

@@ -37,21 +37,42 @@ INVERTED = {
     "grad_reduce_in_bf16": "accumulate_allreduce_grads_in_fp32",
 }
 
-KERNELS = {"flash_attn": "flash", "flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "eager": "unfused"}
+# --attn_impl of ms-swift -> --attention_backend
+KERNELS = {
+    "flash_attn": "flash",
+    "flash_attention_2": "flash_2",
+    "flash_attention_3": "flash_3",
+    "flash_attention_4": "flash_4",
+    "eager": "unfused",
+    "sdpa": "auto",
+    "auto": "auto",
+}
+
+
+def _seconds(minutes: str) -> str:
+    try:
+        return show(int(float(minutes) * 60))
+    except (ValueError, OverflowError):
+        return minutes  # an error of --ddp_timeout
+
 
 # older name with a different form of value -> (canonical name, conversion of the value; None: unset)
 REWRITTEN = {
-    "distributed_timeout_minutes": ("ddp_timeout", lambda value: show(int(float(value) * 60))),
+    "distributed_timeout_minutes": ("ddp_timeout", _seconds),
     "bf16": ("torch_dtype", lambda value: "bfloat16" if value == "true" else None),
     "use_flash_attn": ("attention_backend", lambda value: "flash" if value == "true" else None),
-    "attn_impl": ("attention_backend", lambda value: KERNELS.get(value, "auto") if value else None),
+    "attn_impl": ("attention_backend", KERNELS.get),
     "moe_layer_recompute": ("recompute_modules", lambda value: "moe" if value == "true" else None),
     "fp16": ("torch_dtype", lambda value: "float16" if value == "true" else None),
 }
+# names of REWRITTEN -> their values; the first one stands for a flag without a value, "" if it needs one
+BOOLEAN = ("true", "false")
+VALUES = {"attn_impl": ("", *KERNELS)} | dict.fromkeys(
+    ("bf16", "use_flash_attn", "moe_layer_recompute", "fp16"), BOOLEAN
+)
 
 # canonical name -> older value -> canonical value
 OLD_VALUES = {
-    "rope_scaling": {kind: json.dumps({"rope_type": kind}) for kind in ("yarn", "linear", "dynamic")},
     "infer_backend": {"pt": "transformers"},
     "cp_comm_type": {"allgather": "all_gather"},
     "report_to": {"all": "tensorboard"},
@@ -75,7 +96,7 @@ def canonical(name: str, values: list) -> tuple[str, list, str | None]:
     """
     old = flag_text(name, values)
     if name in INVERTED or name in REWRITTEN:
-        values = values or ["true"]
+        values = values or [VALUES.get(name, BOOLEAN)[0]]
     if name in RENAMED:
         name = RENAMED[name]
     elif name in INVERTED:
@@ -83,10 +104,26 @@ def canonical(name: str, values: list) -> tuple[str, list, str | None]:
     elif name in REWRITTEN:
         name, rewrite = REWRITTEN[name]
         values = [new for value in values if (new := rewrite(show(value).lower())) is not None]
+    if name == "rope_scaling":  # a type alone; its check names the types
+        values = [
+            json.dumps({"rope_type": value}) if isinstance(value, str) and value.isidentifier() else value
+            for value in values
+        ]
     if name in OLD_VALUES:
         values = [OLD_VALUES[name].get(value, value) if isinstance(value, str) else value for value in values]
     new = flag_text(name, values)
-    return name, values, None if new == old else f"{old} is an older spelling of {new}"
+    if not values and name not in old.split()[0]:
+        return name, values, f"{old} has no effect: it leaves --{name} as it is."
+    return name, values, None if new == old else f"{old} is an older spelling of {new}; the older one still works."
+
+
+def invalid_value(name: str, values: Sequence[object]) -> str:
+    """Return the problem of a value of REWRITTEN that has no meaning; "" if there is none."""
+    allowed = VALUES.get(name, ())
+    values = [show(value).lower() for value in values or allowed[:1] if value is not None]
+    if not allowed or all(value in allowed and value for value in values):
+        return ""
+    return "true or false is needed" if allowed == BOOLEAN else f"choose one of {', '.join(filter(None, allowed))}"
 
 
 def flag_text(name: str, values: Sequence[object]) -> str:

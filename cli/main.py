@@ -219,7 +219,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
     from_file = from_config(config, flags, hints, ignores_unknown=lenient) if config else None
     values = _typer(program, name, selected)([name, *_words(typed.values)], prog_name=program, standalone_mode=False)
     notes = typed.notes + (from_file.notes if from_file else [])
-    resolved, sources = resolve(options, values, from_file)
+    resolved, sources = resolve(options, values, from_file, typed.spellings)
     if claims := (from_file.claims if from_file else {}) | typed.claims:
         from .checks.agreement import check_agreement
 

@@ -7,8 +7,10 @@ Syntax: lists take spaces (`--dataset a b`), booleans take true, false or nothin
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ..bridge.option_groups import compose, flag_values
 from ..tasks.run.args_json import load_args
@@ -16,7 +18,7 @@ from ..templates.json_types import Json, JsonObject
 from .accepted_flags import ALWAYS_TRUE, COMPARED, NO_EFFECT
 from .flags import Flag, OptionValue, UsageError, convert, flags_of, nearest, show
 from .foreign_flags import FOREIGN_FLAGS
-from .legacy_flags import canonical, flag_text
+from .legacy_flags import canonical, flag_text, invalid_value
 from .unsupported_flags import UNSUPPORTED, UNSUPPORTED_VALUES
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
@@ -32,6 +34,7 @@ class ParsedFlags:
     sources: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     claims: dict[str, str] = field(default_factory=dict)  # flags of COMPARED with their values
+    spellings: dict[str, str] = field(default_factory=dict)  # older spellings of flags, as they were written
     ignores_unknown: bool = False  # unknown flags become notes
 
 
@@ -45,6 +48,8 @@ def from_argv(
     Raises UsageError for unknown flags and repeated lists.
     """
     pairs, config = split_words(argv)
+    for name, values in pairs:  # before flags that belong to an unsupported value
+        _check_supported(*canonical(name, values)[:2], flag_text(name, values))
     parsed = ParsedFlags(ignores_unknown=ignores_unknown)
     for name, values in pairs:
         new = canonical(name, values)[0]
@@ -100,9 +105,14 @@ def value_of(name: str, argv: list[str]) -> str | None:
     if not values_of:
         return None
     value, origin = values_of[-1]
-    if unsupported := UNSUPPORTED_VALUES.get((name, value)):
-        raise UsageError(f"--{name} {value}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
+    _check_supported(name, value, f"--{name} {value}{origin}")
     return value
+
+
+def _check_supported(name: str, value: object, written: str) -> None:
+    """Raise UsageError, which begins with the flag as it is written, for an unsupported value of a flag."""
+    if unsupported := UNSUPPORTED_VALUES.get((name, show(value))):
+        raise UsageError(f"{written}: no support for {unsupported.feature}. {unsupported.fix}")
 
 
 def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None]:
@@ -179,12 +189,14 @@ def _add(
 ) -> None:
     """Add one flag, as written in `source`, to `parsed`."""
     original, origin = flag_text(name, values), "" if source == "command line" else f" (from {source})"
+    if problem := invalid_value(name, values):
+        raise UsageError(f"{original}: {problem}{origin}.")
     name, values, warning = canonical(name, values)
     if warning and name in flags:
-        parsed.notes.append(f"{warning}; the older one still works.")
-    if unsupported := UNSUPPORTED_VALUES.get((name, show(values))):
-        raise UsageError(f"{original}{origin}: no support for {unsupported.feature}. {unsupported.fix}")
-    elif name in flags:
+        parsed.notes.append(warning)
+        parsed.spellings[name] = original
+    _check_supported(name, values, original + origin)
+    if name in flags:
         if values or flags[name].is_bool or (flags[name].is_list and origin):
             parsed.values[name] = _one_or_all(flags[name], values or ["true"] * flags[name].is_bool, origin)
             parsed.sources[name] = source
@@ -231,15 +243,26 @@ def _unknown(name: str, flags: dict[str, Flag], hints: dict[str, str]) -> str:
 
 
 def resolve[T](
-    options: type[T], typed: dict[str, OptionValue], from_file: ParsedFlags | None
+    options: type[T],
+    typed: dict[str, OptionValue],
+    from_file: ParsedFlags | None,
+    spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[T, dict[str, str]]:
-    """Return an instance of an option class, and the source of each value. The command line overrides the file."""
+    """Return an instance of an option class, and the source of each value. The command line overrides the file.
+
+    spellings: of `typed`, as in ParsedFlags
+    """
     flags = flags_of(options)
     values: dict[str, OptionValue] = {}
     sources = dict.fromkeys(flags, "default")
-    for parsed in ([from_file] if from_file else []) + [ParsedFlags(typed, dict.fromkeys(typed, "command line"))]:
+    command_line = ParsedFlags(typed, dict.fromkeys(typed, "command line"), spellings={**spellings})
+    for parsed in ([from_file] if from_file else []) + [command_line]:
         for name, value in parsed.values.items():
-            values[name] = convert(flags[name], value, parsed.sources[name])
+            try:
+                values[name] = convert(flags[name], value, parsed.sources[name])
+            except UsageError as error:
+                written = parsed.spellings.get(name)
+                raise UsageError(f"{error} It is written as {written}." if written else str(error)) from None
             if parsed.sources[name] != "default" or values[name] != flags[name].default:
                 sources[name] = parsed.sources[name]
     resolved = compose(options, **values)

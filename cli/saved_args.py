@@ -16,7 +16,9 @@ def expand_load_args(words: list[str]) -> list[str]:
     """
     pairs, config = split_words(words)
     requests = [show(values).lower() for name, values in pairs if name == "load_args"]
-    if not requests or requests[-1] not in ("", "true"):
+    if wrong := [value for value in requests if value not in ("", "true", "false")]:
+        raise UsageError(f"--load_args {wrong[0]}: true or false is needed.")
+    if not requests or requests[-1] == "false":
         return words
     if config:
         raise UsageError(f"--load_args true cannot be used with --config {config}. Remove one of them.")

@@ -33,7 +33,6 @@ def _unsupported(feature: str, fix: str, **neutral: tuple[str, ...] | str) -> di
 
 NONE: tuple[str, ...] = ()
 ANY_BOOLEAN = ("true", "false")
-MULTIMODAL = ("multimodal models", "Remove it, and use a text model.")
 ARCHITECTURE = ("architectures other than that of config.json", "Remove it, or edit the model's config.json.")
 SGLANG = ("SGLang", "Remove it, and set --infer_backend vllm.")
 LLM_COMPRESSOR = (
@@ -43,10 +42,6 @@ LLM_COMPRESSOR = (
 LMDEPLOY = ("LMDeploy", "Remove it, and set --infer_backend vllm.")
 
 _MODELS = {
-    **_unsupported(*MULTIMODAL, freeze_llm="false", freeze_vit=ANY_BOOLEAN, freeze_aligner=ANY_BOOLEAN, vit_lr=NONE,
-                   aligner_lr=NONE, vit_gradient_checkpointing=ANY_BOOLEAN, vit_gradient_checkpointing_kwargs=NONE,
-                   gradient_checkpointing_kwargs=NONE, vit_attn_impl=NONE,
-                   language_model_only="false"),
     **_unsupported(*ARCHITECTURE, num_layers=NONE, hidden_size=NONE, ffn_hidden_size=NONE, num_attention_heads=NONE,
                    group_query_attention=NONE, num_query_groups=NONE, kv_channels=NONE, position_embedding_type=NONE,
                    rotary_base=NONE, rotary_percent=NONE, rotary_interleaved=NONE,
@@ -102,7 +97,8 @@ _TRAINING = {
                    sequence_packing_scheduler=NONE),
     **_unsupported("Ray", "Remove it: torchrun starts the processes, and `swift rollout` the engines.",
                    use_ray="false", device_groups=NONE, ray_exp_name=NONE, colocate_groups=NONE),
-    **_unsupported("options from a checkpoint", "Set its args.json: --config CHECKPOINT/args.json.",
+    **_unsupported("options of a training run in other commands",
+                   "Remove it: the checkpoint's folder says how it is read, and --load_data_args takes its data.",
                    load_args="false"),
     **_unsupported("checkpoints for megatron-core before 0.14", "Remove it.", dist_ckpt_save_pre_mcore_014="false"),
     **_unsupported("reference adapters in megatron-core's format",
@@ -156,8 +152,10 @@ _INFERENCE_AND_EXPORT = {
                    sglang_enable_dp_attention=NONE, sglang_disable_custom_all_reduce=NONE,
                    sglang_speculative_algorithm=NONE, sglang_speculative_num_steps=NONE,
                    sglang_speculative_eagle_topk=NONE, sglang_speculative_num_draft_tokens=NONE),
-    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", quant_bits="8",
-                   quant_n_samples=NONE, quant_batch_size=NONE, group_size=NONE, to_peft_format="false",
+    **_unsupported("quantization that needs data (AWQ, GPTQ)", LLM_COMPRESSOR, quant_n_samples=NONE,
+                   quant_batch_size=NONE, group_size=NONE),
+    **_unsupported("a choice of bits", "Remove it: --quant_method fp8 has 8.", quant_bits="8"),
+    **_unsupported("exports other than to_mcore and to_hf", "Remove it.", to_peft_format="false",
                    to_ollama="false", to_cached_dataset="false", template_mode=NONE, test_convert_dtype=NONE),
     **_unsupported("a number of files", "Set --max_shard_size.", thread_count=NONE),
 }  # fmt: skip
@@ -166,7 +164,6 @@ UNSUPPORTED: dict[str, UnsupportedFlag] = {**_MODELS, **_TRAINING, **_DATA, **_R
 
 # Unsupported values of flags.
 UNSUPPORTED_VALUES: dict[tuple[str, str], UnsupportedFlag] = {
-    ("tuner_type", "lora_llm"): UnsupportedFlag("multimodal models", "Set --tuner_type lora, and a text model."),
     ("quant_method", "awq"): UnsupportedFlag("AWQ", LLM_COMPRESSOR),
     ("quant_method", "gptq"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),
     ("quant_method", "gptq_v2"): UnsupportedFlag("GPTQ", LLM_COMPRESSOR),

@@ -1,10 +1,13 @@
 """Proof that models learn: each task with a user's command, on a tiny model, in minutes on two cores.
 
-    python scripts/learn.py [--only dpo rm ...] [--folder megatron_output/learn]
+    python scripts/learn.py [--only dpo rm ...] [--folder megatron_output/learn] [--figure FILE]
 
 First `megatron sft` teaches a random Qwen3 to say two words in either order. The tasks start from that model. Their
 results are measured on held-out prompts, with transformers on the saved checkpoints, and compared with the run's own
-evaluation. It fails if a result is below its bound or differs from the run's.
+evaluation. It fails if a result is out of its bound or differs from the run's.
+
+images: a random Qwen3-VL learns to name the colours in pictures (mosaics.py). Its control, which learns the answers of
+other pictures, must fail. --figure: draw some of their answers as a PNG file.
 """
 
 import argparse
@@ -18,9 +21,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, permutations
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mosaics
 import torch
 from quickstart.make_model import CHAT_TEMPLATE
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -95,11 +100,22 @@ def other_words(pair: Pair) -> Pair:
 # --- the measurements, with transformers
 
 
+class Bounds(NamedTuple):
+    """Bounds of a metric, and its value by chance."""
+
+    chance: float
+    at_least: float = -inf
+    at_most: float = inf
+
+    def __str__(self) -> str:
+        return f"<= {self.at_most:.2f}" if self.at_most < inf else f">= {self.at_least:.2f}"
+
+
 class Task(NamedTuple):
     line: str
-    rows: Callable[[Pair], list[Row]]
+    rows: Callable[[Pair], list[Row]] | None  # None: pictures, of which mosaics.py writes the rows
     measure: Callable[[Path, Path, list[Row]], dict[str, float]]  # (checkpoint, base, rows) -> metrics
-    bounds: dict[str, tuple[float, float]]  # of the metrics: value by chance, required minimum
+    bounds: dict[str, Bounds]  # of the metrics
 
 
 def answer_log_probs(folder: Path, rows: list[list[Row]]) -> Tensor:
@@ -189,6 +205,14 @@ def measure_reranker(folder: Path, base: Path, rows: list[Row]) -> dict[str, flo
     return {"mrr": float((1 / (1 + (logits > logits[:, :1]).sum(1))).mean())}
 
 
+def measure_images(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    return {"exact answers before": mosaics.measure(base, rows)["exact answers"]} | mosaics.measure(folder, rows)
+
+
+def measure_control(folder: Path, base: Path, rows: list[Row]) -> dict[str, float]:
+    return mosaics.measure(folder, rows)
+
+
 def question(query: str, document: str) -> list[Row]:
     """Return the messages of Qwen3-Reranker's prompt."""
     judge = (
@@ -201,32 +225,44 @@ def question(query: str, document: str) -> list[Row]:
 
 
 PAIRS = "--micro_batch_size 32 --global_batch_size 32"
+PICTURES = "sft --freeze_vit false --freeze_aligner false --micro_batch_size 16 --global_batch_size 16 --lr 1e-3"
 TASKS = {
     "dpo": Task(
         f"rlhf --rlhf_type dpo --beta {BETA} {PAIRS} --train_iters 60 --lr 2e-3",
-        preferences, measure_dpo, {"rewards/accuracies": (0.5, 0.9), "rewards/margins": (0, 0.5)},
+        preferences, measure_dpo, {"rewards/accuracies": Bounds(0.5, 0.9), "rewards/margins": Bounds(0, 0.5)},
     ),
     "rm": Task(
         f"rlhf --rlhf_type rm {PAIRS} --train_iters 200 --lr 3e-3",
-        preferences, measure_rm, {"rewards/accuracies": (0.5, 0.9), "rewards/margins": (0, 1.0)},
+        preferences, measure_rm, {"rewards/accuracies": Bounds(0.5, 0.9), "rewards/margins": Bounds(0, 1.0)},
     ),
     "seq_cls": Task(
         f"sft --task_type seq_cls --num_labels 4 {PAIRS} --train_iters 100 --lr 3e-3",
-        classes, measure_classes, {"accuracy": (0.25, 0.9)},
+        classes, measure_classes, {"accuracy": Bounds(0.25, 0.9)},
     ),
     "embedding": Task(
         f"sft --task_type embedding --pooling mean --micro_batch_size {HELD_OUT} --global_batch_size {HELD_OUT} "
         "--train_iters 80 --lr 3e-3",
-        translations, measure_embedding, {"accuracy": (1 / HELD_OUT, 0.8)},
+        translations, measure_embedding, {"accuracy": Bounds(1 / HELD_OUT, 0.8)},
     ),
     "kto": Task(
         f"rlhf --rlhf_type kto --beta {BETA} {PAIRS} --train_iters 160 --lr 3e-3",
-        answers, measure_kto, {"rewards/margins": (0, 0.5), "right signs": (0.5, 0.9)},
+        answers, measure_kto, {"rewards/margins": Bounds(0, 0.5), "right signs": Bounds(0.5, 0.9)},
     ),
     "reranker": Task(
         "sft --task_type reranker --loss_type listwise_reranker --micro_batch_size 16 --global_batch_size 16 "
         "--train_iters 160 --lr 2e-3",
-        rankings, measure_reranker, {"mrr": (0.52, 0.9)},
+        rankings, measure_reranker, {"mrr": Bounds(0.52, 0.9)},
+    ),
+    "images": Task(
+        f"{PICTURES} --train_iters 400", None, measure_images,
+        {
+            "exact answers before": Bounds(0, at_most=0.1), "exact answers": Bounds(0.05, 0.95),
+            "loss": Bounds(5.7, at_most=0.2),
+        },
+    ),
+    "control": Task(
+        f"{PICTURES} --train_iters 200", None, measure_control,
+        {"exact answers": Bounds(0.05, at_most=0.2), "loss": Bounds(1.1, 0.9)},
     ),
 }  # fmt: skip
 
@@ -307,46 +343,69 @@ def last_evaluation(run: Path) -> dict[str, float]:
     return {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
 
 
-def main(folder: Path, names: list[str]) -> int:
-    start_time = time.perf_counter()
-    logging.disable_progress_bar()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def train_base(folder: Path, names: list[str]) -> Path:
+    """Write the rows of tasks with words, and return the checkpoint that they start from."""
     judge_messages = question(" ".join(WORDS), " ".join(OTHERS))
     make_model(folder / "model", [" ".join(message["content"] for message in judge_messages)])
     write_data(folder, "base", both_orders)
     for name in names:
-        write_data(folder, name, TASKS[name].rows)
-    base = train(folder, "base", "model", f"sft {PAIRS} --train_iters 400 --lr 3e-3")
-    base_model = str(base.relative_to(folder))
+        if rows_of := TASKS[name].rows:
+            write_data(folder, name, rows_of)
+    return train(folder, "base", "model", f"sft {PAIRS} --train_iters 400 --lr 3e-3")
+
+
+def main(folder: Path, names: list[str], figure: Path | None) -> int:
+    start_time = time.perf_counter()
+    logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if "images" in names:
+        names = [*(name for name in names if name != "control"), "control"]
+    bases: dict[str, Path] = {}
+    if with_words := [name for name in names if TASKS[name].rows]:
+        bases |= dict.fromkeys(with_words, train_base(folder, with_words))
+    if with_pictures := [name for name in names if name not in with_words]:
+        mosaics.write_data(folder)
+        mosaics.make_model(folder / "vision-model")
+        bases |= dict.fromkeys(with_pictures, folder / "vision-model")
+
+    def start(name: str) -> Path:
+        return train(folder, name, str(bases[name].relative_to(folder)), TASKS[name].line)
+
     with ThreadPoolExecutor(2) as pool:
-        checkpoints = list(pool.map(lambda name: train(folder, name, base_model, TASKS[name].line), names))
-    is_good = report(folder, base, dict(zip(names, checkpoints, strict=True)))
+        checkpoints = dict(zip(names, pool.map(start, names), strict=True))
+    is_good = report(folder, bases, checkpoints)
+    if figure:
+        mosaics.draw_answers(checkpoints["images"], checkpoints["control"], held_out_rows(folder, "images"), figure)
     print(f"\n{time.perf_counter() - start_time:.0f} s")
     return 0 if is_good else 1
 
 
-def report(folder: Path, base: Path, checkpoints: dict[str, Path]) -> bool:
+def report(folder: Path, bases: dict[str, Path], checkpoints: dict[str, Path]) -> bool:
     """Print the table. Return whether all results are within bounds and equal the run's."""
     is_good = True
-    print(f"\n{'task':<11}{'of held-out prompts':<22}{'chance':>8}{'at least':>10}{'measured':>10}{'by the run':>12}")
+    print(f"\n{'task':<11}{'of held-out prompts':<22}{'chance':>8}{'bound':>10}{'measured':>10}{'by the run':>12}")
     for name, checkpoint in checkpoints.items():
         task, run = TASKS[name], last_evaluation(checkpoint.parent)
-        rows = [json.loads(line) for line in (folder / f"{name}-val.jsonl").read_text().splitlines()]
-        for metric, value in task.measure(checkpoint, base, rows).items():
-            chance, minimum = task.bounds[metric]
-            run_value = run.get(metric)
-            is_right = value >= minimum and (run_value is None or abs(run_value - value) <= 1e-3 * max(1, abs(value)))
+        for metric, value in task.measure(checkpoint, bases[name], held_out_rows(folder, name)).items():
+            bounds, run_value = task.bounds[metric], run.get(metric)
+            is_right = bounds.at_least <= value <= bounds.at_most
+            is_right = is_right and (run_value is None or abs(run_value - value) <= 1e-3 * max(1, abs(value)))
             shown = "-" if run_value is None else f"{run_value:.4f}"
             mark = "" if is_right else "   WRONG"
-            print(f"{name:<11}{metric:<22}{chance:>8.3f}{minimum:>10.3f}{value:>10.4f}{shown:>12}{mark}")
+            print(f"{name:<11}{metric:<22}{bounds.chance:>8.3f}{bounds!s:>10}{value:>10.4f}{shown:>12}{mark}")
             is_good = is_good and is_right
     return is_good
+
+
+def held_out_rows(folder: Path, name: str) -> list[Row]:
+    return [json.loads(line) for line in (folder / f"{name}-val.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--folder", type=Path, default=Path("megatron_output/learn"))
+    parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
-    sys.exit(main(arguments.folder.absolute(), arguments.only))
+    sys.exit(main(arguments.folder.absolute(), arguments.only, arguments.figure))

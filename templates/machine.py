@@ -1,7 +1,9 @@
-"""Identity of the process id namespace, to tell whether the process that wrote a file is alive."""
+"""Lives of processes: whether the one that wrote a file is alive, and workers that end with their parent."""
 
+import multiprocessing
 import os
 import socket
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -31,3 +33,14 @@ def is_alive(pid: int) -> bool:
     except PermissionError:  # the process is another user's
         return True
     return True
+
+
+def end_with_parent() -> None:
+    """Have this worker process exit when its parent ends. Without this, workers of a killed parent wait forever."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from .formats.medium import Medium
 from .formats.presets import ConvertedRow
 from .formats.schemas import PROMPTED, Stage
 from .json_types import JsonObject
+from .machine import end_with_parent
 from .media.processor import VisionProcessor
 from .options import PrepareOptions
 from .plural import plural
@@ -278,14 +278,7 @@ _worker_state: list = []  # source and encoder of a worker process
 
 def _start_worker(source: RowSource, encoder: Encoder) -> None:
     _worker_state[:] = source, encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent ends. Without this, workers of a killed parent would wait forever."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+    end_with_parent()
 
 
 def _encode_in_worker(chunk: np.ndarray) -> tuple[pa.RecordBatch, DroppedRows]:

@@ -29,6 +29,10 @@ def test_preferences_classes_and_embeddings_are_learnt(tmp_path: Path) -> None:
     learn(tmp_path, "rm", "seq_cls", "embedding", "dpo")
 
 
+def test_colours_in_pictures_are_learnt(tmp_path: Path) -> None:
+    learn(tmp_path, "images")
+
+
 def test_rewards_climb(tmp_path: Path) -> None:
     learn(tmp_path, "grpo", script="learn_rl.py")
 

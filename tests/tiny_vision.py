@@ -203,5 +203,18 @@ def _save(folder: Path, kind, config, processor, seed: int) -> Path:
             is_norm = ("norm" in name or "ln_q" in name) and name.endswith("weight")
             parameter.copy_(noise + 1.0 if is_norm else noise)
     model.save_pretrained(folder)
+    _transpose_experts(Path(folder) / "model.safetensors")
     processor.save_pretrained(folder)
     return Path(folder)
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store stacked experts as on the hub, which transformers does only for models that it has loaded."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file(
+        {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()},
+        file,
+        metadata={"format": "pt"},
+    )

@@ -21,7 +21,7 @@ from ..lora.adapter_mapping import FUSED_EXPERTS, PREFIX, adapted_modules
 from ..lora.attach import Lora
 from ..lora.settings import FUSED, LoraSettings
 from ..mapping.local_params import collect_params
-from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, ParamKey, ParamTable
+from ..mapping.param_mapping import OUTPUT, TOWER, Architecture, HfConfig, ParamKey, ParamTable
 from ..model.chunk_mapping import describe_chunks
 from ..parallel import barrier
 from .adapter_experts import SeparatedExperts
@@ -37,6 +37,7 @@ PARAMETER_LEAVES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1",
 FUSED_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"} | {
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
+TOWER_MODULE = re.compile(r"\bvisual\.\w+(?:\.\d+)?")  # PEFT saves no list of modules, but its members
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
 IGNORED_WEIGHTS = re.compile(r".+\.base_layer\.weight")  # PEFT saves an embedding's weight with its adapter
 
@@ -154,8 +155,15 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
         if plan.has_experts:  # neither PEFT's fusion nor vLLM supports rslora for experts
             alpha, rslora = settings.scaling * settings.rank, False
             fused = {FUSED: 2}
-    saved = [entry.hf[0] for entry in plan.modules_to_save.values() if entry.hf[0].endswith(".weight")]
-    has_language_model = any("language_model." in name for name in plan.modules)  # towers share module names
+    saved = {
+        _leaf(entry.hf[0].removesuffix(".weight"))
+        for key, entry in plan.modules_to_save.items()
+        if entry.hf[0].endswith(".weight") and not key.name.startswith(TOWER)
+    }
+    saved |= {match[0] for entry in plan.modules_to_save.values() if (match := TOWER_MODULE.search(entry.hf[0]))}
+    # A tower shares module names with the language model.
+    has_language_model = any("language_model." in name for name in plan.modules)
+    has_tower = any(key.name.startswith(TOWER) for key in plan.adapted)
     config = LoraConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM" if architecture.num_labels is None else "SEQ_CLS",
@@ -167,11 +175,13 @@ def adapter_config(lora: Lora, architecture: Architecture, base: str) -> HfConfi
         use_rslora=rslora,
         use_dora=settings.dora,
         target_modules=[],
-        exclude_modules=rf"({architecture.passthrough}).*" if has_language_model and architecture.passthrough else None,
+        exclude_modules=rf"({architecture.passthrough}).*"
+        if has_language_model and architecture.passthrough and not has_tower
+        else None,
         target_parameters=parameters or None,
         rank_pattern={pattern: times * settings.rank for pattern, times in fused.items()},
         alpha_pattern={pattern: times * alpha for pattern, times in fused.items()},
-        modules_to_save=sorted(_leaf(name.removesuffix(".weight")) for name in saved) or None,
+        modules_to_save=sorted(saved) or None,
         ensure_weight_tying=bool(plan.copies),
     ).to_dict()
     return config | {"target_modules": _shorten_names(modules, plan.leaves)}
@@ -207,10 +217,15 @@ def _parameters(modules: Iterable[str]) -> list[str]:
 
 
 def _shorten_names(modules: list[str], leaves: dict[str, int]) -> list[str]:
-    """Shorten module names to their last word where all of the model's modules with that word are listed."""
+    """Shorten module names to their last word where all of the model's modules with that word are listed.
+
+    Not to a number, which is also a name of blocks.
+    """
     by_leaf = defaultdict(list)
     for name in modules:
         by_leaf[_leaf(name)].append(name)
     return sorted(
-        entry for leaf, names in by_leaf.items() for entry in ([leaf] if len(names) == leaves[leaf] else names)
+        entry
+        for leaf, names in by_leaf.items()
+        for entry in ([leaf] if len(names) == leaves[leaf] and not leaf.isdecimal() else names)
     )

@@ -8,7 +8,6 @@ import json
 import resource
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -105,15 +104,14 @@ def _checksum(stored: StoredTensor) -> str:
 
 
 def report_conversion(
-    source: str | Path, destination: str | Path, hf_config: HfConfig, seconds: float, mtp_depths: int = 0
+    source: str | Path, destination: str | Path, hf_config: HfConfig, seconds: float, architecture: Architecture
 ) -> None:
     """Write the conversion.json of a converted checkpoint, with its tensors as stored in `source`.
 
-    seconds: duration of the conversion. mtp_depths: layers of multi-token prediction in the built model. Every rank
-    calls this and computes the checksums of its share.
+    seconds: duration of the conversion. architecture: of the built model. Every rank calls this and computes the
+    checksums of its share.
     """
     family = family_of(hf_config)
-    architecture = replace(family.describe(hf_config), mtp_depths=mtp_depths)
     folder = SafetensorsFolder(source)
     mapped = describe_sources(expand_mappings(family, hf_config, architecture, open_weights(source, hf_config).tensors))
     names = sorted(folder.tensors)

@@ -38,14 +38,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from ..lora.attach import Lora
 from ..lora.settings import LoraSettings
 from ..mapping.local_params import ADAPTER, collect_params
-from ..mapping.param_mapping import EMBEDDING, OUTPUT, Architecture, Family, HfConfig
+from ..mapping.param_mapping import EMBEDDING, OUTPUT, TOWER, Architecture, Family, HfConfig
 from ..model.chunk_mapping import describe_chunks, map_chunks
 from ..model.score_head import init_head
 from .adapter_files import write_adapter_config
 from .conversion_report import describe_sources, peak_memory, report_conversion, write_report
 from .hub import LATEST, mcore_folder, read_adapter_config
-from .passthrough import PassthroughTensors
+from .load import read_tensors
+from .passthrough import FOLDER, PassthroughTensors
 from .pickles import UnsafePickle, read_metadata
+from .quantized import open_weights
 from .safetensors_io import tensor_names
 from .save import copy_small_files
 from .sharding import name_adapter, name_tensors, sharded_adapter, sharded_state
@@ -95,7 +97,7 @@ def save_distributed(
     _run_on_first_rank(finish)
     if converted:
         seconds = time.perf_counter() - started
-        report_conversion(source, destination, hf_config, seconds, architecture.mtp_depths)
+        report_conversion(source, destination, hf_config, seconds, architecture)
 
 
 @torch.no_grad()
@@ -168,7 +170,7 @@ def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: st
     Besides its weights a rank holds one piece of the checkpoint at a time. Ranks do not communicate.
     Raises ValueError if the folder has no such checkpoint, or the checkpoint of another model.
     """
-    folder = mcore_folder(folder)
+    root, folder = Path(folder), mcore_folder(folder)
     family, architecture, entries = map_chunks(chunks, hf_config)
     stored = _tensor_shapes(folder)
     naming = name_tensors(entries, stored)
@@ -178,9 +180,31 @@ def load_distributed(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: st
         stored.pop(OUTPUT.name, None)
         if state.pop(str(OUTPUT), None) is not None:
             init_head(collect_params(chunks)[OUTPUT], hf_config, seed)
+    tower = {key for key in names if key.name.startswith(TOWER)}
+    if tower and not stored.keys() & {names[key] for key in tower}:  # saved by a run that left the tower as it was
+        _read_passthrough_tower(chunks, hf_config, root / FOLDER)
+        names = {key: name for key, name in names.items() if key not in tower}
+        state = {key: tensor for key, tensor in state.items() if not key.startswith(TOWER)}
     _check_names(folder, stored.keys(), set(names.values()), family)
     _check_vocabulary(folder, stored[names[EMBEDDING]][0], architecture)
     _read(state, folder, stored, architecture, MODEL_HINT)
+
+
+def _read_passthrough_tower(chunks: Sequence[GPTModel], hf_config: HfConfig, folder: Path) -> None:
+    """Read the vision tower from `folder`, the passthrough tensors of a checkpoint."""
+    source = open_weights(folder, {}) if folder.is_dir() else None
+    names = source.tensors if source else {}
+    _, architecture, entries = map_chunks(chunks, hf_config, names)
+    tensors = {key: tensor for key, tensor in collect_params(chunks).items() if key.name.startswith(TOWER)}
+    missing = {name for key in tensors for name in entries[key].hf} - names.keys()
+    if missing or source is None:
+        raise ValueError(f"{folder.parent} lacks {abridge(missing)}, which this model's vision tower has. {MODEL_HINT}")
+    read_tensors(tensors, entries, architecture, source)
+
+
+def has_mcore_tower(folder: str | Path) -> bool:
+    """Return whether a megatron-core checkpoint holds a vision tower in megatron-core's format."""
+    return TOWER + "patch_embed.weight" in _tensor_metadata(mcore_folder(folder))
 
 
 def read_distributed_settings(folder: str | Path) -> LoraSettings:

@@ -20,7 +20,17 @@ from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv
 from .. import runtime
 from ..lora.merge import merge_functions
 from ..mapping.local_params import collect_params, local_experts, shard_group, shard_position
-from ..mapping.param_mapping import OUTPUT, Architecture, HfConfig, MappingEntry, ParamKey, ParamTable, Span, clip_spans
+from ..mapping.param_mapping import (
+    OUTPUT,
+    TOWER,
+    Architecture,
+    HfConfig,
+    MappingEntry,
+    ParamKey,
+    ParamTable,
+    Span,
+    clip_spans,
+)
 from ..model.chunk_mapping import map_chunks
 from .conversion_report import describe_sources, describe_tensor, unused_reasons, write_report
 from .fp8_blocks import fp8_specs, quantization_config, quantize_blocks, quantized_names
@@ -222,7 +232,10 @@ def plan_jobs(
     Each list comes with the process group that gathers its tensors, and the group of its replicas.
     """
     job_lists: tuple[list[GatherJob], list[GatherJob], list[GatherJob]] = ([], [], [])
+    is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
     for key, tensor in tensors.items():
+        if key.name.startswith(TOWER) and not is_first_stage:  # all stages have the vision tower
+            continue
         entry = entries[key]
         ranks, _ = shard_position(key, entry)
         spans = entry.spans(tensor.shape, ranks, architecture)

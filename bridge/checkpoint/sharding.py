@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
@@ -24,6 +25,7 @@ from ..mapping.local_params import LocalParam, iter_params, shard_group, shard_p
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
+    TOWER,
     VOCAB,
     Architecture,
     HfConfig,
@@ -35,7 +37,10 @@ from ..mapping.param_mapping import (
 from ..model.chunk_mapping import describe_chunks, map_chunks
 
 LAYERS = "decoder.layers.{layer}."
-LAYER = re.compile(r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?")
+LAYER = re.compile(
+    r"decoder\.layers\.\{layer\}\.|mtp\.layers\.\{layer\}\.(?:transformer_layer\.|mtp_model_layer\.)?"
+    r"|vision\.(?:layers|deep_mergers)\.\{layer\}\."
+)
 # Norms that Transformer Engine fuses into the next matrix: the norm, the matrix, the norm's fused name.
 FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.", "self_attention.linear_qkv.layer_norm_"),
@@ -228,6 +233,8 @@ def shard_pieces(
 
 def find_replica_id(chunk: GPTModel, name: str, key: ParamKey, entry: MappingEntry) -> tuple[int, int, int]:
     """Return the replica id of this rank's copy of a tensor. The copy that is saved has only zeros."""
+    if key.name.startswith(TOWER):
+        return 0, 0, dist.get_rank()
     is_tied_copy = name == EMBEDDING.name and not chunk.pre_process  # the last stage's, for the output layer
     shard_rank = shard_group(expert=key.expert is not None).rank() if entry.kind.dim is None else 0
     if key.expert is not None:

@@ -87,6 +87,7 @@ def read_rope(
                 "rope_parameters, with its rope_theta, and remove rope_scaling"
             )
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    settings = {key: value for key, value in settings.items() if not key.startswith("mrope_")}
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError("config.json has rope_parameters for each type of layer: this family is supported with one")
     base = settings.pop("rope_theta", None) or config.get("rope_theta") or base

@@ -1,10 +1,11 @@
-"""Qwen3-VL-MoE, text: Qwen3-MoE's decoder beside a vision tower; the files stack and transpose the experts."""
+"""Qwen3-VL-MoE: Qwen3-MoE's decoder beside Qwen3-VL's vision tower; the files stack and transpose the experts."""
 
 from dataclasses import replace
 
 from ..mapping.param_mapping import FUSED_GATE_UP, REPLICATED, ROW, Architecture, Family, HfConfig, ParamMapping
-from . import qwen3_moe
+from . import qwen3_moe, qwen3_vl_text
 from .decoder import ATTENTION, ENDS, QK_NORMS, attention_biases, dense_layers, layer_mapping, mlp
+from .vision_tower import TOWER_NAMES, with_rope_axes
 from .vlm_text import add_language_model_prefix, mrope_text_config
 
 
@@ -12,7 +13,8 @@ def architecture(config: HfConfig) -> Architecture:
     # transformers always normalizes the weights of a token's experts, and has no windows.
     fixed = {"norm_topk_prob": True, "use_sliding_window": False}
     config = {"num_experts": config.get("num_local_experts", 60)} | config | fixed  # transformers 5 writes the first
-    return replace(qwen3_moe.architecture(config), passthrough=r"model\.visual\.")
+    decoder = replace(qwen3_moe.architecture(config), passthrough=r"(model\.)?visual\.", module_names=TOWER_NAMES)
+    return with_rope_axes(decoder, config, interleaved=True, sections=[24, 20, 20])
 
 
 def mappings(config: HfConfig) -> list[ParamMapping]:
@@ -33,12 +35,13 @@ def mappings(config: HfConfig) -> list[ParamMapping]:
 FAMILY = Family(
     name="qwen3_vl_moe_text",
     architectures=("Qwen3VLMoeForConditionalGeneration",),
-    models="Qwen3-VL (MoE: 30B-A3B, 235B-A22B), text",
+    models="Qwen3-VL (MoE: 30B-A3B, 235B-A22B)",
     architecture=architecture,
     mappings=mappings,
     text_config=mrope_text_config,
+    vision=qwen3_vl_text.vision,
+    vision_mappings=qwen3_vl_text.vision_mappings,
     vlm_names=(add_language_model_prefix,),
-    limits=("images and videos: the vision tower passes through unchanged",),
     defaults=qwen3_moe.FAMILY.defaults
     | {
         "intermediate_size": 5632,

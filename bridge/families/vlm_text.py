@@ -19,16 +19,21 @@ def text_config(config: HfConfig, *, use_inner_tie: bool = False) -> HfConfig:
 
 
 def mrope_text_config(config: HfConfig) -> HfConfig:
-    """Return the text model's part of a config.json, without the sections of a multimodal rope.
+    """Return the text model's part of a config.json, whose rope type `mrope` is called `default`.
 
     A text token has one position for time, height and width, so that such a rope equals the plain one.
     """
     text = dict(text_config(config))
     for key in ("rope_parameters", "rope_scaling"):
         if text.get(key):
-            rope = {name: value for name, value in text[key].items() if not name.startswith("mrope_")}
-            text[key] = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+            text[key] = {name: "default" if value == "mrope" else value for name, value in text[key].items()}
     return text
+
+
+def vision_config(config: HfConfig, defaults: HfConfig) -> HfConfig:
+    """Return the vision tower's part of a config.json, with defaults for missing and null keys."""
+    vision = config.get("vision_config") or {}
+    return vision | {key: default for key, default in defaults.items() if vision.get(key) is None}
 
 
 def add_language_model_prefix(name: str) -> str:

@@ -163,6 +163,7 @@ class Documents(PackedSeqParams):
     positions: Tensor | None = None  # [sequence, batch], within documents
     next_positions: Tensor | None = None  # see `next_positions`; for mtp.py
     delta_layout: Any = None  # DeltaLayout of delta_rule.py
+    media: Any = None  # MediaFeatures of media_features.py, on a stage that takes any
     loss_positions: Tensor | None = None  # [n]: positions of batch * sequence whose labels have a loss; None: all
 
 
@@ -176,10 +177,12 @@ def make_packed_seqs(
     dtype: torch.dtype,
     cp_rank: int = 0,
     cp_size: int = 1,
+    rope_positions: Tensor | None = None,
 ) -> Documents:
     """Return the documents of a micro batch.
 
     position_ids: [batch, local sequence], on the device
+    rope_positions: [axes, batch, local sequence], on the device: positions of time, height and width for the ropes
     cu_seqlens: [documents + 1], on the CPU, boundaries in the full row; None: rows are padded instead of packed
     max_seqlen: length of the longest document
     """
@@ -210,6 +213,9 @@ def make_packed_seqs(
     return Documents(
         **packed,
         segments={span: make_segments(bounds, cp_rank, cp_size, device, span) for span in set(spans)},
-        rotary=tuple(make_rotary_tables(position_ids, rope, select_long, dtype) for rope in ropes),
+        rotary=tuple(
+            make_rotary_tables(position_ids if rope_positions is None else rope_positions, rope, select_long, dtype)
+            for rope in ropes
+        ),
         positions=position_ids.t(),
     )

@@ -20,6 +20,7 @@ class RotaryRule:
     interleaved: bool = False
     original_length: int = 0  # longer documents use `long_frequencies`, if there are any
     long_frequencies: Tensor | None = None
+    axes: Tensor | None = None  # [planes] int64: index of the position that rotates each plane; None: one position
 
 
 class RotaryTables(NamedTuple):
@@ -41,8 +42,9 @@ def make_rotary_rule(rope: Rope, device: torch.device) -> RotaryRule:
         factors = scaling | {"short_factor": scaling["long_factor"]}
         long_frequencies = inverse_frequencies(rope.dim, rope.base, factors).to(device)
     original_length = scaling.get("original_max_position_embeddings", 0)
+    axes = torch.tensor(rope.axes, device=device) if rope.axes else None
     return RotaryRule(
-        frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original_length, long_frequencies
+        frequencies, scaling.get("attention_factor", 1.0), rope.interleaved, original_length, long_frequencies, axes
     )
 
 
@@ -100,7 +102,7 @@ def _yarn_kept(dim: int, base: float, scaling: HfConfig) -> Tensor:
 def make_rotary_tables(
     position_ids: Tensor, rule: RotaryRule, select_long: Callable[[int], Tensor | bool], dtype: torch.dtype
 ) -> RotaryTables:
-    """Return the rotary tables of position_ids [batch, sequence].
+    """Return the rotary tables of position_ids [batch, sequence] or [axes, batch, sequence].
 
     select_long(length): whether each token's document is longer, as one bool for all tokens or as [sequence].
     """
@@ -111,7 +113,11 @@ def make_rotary_tables(
             frequencies = torch.where(is_long[:, None, None], rule.long_frequencies, frequencies)
         elif is_long:
             frequencies = rule.long_frequencies
-    planes = position_ids.t().unsqueeze(-1).float() * frequencies  # [sequence, batch, dim / 2]
+    if position_ids.dim() == 2:
+        positions = position_ids.t().unsqueeze(-1)
+    else:
+        positions = position_ids.permute(2, 1, 0)[..., rule.axes if rule.axes is not None else slice(1)]
+    planes = positions.float() * frequencies  # [sequence, batch, dim / 2]
     angles = planes.repeat_interleave(2, dim=-1) if rule.interleaved else torch.cat((planes, planes), dim=-1)
     angles = angles.unsqueeze(2)
     cos, sin = angles.cos(), angles.sin()

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 from ..kernels import usable
 from ..mapping.param_mapping import Architecture
 from .attention import CoreAttention
+from .deepstack import DeepStackLayer
 from .experts import GroupedExperts, SharedExperts
 from .gated_delta import GatedDeltaNet
 from .mla import LatentAttention, LatentAttentionSubmodules
@@ -48,8 +49,13 @@ def block_spec(
     last = first + get_num_layers_to_build(config, vp_stage=vp_stage)
     mixers = [layer.mixer for layer in config.architecture.layers]  # type: ignore[attr-defined]
     local_layers = zip(pattern[first:last], mixers[first:last], strict=True)
+    specs = [_layer_spec(config, moe, transformer_engine, mixer) for moe, mixer in local_layers]
+    vision = config.architecture.vision  # type: ignore[attr-defined]
+    for number, spec in enumerate(specs, first):
+        if vision and number < len(vision.deep_layers):
+            spec.module = DeepStackLayer
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, moe, transformer_engine, mixer) for moe, mixer in local_layers],
+        layer_specs=specs,
         layer_norm=_norm_builder(config, transformer_engine),
     )
 

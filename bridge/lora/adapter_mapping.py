@@ -12,7 +12,7 @@ has its own tensors. An embedding has lora_A [vocabulary, rank] and lora_B [hidd
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ..mapping.param_mapping import (
     EXPERTS,
     OUTPUT,
     REPLICATED,
+    TOWER,
     Architecture,
     MappingEntry,
     ParamKey,
@@ -86,15 +87,30 @@ class _Matrix(NamedTuple):
         return self.module.rpartition(".")[2]
 
 
-def plan_adapters(entries: ParamTable, settings: LoraSettings, architecture: Architecture) -> AdapterPlan:
-    """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for invalid settings."""
+def plan_adapters(
+    entries: ParamTable,
+    settings: LoraSettings,
+    architecture: Architecture,
+    *,
+    is_frozen: Callable[[ParamKey], bool] = lambda key: False,
+) -> AdapterPlan:
+    """Plan the adapters that `settings` request for the model of `entries`. Raises ValueError for invalid settings.
+
+    is_frozen: whether a weight gets no adapter.
+    """
     if settings.rank < 1:
         raise ValueError(f"--lora_rank {settings.rank} must be at least 1")
     entries = _by_module(entries, architecture)
     plan, hits = AdapterPlan(), dict.fromkeys(settings.targets, 0)
+    for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
+        if key.name.startswith(TOWER) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
+            plan.leaves.update(name.removesuffix(".weight").rpartition(".")[2] for name in entry.hf)
+    whole = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
         chosen = []
+        if is_frozen(matrix.key) or matrix.key in whole:
+            continue
         for part, name in enumerate(matrix.names):
             targets = _matching_targets(hits, name, matrix)
             for target in targets:
@@ -168,9 +184,13 @@ def _by_module(entries: ParamTable, architecture: Architecture) -> ParamTable:
     return {key: entry._replace(hf=tuple(rename(name) for name in entry.hf)) for key, entry in entries.items()}
 
 
+def _module_of(key: ParamKey) -> str:
+    return key.name.format(layer=key.layer).rpartition(".")[0]
+
+
 def _matrices(entries: ParamTable) -> Iterator[_Matrix]:
     for key, entry in entries.items():
-        module, _, leaf = key.name.format(layer=key.layer).rpartition(".")
+        module, leaf = _module_of(key), key.name.rpartition(".")[2]
         if leaf != "weight" or key.name.startswith("mtp.") or (key == OUTPUT and entry == entries.get(EMBEDDING)):
             continue
         if module.rpartition(".")[2] in LINEAR_MODULES | {ROUTER, EMBEDDING_MODULE, "output_layer"}:
@@ -289,6 +309,7 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
         requested = [*(name for name in requested if name not in HEADS), HEADS[0]]
     for name in requested:
         keys = [key for key in (EMBEDDING, OUTPUT) if key in entries and _matches_module(name, key, entries[key])]
+        keys += _tower_keys(name, entries)
         if not keys:
             tied = OUTPUT not in entries or entries[OUTPUT] == entries.get(EMBEDDING)
             supported = "embed_tokens, which is the output layer as well" if tied else "embed_tokens and lm_head"
@@ -306,6 +327,8 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
             if entry.expert_index is not None or EXPERTS in key.name:
                 raise ValueError(f"--lora_bias {settings.bias} is not for biases of experts ({entry.hf[0]})")
             matrix = key._replace(name=key.name.removesuffix("bias") + "weight")
+            if key.name.startswith(TOWER) and matrix not in plan.adapted:
+                continue
             adapted_parts = plan.adapted.get(matrix, ())
             names = tuple(
                 PREFIX + (hf.removesuffix("bias") + "base_layer.bias" if part in adapted_parts else hf)
@@ -315,6 +338,15 @@ def _modules_to_save(entries: ParamTable, plan: AdapterPlan, settings: LoraSetti
     if not trained:
         raise ValueError(f"--lora_bias {settings.bias}: this model has no biases there")
     return trained
+
+
+def _tower_keys(module: str, entries: ParamTable) -> list[ParamKey]:
+    """Return the tensors of the vision tower in `module`, a name of Hugging Face or megatron-core."""
+    return [
+        key
+        for key, entry in entries.items()
+        if key.name.startswith(TOWER) and any(f".{module}." in f".{name}" for name in (*entry.hf, key.name))
+    ]
 
 
 def _matches_module(name: str, key: ParamKey, entry: MappingEntry) -> bool:

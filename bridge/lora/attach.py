@@ -15,6 +15,8 @@ from ..model.build import DTYPES, enable_grads_through_frozen
 from ..model.chunk_mapping import map_chunks
 from ..model.model import Model
 from ..model.score_head import seeded_generator
+from ..model.trainable import is_frozen
+from ..options import VisionOptions
 from .adapter_mapping import EMBEDDING_MODULE, ROUTER, AdapterPlan, plan_adapters
 from .disable_adapter import AdapterSwitch
 from .layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, MatrixSharding
@@ -31,22 +33,31 @@ class Lora:
 
 
 def attach_adapters(
-    model: Model, hf_config: HfConfig, settings: LoraSettings, *, seed: int, names: Container[str] = ()
+    model: Model,
+    hf_config: HfConfig,
+    settings: LoraSettings,
+    *,
+    seed: int,
+    names: Container[str] = (),
+    vision: VisionOptions | None = None,
 ) -> None:
     """Attach initialized adapters to the model's chunks, and freeze the other parameters.
 
     The weights must be loaded. The initial values are the same in every layout. names: the checkpoint's tensors, where
-    a family has several spellings. Raises ValueError for settings that do not fit this model.
+    a family has several spellings. vision: which parts of a vision-language model get adapters.
+    Raises ValueError for settings that do not fit this model.
     """
-    _, architecture, entries = map_chunks(model.chunks, hf_config, names)
-    plan = plan_adapters(entries, settings, architecture)
+    _, architecture, entries = map_chunks(model.parts, hf_config, names)
+    plan = plan_adapters(
+        entries, settings, architecture, is_frozen=lambda key: vision is not None and is_frozen(key, vision)
+    )
     dtype = DTYPES[settings.dtype] if settings.dtype else model.config.params_dtype
     # The optimizer has master weights for one half precision only.
     if dtype not in (model.config.params_dtype, torch.float32):
         raise ValueError(
             f"--lora_dtype {settings.dtype} cannot be used with a model of another type. Set float32, or remove it"
         )
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for name, parameter in list(chunk.named_parameters()):
             key, view = next(iter_views(chunk, name, parameter))
             parameter.requires_grad_(key in plan.modules_to_save or (key == OUTPUT and bool(plan.copies)))
@@ -58,10 +69,11 @@ def attach_adapters(
                 module.activation_dtype = model.config.params_dtype
                 if not key.name.endswith(f"{ROUTER}.weight"):  # the router calls its adapter itself
                     adapter.hook = module.register_forward_hook(_adapter_hook)
-        enable_grads_through_frozen(chunk)
+    for chunk in model.chunks:
+        enable_grads_through_frozen(chunk, has_trained_input=model.vision is not None and model.vision.trains)
     model.lora = Lora(settings, plan)
     _initialize(model, plan.entries, seed)
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for module in chunk.modules():
             if isinstance(module, LinearAdapter):
                 module.init_magnitude()
@@ -127,7 +139,7 @@ def _check_rank(
 @torch.no_grad()
 def _initialize(model: Model, entries: ParamTable, seed: int) -> None:
     """Initialize adapters as PEFT does: one factor 0, the other random by the tensor's name and `seed` alone."""
-    for key, tensor in collect_params(model.chunks, adapters=True).items():
+    for key, tensor in collect_params(model.parts, adapters=True).items():
         if key.name.endswith("magnitude"):
             continue
         tensor.zero_()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .fp8 import as_bf16
-from .param_mapping import OUTPUT, Architecture, MappingEntry, ParamKey, ParamTable
+from .param_mapping import OUTPUT, TOWER, Architecture, MappingEntry, ParamKey, ParamTable
 
 # Transformer Engine fuses a norm into the linear layer that follows it.
 FUSED_NORMS = {
@@ -20,6 +20,7 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 LAYER = re.compile(r"(?:decoder|mtp)\.layers\.(\d+)\.((?:mtp_model_layer\.)?)(.+)")
+TOWER_LAYER = re.compile(r"(vision\.(?:layers|deep_mergers)\.)(\d+)(\..+)")
 # `weight3`: local expert 3 in Transformer Engine; `weight`: all local experts, stacked.
 EXPERTS = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias|adapter\.lora_[AB]))(\d*)")
 ADAPTER = ".adapter."  # in the names of adapter tensors (lora/)
@@ -65,6 +66,9 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def iter_views(chunk: GPTModel, name: str, tensor: Tensor) -> Iterator[tuple[ParamKey, Tensor]]:
     """Yield the keys of the parameter `name` of a chunk, each with its view of `tensor`."""
     match = LAYER.fullmatch(name)
+    if tower := TOWER_LAYER.fullmatch(name):
+        yield ParamKey(f"{tower[1]}{{layer}}{tower[3]}", int(tower[2])), tensor
+        return
     if not match:
         yield ParamKey(name), tensor
         return
@@ -93,12 +97,14 @@ def local_experts(experts: int) -> range:
 
 
 def expected_keys(chunks: Sequence[GPTModel], entries: ParamTable, architecture: Architecture) -> set[ParamKey]:
-    """Return the keys that this rank's chunks must have: its layers, its experts, embedding and output layer."""
+    """Return the keys that this rank's chunks must have: its layers, its experts, embedding and output layer, tower."""
     layers = {layer.layer_number - 1 for chunk in chunks for layer in decoder_layers(chunk)}
     experts = local_experts(architecture.transformer.get("num_moe_experts") or 0)
     first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 
     def is_local(key: ParamKey) -> bool:
+        if key.name.startswith(TOWER):
+            return True
         if key.layer is not None:
             numbers = range(architecture.mtp_depths) if key.name.startswith("mtp.") else layers
             return key.layer in numbers and (key.expert is None or key.expert in experts)

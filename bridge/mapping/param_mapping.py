@@ -21,6 +21,8 @@ class Rope:
     dim: int  # number of rotated dimensions, the first ones of a head
     scaling: HfConfig | None = None  # normalized: {"rope_type": "llama3", "factor": 8.0, ...}
     interleaved: bool = False  # rotate adjacent dimensions; else pair dimension i of the first and the second half
+    # Index of the position (0: time, 1: height, 2: width) that rotates each plane; (): the same position on all axes.
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,36 @@ class Routing:
     logit_bias: bool = False  # the router's linear layer has a bias
     choice_bias: bool = False  # moe_router_enable_expert_bias, which megatron-core supports for sigmoid scores only
     fp32: bool = False  # router weights in fp32, regardless of the model's dtype
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Vision tower: a transformer over patches of images and videos, and mergers to features of the language model.
+
+    A merger concatenates the patches of a square of `merge_size` x `merge_size`, and is an MLP with one hidden layer.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    output_size: int  # the language model's hidden size
+    patch_size: int  # pixels
+    temporal_patch_size: int  # frames
+    merge_size: int
+    normalization: str = "LayerNorm"  # or "RMSNorm"
+    eps: float = 1e-6
+    gated: bool = False
+    activation: str = "gelu_pytorch_tanh"
+    rope_base: float = 10000.0
+    channels: int = 3
+    patch_bias: bool = True
+    grid_side: int | None = None  # side of a grid of learned position embeddings, which is resampled bilinearly
+    window: int | None = None  # side in pixels of the windows in which layers attend, except `full_layers`
+    full_layers: tuple[int, ...] = ()
+    # Layers whose outputs, through mergers of their own, are added to the outputs of the language model's first layers
+    # (DeepStack, https://arxiv.org/abs/2406.04334).
+    deep_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +104,7 @@ class Architecture:
     routing: Routing | None = None  # None: the moe_router settings in `transformer` suffice
     mtp_depths: int = 0  # layers of multi-token prediction to build; see layers/mtp.py
     num_labels: int | None = None  # of a score head that replaces the output layer; see sequence_classification.py
+    vision: Vision | None = None  # vision tower to build
     passthrough: str = ""  # regex of tensors that the model is built without; see checkpoint/passthrough.py
     # (regex, replacement) from names of tensors in files to transformers' modules, where they differ: PEFT uses these.
     module_names: tuple[tuple[str, str], ...] = ()
@@ -183,11 +216,21 @@ class Family:
     # Mappings of the first layers of multi-token prediction, as many as given; ValueError if config.json has fewer.
     mtp_mappings: Callable[[HfConfig, int], list[ParamMapping]] | None = None
     text_config: Callable[[HfConfig], HfConfig] = lambda config: config  # text model's part of a config.json
+    vision: Callable[[HfConfig], Vision] | None = None  # reads the vision tower from a raw config.json
+    vision_mappings: Callable[[Vision], list[ParamMapping]] | None = None
     vlm_names: tuple[Callable[[str], str], ...] = ()  # renaming functions for tensors of vision-language checkpoints
 
-    def describe(self, hf_config: HfConfig) -> Architecture:
-        """Read the architecture from a raw config.json. Raises ValueError for unsupported settings."""
-        return self.architecture(self.read(hf_config))
+    def describe(self, hf_config: HfConfig, *, vision: bool = False) -> Architecture:
+        """Read the architecture from a raw config.json, of the language model alone or with its vision tower.
+
+        Raises ValueError for unsupported settings, and if the model has no vision tower.
+        """
+        architecture = self.architecture(self.read(hf_config))
+        if not vision:
+            return architecture
+        if self.vision is None or "vision_config" not in hf_config:
+            raise ValueError(f"{self.name}: this model has no vision tower, or its tower is not supported")
+        return replace(architecture, vision=self.vision(hf_config))
 
     def read(self, hf_config: HfConfig) -> HfConfig:
         """Return the text model's part of a raw config.json, with defaults for missing and null keys."""
@@ -262,6 +305,7 @@ class MappingEntry(NamedTuple):
 ParamTable = dict[ParamKey, MappingEntry]
 EMBEDDING = ParamKey("embedding.word_embeddings.weight")
 OUTPUT = ParamKey("output_layer.weight")
+TOWER = "vision."  # begins the names of the vision tower's tensors
 EXPERTS = "mlp.experts.linear_fc"  # in the names of tensors of single experts
 
 
@@ -275,7 +319,10 @@ def expand_mappings(
     """
     entries: ParamTable = {}
     experts = range(architecture.transformer.get("num_moe_experts") or 0)
-    for mapping in family.list_mappings(hf_config, architecture.mtp_depths):
+    mappings = family.list_mappings(hf_config, architecture.mtp_depths)
+    if architecture.vision and family.vision_mappings:
+        mappings = mappings + family.vision_mappings(architecture.vision)
+    for mapping in mappings:
         layers = range(architecture.transformer["num_layers"]) if mapping.layers is None else mapping.layers
         for layer in layers if "{layer}" in mapping.mcore else (None,):
             for expert in experts if EXPERTS in mapping.mcore else (None,):

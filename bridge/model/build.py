@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -18,27 +20,38 @@ from ..layers.mtp import MtpBlock
 from ..layers.pooling import ScoreHead
 from ..layers.rope import make_rotary_rule
 from ..layers.spec import block_spec, mtp_spec
+from ..layers.vision_tower import VisionPart
 from ..mapping import fp8
+from ..mapping.local_params import decoder_layers
 from ..mapping.param_mapping import Architecture, Family, HfConfig
 from ..options import BuildOptions
 from ..parallel import current_groups
 from .config import transformer_config
 from .kernel_selection import Kernels, choose_kernels
 from .model import Model
+from .vision_encoder import VisionEncoder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, *, adapters: bool = False) -> Model:
+def build_model(
+    hf_config: HfConfig,
+    options: BuildOptions,
+    dtype: torch.dtype,
+    *,
+    adapters: bool = False,
+    vision: bool = False,
+) -> Model:
     """Build this rank's chunks on its device, with uninitialized weights. parallel.py must have created the groups.
 
-    adapters: build norms as separate modules, since adapters need the input of each linear layer.
+    adapters: build norms as separate modules, since adapters need the input of each linear layer. vision: build the
+    vision tower too.
     """
     runtime.enable()
     patches.apply_patches()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # its warnings are for users of its own launcher
     family = family_of(hf_config)
-    architecture = family.describe(hf_config)
+    architecture = family.describe(hf_config, vision=vision)
     if options.mtp_num_layers:
         architecture = _add_mtp_layers(architecture, family, hf_config, options)
     if "num_moe_experts" in architecture.transformer and dtype == torch.float16:
@@ -50,9 +63,25 @@ def build_model(hf_config: HfConfig, options: BuildOptions, dtype: torch.dtype, 
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
-    return Model(
-        chunks, config, architecture, kernels, ropes, current_groups(), mtp_loss_scale=options.mtp_loss_scaling_factor
+    groups = current_groups()
+    encoder = _build_encoder(chunks, config, architecture, groups) if vision else None
+    scale = options.mtp_loss_scaling_factor
+    return Model(chunks, config, architecture, kernels, ropes, groups, mtp_loss_scale=scale, vision=encoder)
+
+
+def _build_encoder(
+    chunks: list[GPTModel],
+    config: TransformerConfig,
+    architecture: Architecture,
+    groups: ProcessGroupCollection,
+) -> VisionEncoder:
+    assert architecture.vision is not None
+    stages: list[list[int]] = [[]] * groups.pp.size()
+    dist.all_gather_object(
+        stages, [layer.layer_number for chunk in chunks for layer in decoder_layers(chunk)], group=groups.pp
     )
+    part = VisionPart(architecture.vision, config, runtime.device())
+    return VisionEncoder(part, config, groups, stages)
 
 
 def _add_mtp_layers(
@@ -106,13 +135,14 @@ def _build_chunk(
     return model
 
 
-def enable_grads_through_frozen(chunk: GPTModel) -> None:
+def enable_grads_through_frozen(chunk: GPTModel, *, has_trained_input: bool = False) -> None:
     """Enable the gradients of trained parameters next to frozen ones. Call this after parameters are frozen.
 
+    has_trained_input: the embeddings of some micro batches depend on trained parameters outside of the chunk.
     Raises ValueError for trained biases of frozen weights in FP8.
     """
     is_trained = any(parameter.requires_grad for parameter in chunk.parameters())
-    if chunk.pre_process and is_trained and chunk.config.recompute_granularity:
+    if chunk.pre_process and ((is_trained and chunk.config.recompute_granularity) or has_trained_input):
         # Recomputed modules give their parameters gradients only if their input requires one.
         chunk.embedding.register_forward_hook(_require_output_grad)
     for name, module in chunk.named_modules():

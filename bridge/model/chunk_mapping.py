@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megatron.core.models.gpt import GPTModel
 
 from ..families import family_of
+from ..layers.vision_tower import VisionPart
 from ..mapping.param_mapping import Architecture, Family, HfConfig, ParamTable, expand_mappings
 
 
@@ -19,9 +20,10 @@ class ChunkMapping(NamedTuple):
 
 
 def describe_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig) -> Architecture:
-    """Return the architecture in a raw config.json, with the multi-token prediction layers that `chunks` have."""
+    """Return the architecture in a raw config.json, with the vision tower and prediction layers that `chunks` have."""
     depths = max((len(chunk.mtp.layers) for chunk in chunks if getattr(chunk, "mtp", None)), default=0)
-    return replace(family_of(hf_config).describe(hf_config), mtp_depths=depths)
+    has_vision = any(isinstance(chunk, VisionPart) for chunk in chunks)
+    return replace(family_of(hf_config).describe(hf_config, vision=has_vision), mtp_depths=depths)
 
 
 def map_chunks(chunks: Sequence[GPTModel], hf_config: HfConfig, names: Container[str] = ()) -> ChunkMapping:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -10,12 +10,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ..layers.deepstack import MediaFeatures
 from ..layers.delta_rule import make_delta_layout
 from ..layers.packed_seqs import AttentionSpan, Documents, make_packed_seqs, next_positions, to_device
 from ..layers.replay import replay_experts
 from ..layers.rope import RotaryRule
 from ..mapping.param_mapping import Architecture, Layer
 from .kernel_selection import Kernels
+from .vision_encoder import VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class ModelInputs:
     loss_weights: Tensor | None = None  # [rows, local length] fp32: weights of the labels
     loss_positions: Tensor | None = None  # [n] int64, CPU: scored indices into rows * local length; None: all
     experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: experts to replay; -1: the router's choice
+    # [3, rows, local length] int64: positions of time, height and width for the ropes; None: position_ids
+    rope_positions: Tensor | None = None
+    media: MediaFeatures | None = None  # of the visual tokens
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,12 @@ class Model:
     lora: Any = None  # lora/attach.py's Lora; None without adapters
     trained_share: float = 1.0  # fraction of trained parameters, including adapters
     mtp_loss_scale: float = 0.0  # weight of the mean multi-token prediction loss
+    vision: VisionEncoder | None = None
+
+    @property
+    def parts(self) -> list[GPTModel]:
+        """Modules that hold weights: the chunks, and that of the vision tower, which can be used as a chunk there."""
+        return [*self.chunks, *([cast(GPTModel, self.vision.part)] if self.vision else [])]
 
     def forward(self, chunk: torch.nn.Module, inputs: ModelInputs, output: OutputProcessor) -> Tensor:
         """Run the forward pass of one micro batch through one chunk (bare, or wrapped for data parallelism).
@@ -85,7 +96,18 @@ class Model:
         def process(*, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, **_: Any):
             return output(LastStage(self, inputs, documents, hidden_states, output_layer, output_weight))
 
-        return chunk(inputs.tokens, inputs.position_ids, None, packed_seq_params=documents, output_processor=process)
+        documents.media = inputs.media
+        embeddings, bare_chunk = None, cast(GPTModel, getattr(chunk, "module", chunk))
+        if inputs.media is not None and bare_chunk.pre_process:
+            embeddings = inputs.media.replace_embeddings(bare_chunk.embedding(inputs.tokens, inputs.position_ids))
+        return chunk(
+            inputs.tokens,
+            inputs.position_ids,
+            None,
+            decoder_input=embeddings,
+            packed_seq_params=documents,
+            output_processor=process,
+        )
 
     def output_matrix(self) -> Tensor:
         """Return this rank's rows of the output layer's weight, on the last pipeline stage."""
@@ -107,6 +129,7 @@ class Model:
             dtype=self.config.params_dtype,
             cp_rank=cp_rank,
             cp_size=cp_size,
+            rope_positions=inputs.rope_positions,
         )
         if inputs.loss_positions is not None:
             documents.loss_positions = to_device(inputs.loss_positions, device)

@@ -16,17 +16,19 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ..families import family_of
+from ..layers.vision_tower import MERGERS, TOWER_MODULES
 from ..mapping.local_params import iter_views, shard_position
 from ..mapping.param_mapping import (
     EMBEDDING,
     OUTPUT,
+    TOWER,
     Architecture,
     HfConfig,
     ParamKey,
     ParamTable,
     expand_mappings,
 )
-from ..options import TrainableOptions
+from ..options import TrainableOptions, VisionOptions
 from .build import Model, enable_grads_through_frozen
 
 
@@ -37,15 +39,24 @@ class _Names(NamedTuple):
     parts: set[str]
 
 
-def freeze(model: Model, hf_config: HfConfig, options: TrainableOptions, *, names: Container[str] = ()) -> None:
+def freeze(
+    model: Model,
+    hf_config: HfConfig,
+    options: TrainableOptions,
+    vision: VisionOptions | None = None,
+    *,
+    names: Container[str] = (),
+) -> None:
     """Freeze the parameters that `options` select, in a model without adapters. Every rank calls this.
 
+    vision: freezes the language model, the vision tower or its mergers, of a model that has a tower.
     names: the checkpoint's tensors, if the family has several mappings for one. Raises ValueError for a name that
     matches no weight or only a part of one, and if no trained parameter remains.
     """
     freezing = options.freeze_parameters, options.freeze_parameters_regex
     unfreezing = options.trainable_parameters, options.trainable_parameters_regex
-    if not any((*freezing, *unfreezing, options.freeze_parameters_ratio)):
+    vision = vision if model.vision else None
+    if vision is None and not any((*freezing, *unfreezing, options.freeze_parameters_ratio)):
         return
     if model.config.fp8_param:
         raise ValueError("--fp8_param_gather true cannot be used with frozen weights. Remove it")
@@ -54,16 +65,35 @@ def freeze(model: Model, hf_config: HfConfig, options: TrainableOptions, *, name
     names_by_weight = _map_names(entries, sizes, model.architecture)
     frozen = _select_first(sizes, list(names_by_weight), options.freeze_parameters_ratio)
     frozen |= _match(names_by_weight, *freezing, flag="--freeze_parameters")
+    if vision:
+        frozen |= {weight for weight in names_by_weight if is_frozen(weight, vision)}
     frozen -= _match(names_by_weight, *unfreezing, flag="--trainable_parameters")
     if frozen == names_by_weight.keys():
         raise ValueError(
-            "--freeze_parameters (or its regex, or ratio) leaves nothing to train: freeze less, or name what is "
-            "trained by --trainable_parameters"
+            "--freeze_parameters (or its regex, or ratio; --freeze_llm, --freeze_vit, --freeze_aligner) leaves nothing "
+            "to train: freeze less, or name what is trained by --trainable_parameters"
         )
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for weight, parameter, *_ in _parameters(chunk, model.architecture):
             parameter.requires_grad_(weight not in frozen)
-        enable_grads_through_frozen(chunk)
+    for chunk in model.chunks:
+        enable_grads_through_frozen(chunk, has_trained_input=model.vision is not None and model.vision.trains)
+
+
+def is_frozen(weight: ParamKey, options: VisionOptions) -> bool:
+    """Return whether the flags of the vision tower freeze a weight."""
+    if not weight.name.startswith(TOWER):
+        return options.freeze_llm
+    module = weight.name.removeprefix(TOWER).partition(".")[0]
+    return options.freeze_aligner if module in MERGERS else options.freeze_vit
+
+
+def tower_modules(model: Model, options: VisionOptions) -> list[str]:
+    """Return megatron-core's names of the vision tower's modules that are not frozen. The model has a tower."""
+    assert model.vision is not None
+    modules = [*(() if options.freeze_vit else TOWER_MODULES), *(() if options.freeze_aligner else MERGERS)]
+    parameters = [name for name, _ in model.vision.tower.named_parameters()]
+    return [TOWER + module for module in modules if any(name.startswith(f"{module}.") for name in parameters)]
 
 
 def freeze_output(model: Model) -> None:
@@ -92,7 +122,7 @@ def _collect_weights(model: Model, entries: ParamTable) -> dict[ParamKey, tuple[
     """Return the size without padding of every weight of the model, and whether it is trained."""
     experts = model.architecture.transformer.get("num_moe_experts") or 1
     local_weights = {}
-    for chunk in model.chunks:
+    for chunk in model.parts:
         for weight, parameter, key, shard in _parameters(chunk, model.architecture):
             ranks, _ = shard_position(key, entries[key])
             spans = entries[key].spans(shard.shape, ranks, model.architecture)
@@ -127,6 +157,8 @@ def _map_names(entries: ParamTable, weights: Container[ParamKey], architecture: 
 
 
 def _layer_order(weight: ParamKey) -> tuple[int, int]:
+    if weight.name.startswith(TOWER):
+        return -1, -1
     if weight.layer is None:
         return (0 if weight == EMBEDDING else 2), 0
     return (3 if weight.name.startswith("mtp.") else 1), weight.layer

@@ -132,8 +132,10 @@ def _chat_template(folder: Path) -> str:
 def drop_second_model(options: ModelOptions) -> Iterator[str]:
     """Unset --model beside a --mcore_model of the same model, and yield a note. Raises UsageError for another one."""
     mcore = flag_value(options, "mcore_model", None)
-    if not mcore or not options.model or not Path(mcore).expanduser().is_dir():
+    if not mcore or not options.model:
         return
+    if not Path(mcore).expanduser().is_dir():
+        raise UsageError(f"--mcore_model {mcore}: no such folder. Set that of a megatron-core checkpoint.")
     if problem := _difference(options.model, Path(mcore).expanduser()):
         raise UsageError(
             f"--model {options.model}: {problem}, and config.json and tokenizer come from the folder of --mcore_model. "

@@ -67,10 +67,10 @@ def check_training(
     _check_fp8(options, gpus)
     check_pipeline(options.build)
     check_core_settings(options, model)
-    if options.tuner.tuner_type == "lora":
+    if options.tuner.has_adapters:
         notes += check_base(options, options, model)
         notes += check_adapters(options, sources, config_with_head(options, model))
-    saves_config = options.tuner.tuner_type == "full" or bool(options.merge_lora)
+    saves_config = not options.tuner.has_adapters or bool(options.merge_lora)
     notes += rope_notes(options, model, saves_config=saves_config)
     if model is not None:
         check_divisible(options.build, layout, model)

@@ -139,6 +139,8 @@ def adapter_config(options: AdapterOptions) -> JsonObject | None:
     if not source:
         return None
     name = source.partition(" ")[2]
+    if not name.strip():
+        raise UsageError(f"{source.strip()}: is empty. Set the folder of an adapter, or remove it.")
     folder, mcore = Path(name).expanduser(), source.startswith("--mcore")
     if not folder.is_dir() and (mcore or folder.is_file() or name.startswith((".", "/", "~")) or name.count("/") != 1):
         hub = "" if mcore else ", or a hub id as OWNER/NAME"

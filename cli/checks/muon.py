@@ -30,7 +30,7 @@ def check_muon(options: SftOptions, model: HfConfig | None, sources: Mapping[str
     flag = f"--optimizer {options.optimizer.optimizer}"
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise UsageError(f"{flag}: emerging-optimizers is not installed. Run `pip install 'megaswift[muon]'`.")
-    if options.tuner.tuner_type == "lora":
+    if options.tuner.has_adapters:
         raise UsageError(
             f"{flag} cannot be used with --tuner_type lora: Muon orthogonalizes whole matrices, and an adapter has "
             "factors of one. Set --optimizer adam."
@@ -41,6 +41,11 @@ def check_muon(options: SftOptions, model: HfConfig | None, sources: Mapping[str
         raise UsageError(
             f"--overlap_param_gather true cannot be used with {flag}, which sends parameters after its step. Remove it."
         )
+    schedule = options.schedule
+    peak = schedule.lr if options.optimizer.muon_lr is None else options.optimizer.muon_lr
+    if options.optimizer.muon_min_lr is not None and options.optimizer.muon_min_lr > peak:
+        name = "--lr" if options.optimizer.muon_lr is None else "--muon_lr"
+        raise UsageError(f"{as_flag('muon_min_lr', options)}: above {name} {peak}. Set a lower one.")
     _check_query_groups(options, model)
 
 

@@ -18,7 +18,7 @@ def check_new_tokens(options: SftOptions, model: HfConfig | None) -> None:
         raise UsageError(f"{flag}: only for megatron pt and sft. Train the tokens with these first.")
     if options.mcore_model:
         raise UsageError(f"{flag}: cannot be used with --mcore_model. Set --model to a Hugging Face folder.")
-    if options.tuner.tuner_type != "lora":
+    if not options.tuner.has_adapters:
         return
     saved = {*options.lora.modules_to_save}
     tied = bool((model or {}).get("tie_word_embeddings"))

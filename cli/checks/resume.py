@@ -40,9 +40,7 @@ def check_resume(options: SftOptions) -> Iterator[str]:
     if not options.resume.finetune:
         flag = "--finetune false, which resumes from"
         if not requested:
-            flags = (
-                "--mcore_adapter or --adapters" if options.tuner.tuner_type == "lora" else "--mcore_model or --model"
-            )
+            flags = "--mcore_adapter or --adapters" if options.tuner.has_adapters else "--mcore_model or --model"
             raise UsageError(f"--finetune false: no checkpoint to resume from. Set {flags}.")
         if options.resume.resume_from_checkpoint not in (None, requested):
             raise UsageError(
@@ -70,6 +68,8 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "synchronously. Remove one of them."
         )
     metrics = METRICS[flag_value(options, "rlhf_type", None) or flag_value(options, "task_type", "causal_lm")]
+    if options.checkpoint.metric_for_best_model == "":
+        raise UsageError(f"--metric_for_best_model: is empty. Set {options.usual_metric}, or remove it.")
     metric = (options.checkpoint.metric_for_best_model or options.usual_metric).removeprefix("eval_")
     if options.checkpoint.eval_command is not None:
         _check_eval_command(options.checkpoint.eval_command)

@@ -23,7 +23,7 @@ from ...tasks.options import (
     SftOptions,
 )
 from ...tasks.run.planning import ProcessLayout, teacher_layout
-from ...templates.formats.schemas import UNGROUPED
+from ...templates.formats.schemas import POOLED, UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
 from .extra_kwargs import check_engine_settings
@@ -67,11 +67,11 @@ def check_task(
     _check_head(options, model)
     yield from check_plugins(options)
     _check_channels(options)
+    yield from _unneeded_flags(options, sources)
     if options.stage in ("sft", "pt"):
         return
     _check_data(options)
     _check_unread(options, sources)
-    yield from _unneeded_flags(options, sources)
     match options:
         case GrpoOptions():
             check_generation(options, sources)
@@ -198,9 +198,14 @@ def _is_changed(name: str, options: SftOptions, sources: Mapping[str, str]) -> b
 
 
 def _unneeded_flags(options: SftOptions, sources: Mapping[str, str]) -> Iterator[str]:
-    if not isinstance(options, READ_LOSS_SCALE) and _is_changed("loss_scale", options, sources):
-        reason = "trains on completions" if options.stage == "prompts" else "has no loss per token"
-        yield f"--loss_scale {options.data.loss_scale} is not needed: {task_flag(options)} {reason}."
+    task = "megatron pt" if options.stage == "pt" else task_flag(options)
+    reads_loss_scale = options.stage == "sft" or isinstance(options, READ_LOSS_SCALE)
+    if not reads_loss_scale and _is_changed("loss_scale", options, sources):
+        reasons = {"prompts": "trains on completions", "pt": "trains on whole texts"}
+        reason = reasons.get(options.stage, "has no loss per token")
+        yield f"--loss_scale {options.data.loss_scale} is not needed: {task} {reason}."
+    if options.data.add_non_thinking_prefix and options.stage in ("pt", "prompts", *POOLED):
+        yield f"--add_non_thinking_prefix true has no effect: {task} trains on no answers of the data."
     prefixes = VARIABLE_PREFIXES.get(options.stage, ())
     for variable in sorted(name for name in os.environ if name.startswith(prefixes)):
         flag = FLAG_OF_VARIABLE.get(variable)
@@ -268,7 +273,7 @@ def _check_reference(options: WithReference, layout: ProcessLayout, model: HfCon
         _check_sync(options, has_reference=bool(models), precomputes=precomputes)
     if reference.offload_ref_model:
         reason = "it is released before training" if precomputes else ""
-        if options.tuner.tuner_type == "lora" and not models:
+        if options.tuner.has_adapters and not models:
             reason = "it is the model without its adapters"
         if reason:
             reference.offload_ref_model = False
@@ -285,7 +290,7 @@ def _check_sync(options: WithReference, *, has_reference: bool, precomputes: boo
             "--sync_ref_model true cannot be used with --precompute_ref_log_probs true, which releases the reference "
             "before training. Remove one of them."
         )
-    if options.tuner.tuner_type == "lora" and not has_reference:
+    if options.tuner.has_adapters and not has_reference:
         raise UsageError(
             "--sync_ref_model true cannot be used with --tuner_type lora without --ref_model: the reference is the "
             "frozen base model. Set --ref_model, or remove it."

@@ -25,7 +25,7 @@ def check_vllm_lora(options: GrpoOptions | GkdOptions, model: HfConfig | None) -
     if not engine.vllm_enable_lora:
         return
     flag = "--vllm_enable_lora true"
-    if options.tuner.tuner_type != "lora":
+    if not options.tuner.has_adapters:
         raise UsageError(f"{flag}: only for --tuner_type lora, and all weights are trained. Remove it.")
     uses_server = engine.vllm_mode == "server" or bool(engine.vllm_server_host or engine.vllm_server_base_url)
     if engine.use_vllm is False or (not uses_server and importlib.util.find_spec("vllm") is None):

@@ -11,6 +11,10 @@ Of several runs with the same settings the last successful one counts; a failure
   taken from megaswift on the same row.
 - memory: `torch.cuda.max_memory_reserved` in the system's log, of the GPU with the most.
 - first step: seconds from the command to the log line of step 1 (megaswift logs it during step 2).
+- Rows with pictures, in a table of their own:
+  visual: share of visual tokens, without padding
+  images/s/GPU: the peer's by the images of a step of megaswift on the same row
+  tower: share of the vision tower in the time of a step, and its MFU, from megaswift's log
 """
 
 # pyright: reportMissingImports=false
@@ -21,14 +25,17 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from megaswift.tasks.observability.flops import peak_flops
-from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS
+import pictures
+from megaswift.bridge.families import family_of
+from megaswift.tasks.observability.flops import VisionFlops, peak_flops
+from rows import BASELINES, MIN_SPEEDUPS, ROWS, SYSTEMS, TRAINED, Row
 
 Run = dict[str, Any]
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 COLUMNS = ["model", "GPUs", "system", "s/step", "tokens/s/GPU", "real", "TFLOP/s/GPU", "MFU", "memory", "first step"]
 COLUMNS += ["speed (target)"]
-NAMES = {"ours": "megaswift", "peer": "ms-swift"}
+VISUAL_COLUMNS = [*COLUMNS[:6], "visual", "images/s/GPU", "tower", *COLUMNS[6:]]
+NAMES = {"ours": "megaswift", "peer": "ms-swift", "peer-flash": "ms-swift, flash"}
 
 
 def name_of(run: Run) -> str:
@@ -69,7 +76,10 @@ def summary(run: Run, runs: list[Run]) -> dict[str, Any]:
     if "tokens" in steps[0]:
         real_tokens = mean(step["tokens"] - step["before"]["tokens"] for step in steps)
         result["real_tokens_per_second_per_gpu"] = real_tokens / seconds / gpus
-    flops = flops_of(run) or next(filter(None, (flops_of(other) for other in runs if same_work(run, other))), None)
+    work = [run, *(other for other in runs if same_work(run, other))]
+    if ROWS[run["row"]].pictures:
+        result |= visual_figures(run, work, seconds * gpus)
+    flops = next(filter(None, (mean_of(other, "flops") for other in work)), None)
     if flops:
         result["tflops_per_gpu"] = flops / seconds / gpus / 1e12
         peak = peak_flops(run["device"])
@@ -86,10 +96,38 @@ def summary(run: Run, runs: list[Run]) -> dict[str, Any]:
     return result
 
 
-def flops_of(run: Run) -> float | None:
-    """Return the mean FLOPs of the measured steps; None if the log has none."""
-    steps = [step for step in measured_steps(run) if "flops" in step]
-    return mean(step["flops"] for step in steps) if steps else None
+def visual_figures(run: Run, work: list[Run], seconds: float) -> dict[str, Any]:
+    """Return the figures of pictures. work: runs of the same work. seconds: of a step, of all GPUs"""
+    result: dict[str, Any] = {}
+    images = next(filter(None, (mean_of(other, "images") for other in work)), None)
+    if images:
+        result["images_per_second_per_gpu"] = images / seconds
+    visual_tokens, share = mean_of(run, "visual_tokens"), mean_of(run, "vision_share")
+    if visual_tokens:
+        steps = measured_steps(run)
+        result["visual_share"] = visual_tokens * len(steps) / (steps[-1]["tokens"] - steps[0]["before"]["tokens"])
+    if images and share:
+        peak = peak_flops(run["device"])
+        tower_rate = tower_flops(ROWS[run["row"]], images) / (share * seconds)
+        result |= {"tower_share": share, "tower_mfu": tower_rate / peak if peak else None}
+    return result
+
+
+def mean_of(run: Run, name: str) -> float | None:
+    """Return the mean of a figure of the measured steps; None if the log does not have it."""
+    steps = [step for step in measured_steps(run) if name in step]
+    return mean(step[name] for step in steps) if steps else None
+
+
+def tower_flops(row: Row, images: float) -> float:
+    """Return the FLOPs of the tower in a step with so many of the row's pictures."""
+    vision = family_of(row.config).vision
+    assert vision
+    assert row.pictures
+    is_trained = TRAINED in row.layout
+    flops = VisionFlops.of(vision(row.config), trains_layers=is_trained, trains_mergers=is_trained)
+    grids = [pictures.grid(size) for size in pictures.sizes(row.pictures)]
+    return flops.training(grids) * images / len(grids)
 
 
 def same_work(one: Run, other: Run) -> bool:
@@ -111,27 +149,41 @@ def baselines(run: Run, runs: list[Run]) -> list[Run]:
 def markdown(runs: list[Run]) -> str:
     """Return the table, the losses, and the commands with devices and versions."""
     all_runs, runs = runs, latest_runs(runs)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for run in runs:
-        labels = [ROWS[run["row"]].title, str(run["gpus"]), name_of(run)]
-        lines.append("| " + " | ".join(labels + cells(run, summary(run, all_runs))) + " |")
-    lines += ["", *losses(runs), *sources(runs)]
+    lines: list[str] = []
+    for columns, has_pictures in ((COLUMNS, False), (VISUAL_COLUMNS, True)):
+        runs_of_table = [run for run in runs if bool(ROWS[run["row"]].pictures) == has_pictures]
+        if not runs_of_table:
+            continue
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for run in runs_of_table:
+            labels = [ROWS[run["row"]].title, str(run["gpus"]), name_of(run)]
+            lines.append("| " + " | ".join(labels + cells(run, summary(run, all_runs))) + " |")
+        lines.append("")
+    lines += [*losses(runs), *sources(runs)]
     return "\n".join(lines)
 
 
 def cells(run: Run, figures: dict[str, Any]) -> list[str]:
+    row = ROWS[run["row"]]
     if "error" in figures:
-        return [figures["error"].partition(": Train")[0].replace("|", "/")[:120], *[""] * 7]
+        empty = len(VISUAL_COLUMNS if row.pictures else COLUMNS) - 4
+        return [figures["error"].partition(": Train")[0].replace("|", "/")[:120], *[""] * empty]
     speed = ""
     if "ratio" in figures:
         bound = f" ({figures['least']})" if figures["least"] and not run["flags"] else ""
         speed = f"{figures['ratio']:.2f} x {figures['against']}{'' if figures['one_call'] else ', another call'}{bound}"
-    row = ROWS[run["row"]]
+    visual = []
+    if row.pictures:
+        visual += [f"{figures['visual_share']:.1%}" if "visual_share" in figures else ""]
+        visual += [f"{figures['images_per_second_per_gpu']:.1f}" if "images_per_second_per_gpu" in figures else ""]
+        tower_mfu = f" at {figures['tower_mfu']:.1%} MFU" if figures.get("tower_mfu") else ""
+        visual += [f"{figures['tower_share']:.1%}{tower_mfu}" if "tower_share" in figures else ""]
     mfu, first_step = (row.mfu, row.first_step) if run["system"] == "ours" and not run["flags"] else (None, None)
     return [
         f"{figures['seconds_per_step']:.3f}",
         f"{figures['tokens_per_second_per_gpu']:,.0f}",
         f"{figures['real_tokens_per_second_per_gpu']:,.0f}" if "real_tokens_per_second_per_gpu" in figures else "",
+        *visual,
         f"{figures['tflops_per_gpu']:.0f}" if "tflops_per_gpu" in figures else "",
         (f"{figures['mfu']:.1%}" if figures.get("mfu") else "") + (f" ({mfu:.0%})" if mfu else ""),
         f"{figures['memory_gib']:.1f} GiB",

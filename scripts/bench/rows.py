@@ -40,6 +40,60 @@ SIZES = {
     | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024, "dtype": "float32"},
 }
 TIED = {"tie_word_embeddings": True}
+VISION = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+TOWERS = {
+    "4b": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
+    "30b": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+    "tiny": {"depth": 3, "hidden_size": 48, "intermediate_size": 80, "deepstack_visual_indexes": [0, 1]}
+    | {"num_heads": 4, "num_position_embeddings": 64},
+}
+
+
+# Special tokens of Qwen3-VL in the order of their ids, which end 279 rows before the end of the embedding.
+VISION_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
+VISION_SPECIAL += ["<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>"]
+VISION_SPECIAL += ["<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+UNUSED = 279
+
+
+def special_ids(config: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of the special tokens: the published ones in a Qwen3-VL, since ms-swift has them in its code."""
+    if "vision_config" not in config:
+        return {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    first = config["text_config"]["vocab_size"] - UNUSED - len(VISION_SPECIAL)
+    return {token: first + number for number, token in enumerate(VISION_SPECIAL)}
+
+
+def qwen3_vl(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a Qwen3-VL with the decoder of a Qwen3 or Qwen3-MoE."""
+    is_moe = text["model_type"] == "qwen3_moe"
+    kind = "qwen3_vl_moe" if is_moe else "qwen3_vl"
+    minor = text["head_dim"] * 5 // 32  # planes of the rope that are turned by height, and by width
+    sections = [text["head_dim"] // 2 - 2 * minor, minor, minor]
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": sections}
+    config = {
+        "model_type": kind,
+        "architectures": ["Qwen3VLMoeForConditionalGeneration" if is_moe else "Qwen3VLForConditionalGeneration"],
+        "dtype": text["dtype"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": text | {"model_type": f"{kind}_text", "rope_scaling": rope, "rope_theta": 5e6},
+        "vision_config": VISION | tower | {"model_type": kind, "out_hidden_size": text["hidden_size"]},
+    }
+    del config["text_config"]["architectures"]
+    ids = special_ids(config)
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return config | {f"{name}_token_id": ids[f"<|{token}|>"] for name, token in names.items()}
+
+
 OVERLAP = "--overlap_grad_reduce true --overlap_param_gather true"
 
 
@@ -55,6 +109,7 @@ class Row:
     steps: int = 12
     length: int = 4096  # tokens of a pack
     documents: int | None = None  # of the text; None: all
+    pictures: tuple[int, int] | None = None  # least and most visual tokens of a picture; None: text alone
     layout: str = ""  # flags of every system
     peer: str = ""  # extra flags of the peer that its documentation recommends for speed
     min_speedup: dict[str, float] = field(default_factory=dict)  # system -> lowest speed relative to its baseline
@@ -65,6 +120,12 @@ class Row:
         """Return the packs of a global batch."""
         return self.global_batch * (1 if self.gpus else gpus)
 
+
+QWEN3_VL_4B = qwen3_vl(QWEN3 | SIZES["4b"] | TIED, TOWERS["4b"])
+QWEN3_VL_MOE = qwen3_vl(QWEN3_MOE | {"num_hidden_layers": 8}, TOWERS["30b"])
+FROZEN = "--freeze_vit true --freeze_aligner true"
+TRAINED = "--freeze_vit false --freeze_aligner false"
+PICTURES = (256, 1024)
 
 ROWS = {
     "0.6b": Row("Qwen3-0.6B", QWEN3 | SIZES["0.6b"] | TIED, 4, 16, min_speedup={"ours": 1.4}),
@@ -121,10 +182,67 @@ ROWS = {
         peer="--moe_permute_fusion true",
         min_speedup={"ours": 3.0},
     ),
+    "vl-4b": Row(
+        "Qwen3-VL-4B, frozen tower",
+        QWEN3_VL_4B,
+        2,
+        16,
+        steps=8,
+        documents=2000,
+        pictures=PICTURES,
+        layout=FROZEN,
+        min_speedup={"ours": 1.4},
+        mfu=0.5,
+    ),
+    "vl-4b-trained": Row(
+        "Qwen3-VL-4B, trained tower",
+        QWEN3_VL_4B,
+        1,
+        16,
+        steps=8,
+        documents=2000,
+        pictures=PICTURES,
+        layout=TRAINED,
+        peer="--vit_gradient_checkpointing false",
+        min_speedup={"ours": 1.8},
+    ),
+    "vl-moe": Row(
+        "Qwen3-VL-30B-A3B, 8 layers, frozen tower",
+        QWEN3_VL_MOE,
+        2,
+        16,
+        documents=2000,
+        pictures=PICTURES,
+        layout=FROZEN,
+        peer="--moe_permute_fusion true",
+        min_speedup={"ours": 4.0},
+    ),
+    "vl-moe-trained": Row(
+        "Qwen3-VL-30B-A3B, 8 layers, trained tower",
+        QWEN3_VL_MOE,
+        1,
+        16,
+        documents=2000,
+        pictures=PICTURES,
+        layout=TRAINED,
+        peer="--moe_permute_fusion true --vit_gradient_checkpointing false",
+        min_speedup={"ours": 3.0},
+    ),
     "tiny": Row("tiny, to try the script", QWEN3 | SIZES["tiny"], 1, 4, steps=4, length=512, documents=120),
+    "vl-tiny": Row(
+        "tiny, with pictures",
+        qwen3_vl(QWEN3 | SIZES["tiny"], TOWERS["tiny"]),
+        1,
+        4,
+        steps=4,
+        length=512,
+        documents=120,
+        pictures=(80, 160),
+        layout=TRAINED,
+    ),
 }
 
-# Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, and ours with the peer.
+# Variants of megaswift: extra flags. BASELINES: a variant is compared with ours, ours and peer-flash with the peer.
 VARIANTS = {
     "ours": "",
     "local": "--transformer_impl local",
@@ -133,5 +251,10 @@ VARIANTS = {
     "lora": "--tuner_type lora --merge_lora false",
 }
 MIN_SPEEDUPS = {"local": 0.95}  # lowest relative speed, on every row
-BASELINES = {"ours": "peer"} | dict.fromkeys([name for name in VARIANTS if name != "ours"], "ours")
-SYSTEMS = (*VARIANTS, "peer")
+# ms-swift, by its attention. Its vision tower uses FlashAttention with `flash`, which needs flash-attn, and else loops
+# over the pictures in each layer.
+PEERS = {"peer": "--attention_backend fused", "peer-flash": "--attention_backend flash"}
+BASELINES = {"ours": "peer", "peer-flash": "peer"} | dict.fromkeys(
+    [name for name in VARIANTS if name != "ours"], "ours"
+)
+SYSTEMS = (*VARIANTS, *PEERS)

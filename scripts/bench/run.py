@@ -34,7 +34,7 @@ from make import paths
 from measure import measure
 from megaswift.cli.launch import visible_gpus
 from report import Run, cells, latest_runs, markdown, summary
-from rows import ROWS, SYSTEMS
+from rows import PEERS, ROWS, SYSTEMS
 from systems import command, environment, step_of, versions
 
 HERE = Path(__file__).parent
@@ -70,15 +70,15 @@ def run_one(name: str, system: str, arguments: argparse.Namespace, timeout: floa
     folder = out / "runs" / "-".join(filter(None, [name, system, *arguments.flags.replace("--", "").split()]))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    caches = work / "caches" / ("peer" if system == "peer" else "ours")
+    caches = work / "caches" / ("peer" if system in PEERS else "ours")
     result: dict[str, Any] = {
-        "row": name, "system": system, "flags": "" if system == "peer" else arguments.flags, "gpus": gpus,
+        "row": name, "system": system, "flags": "" if system in PEERS else arguments.flags, "gpus": gpus,
         "call": arguments.call, "called": shlex.join(["python", *sys.argv]), "device": device(),
         "versions": versions(system, arguments.peer_site), "global_batch": row.batch_on(max(gpus, 1)),
         "length": row.length, "warmup": arguments.warmup, "last_step": steps, "steps": [],
         "caches": "warm" if caches.exists() else "cold", "error": None,
     }  # fmt: skip
-    is_traced = arguments.profile and system != "peer"
+    is_traced = arguments.profile and system not in PEERS
     flags = f"{arguments.flags} --profile true --profile_step_start {steps + 1} --profile_step_end {steps + 2}"
     try:
         if gpus < (row.gpus or 1) > 1:

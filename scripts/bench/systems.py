@@ -5,9 +5,10 @@ every step. megaswift gets no other flags but its layout, because its defaults a
 
 ms-swift (https://github.com/modelscope/ms-swift, Apache-2.0) gets the fastest settings that we found: cuDNN attention,
 no recomputation, the fused cross entropy, permute fusion (experts) and overlaps (several GPUs). Its `chatml` template
-gives the same tokens as the tokenizer's own template, but also trains on the newline after each document. It packs and
-shuffles with other algorithms, so the documents of a step differ. Fill of packs and lengths of documents are the same,
-and so is the work. It does not pad a pack that is not full.
+(`qwen3_vl` with pictures, which needs qwen-vl-utils and av) gives the same tokens as the checkpoint's own template, but
+also trains on the newline after each document. It packs and shuffles with other algorithms, so the documents of a step
+differ. Fill of packs and lengths of documents are the same, and so is the work. It does not pad a pack that is not
+full. `peer-flash` needs flash-attn.
 """
 
 import importlib.metadata
@@ -18,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rows import VARIANTS, Row
+from rows import PEERS, VARIANTS, Row
 
 LEARNING = "--lr 1e-5 --lr_decay_style constant"
 PEER = (
-    "--template chatml --use_hf true --finetune true --attention_backend fused --recompute_granularity none "
+    "--use_hf true --finetune true --recompute_granularity none "
     "--cross_entropy_loss_fusion true --gradient_accumulation_fusion false --load_from_cache_file false "
     "--dataset_num_proc 8 --dataloader_num_workers 4 --no_save_optim true --no_save_rng true"
 )
@@ -50,14 +51,14 @@ def command(
     common = f"--model {model} --dataset {data} --packing true --max_length {row.length} --output_dir {out} "
     common += f"--micro_batch_size {row.micro_batch} --global_batch_size {row.batch_on(gpus)} --train_iters {steps} "
     common += f"--add_version false --logging_steps 1 --save_steps 100000 {LEARNING} {row.layout}"
-    if system != "peer":
+    if system not in PEERS:
         return [sys.executable, "-m", "megaswift.cli.main", "megatron", "sft", *_words(common, VARIANTS[system], flags)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus or 1}", f"--master_port={port}"]
-    kind = f"--model_type {row.config['model_type']}"
-    return [*launch, str(peer_script(site)), *_words(common, kind, PEER, row.peer)]
+    kind = f"--model_type {row.config['model_type']} --template {'qwen3_vl' if row.pictures else 'chatml'}"
+    return [*launch, str(peer_script(site)), *_words(common, kind, PEER, PEERS[system], row.peer)]
 
 
 def _words(*texts: str) -> list[str]:
@@ -79,7 +80,7 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
     }
-    if system == "peer" and site:
+    if system in PEERS and site:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
     # With PYTHONDONTWRITEBYTECODE every process would compile PyTorch's sources again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -87,15 +88,17 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
 
 
 def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | None:
-    """Return a line of logging.jsonl as {step, loss, grad_norm, memory_gib[, tokens, flops]}; None if it has no step.
+    """Return a line of logging.jsonl as {step, loss, grad_norm, memory_gib[, ...]}; None if it has no step.
 
     memory_gib: `torch.cuda.max_memory_reserved` in both systems
+    Of megaswift alone:
     tokens: without padding, of all GPUs, since the start
     flops: of the step, by megaswift/tasks/observability/flops.py
+    images, visual_tokens, vision_share: of the step; the share of the vision tower in its time
     """
     if "loss" not in line:
         return None
-    if system == "peer":
+    if system in PEERS:
         step = int(line["iteration"].split("/")[0])
         return {
             "step": step,
@@ -104,14 +107,15 @@ def step_of(system: str, line: dict[str, Any], gpus: int) -> dict[str, Any] | No
             "memory_gib": line["memory(GiB)"],
             "own_clock": step * line["train_speed(s/it)"],  # seconds since the training began
         }
-    fields = {name: line[name] for name in ("step", "loss", "grad_norm", "memory_gib", "tokens") if name in line}
+    names = ("step", "loss", "grad_norm", "memory_gib", "tokens", "images", "visual_tokens", "vision_share")
+    fields = {name: line[name] for name in names if name in line}
     return fields | {"flops": line["tflops_per_gpu"] * 1e12 * line["seconds_per_step"] * max(gpus, 1)}
 
 
 def versions(system: str, site: Path | None) -> dict[str, str]:
     """Return the versions of the installed packages that the system uses."""
-    path = [str(site), *sys.path] if site and system == "peer" else sys.path
-    names = (*PACKAGES, "ms-swift", "mcore-bridge") if system == "peer" else PACKAGES
+    path = [str(site), *sys.path] if site and system in PEERS else sys.path
+    names = (*PACKAGES, "ms-swift", "mcore-bridge", "flash-attn") if system in PEERS else PACKAGES
     installed = {}
     for name in names:
         for distribution in importlib.metadata.distributions(name=name, path=path):

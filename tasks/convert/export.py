@@ -40,6 +40,7 @@ from ...bridge.checkpoint.rope_scaling import scale_rope, scaled_folder
 from ...bridge.checkpoint.safetensors_io import tensor_names
 from ...bridge.checkpoint.save import save_weights
 from ...bridge.checkpoint.upload import upload_folder
+from ...bridge.checkpoint.vision import has_tower
 from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.merge import merge_and_unload
 from ...bridge.lora.settings import LoraSettings
@@ -195,19 +196,22 @@ def _open_model(
     """
     hf_config, adapter = source.hf_config, source.adapter
     adapters = adapter is not None
-    model = run_on_all_ranks(lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters))
+    vision = run_on_all_ranks(lambda: has_tower(source.folder, hf_config))
+    model = run_on_all_ranks(
+        lambda: build_model(hf_config, layout, compute_dtype or dtype, adapters=adapters, vision=vision)
+    )
     if not source.adapter_only:
         read = load_distributed if source.mcore else load_weights
-        run_on_all_ranks(lambda: read(model.chunks, hf_config, source.folder))
+        run_on_all_ranks(lambda: read(model.parts, hf_config, source.folder))
     if adapter:
         round_weights(model, hf_config, dtype)
         settings = run_on_all_ranks(lambda: _settings(source, adapter))
         names = tensor_names(source.folder)
         run_on_all_ranks(lambda: attach_adapters(model, hf_config, settings, seed=0, names=names))
         read_adapter = load_distributed_adapter if source.mcore_adapter else load_adapter
-        run_on_all_ranks(lambda: read_adapter(model.chunks, hf_config, model.lora, adapter))
+        run_on_all_ranks(lambda: read_adapter(model.parts, hf_config, model.lora, adapter))
         if source.merged:
-            merge_and_unload(model.chunks)
+            merge_and_unload(model.parts)
     return model
 
 
@@ -224,7 +228,7 @@ def _write(
     model: Model, source: ExportSource, folder: Path, options: ExportOptions, dtype: torch.dtype, started: float
 ) -> None:
     """Write the export into `folder`. started: time when reading began."""
-    chunks, hf_config = model.chunks, source.hf_config
+    chunks, hf_config = model.parts, source.hf_config
     if source.adapter and not source.merged:
         config = hub.read_adapter_config(source.adapter, mcore=source.mcore_adapter)
         base = config.get("base_model_name_or_path") or str(source.folder.absolute())
@@ -234,8 +238,8 @@ def _write(
         is_converted = source.adapter is None
         save_distributed(chunks, hf_config, source.folder, folder, dtype=dtype, converted=is_converted)
         if is_converted:
-            seconds, mtp_depths = time.perf_counter() - started, model.architecture.mtp_depths
-            run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, mtp_depths))
+            seconds = time.perf_counter() - started
+            run_on_all_ranks(lambda: report_conversion(source.folder, folder, hf_config, seconds, model.architecture))
     else:
         max_bytes, fp8 = shard_bytes(options.max_shard_size), options.quant_method == "fp8"
         save_weights(chunks, hf_config, source.folder, folder, dtype=dtype, max_shard_bytes=max_bytes, fp8=fp8)
@@ -278,7 +282,7 @@ def _write_peft_copy(source: ExportSource, folder: Path, layout: BuildOptions, d
     """Write the source's adapter in PEFT's format, for transformers."""
     broadcast_from_rank0(folder.mkdir)
     model = _open_model(replace(source, merged=False), layout, dtype)
-    save_adapter(model.chunks, source.hf_config, model.lora, folder, base=str(source.folder.absolute()))
+    save_adapter(model.parts, source.hf_config, model.lora, folder, base=str(source.folder.absolute()))
 
 
 @contextmanager

@@ -10,13 +10,14 @@ This is PaLM's appendix B, exact for documents: https://arxiv.org/abs/2204.02311
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from ...bridge.mapping.param_mapping import Vision
     from ...bridge.model.model import Model
 
 # Dense bf16 peaks of the data sheets in FLOP/s; the first pattern that matches the device's name applies.
@@ -48,13 +49,21 @@ class Flops:
     limited: tuple[tuple[int | None, int | None, int], ...] = ()
     output: int = 0  # part of the output layer in the matrix parameters
     trained: float = 1.0  # share of the parameters with gradients
+    vision: "VisionFlops | None" = None
 
     @classmethod
     def of_model(cls, model: "Model", *, scores_tokens: bool = True) -> "Flops":
         """Return the cost of a model. Without `scores_tokens` its output layer is excluded; a head's products are not
         counted."""
         vocabulary = model.architecture.vocab_size if scores_tokens else 0
-        return cls.of(model.config, vocabulary, trained=model.trained_share)
+        flops = cls.of(model.config, vocabulary, trained=model.trained_share)
+        if model.vision is None or model.architecture.vision is None:
+            return flops
+        tower = model.vision
+        vision = VisionFlops.of(
+            model.architecture.vision, trains_layers=tower.trains_tower, trains_mergers=tower.trains_mergers
+        )
+        return replace(flops, vision=vision)
 
     @classmethod
     def of(cls, sizes: "TransformerConfig", vocab_size: int, *, trained: float = 1.0) -> "Flops":
@@ -120,6 +129,52 @@ class Flops:
     def six_n_d(self, tokens: float) -> float:
         """Return the usual estimate 6 x parameters x tokens: the matrix products without attention."""
         return 6 * self.matrix_parameters * tokens
+
+
+@dataclass(frozen=True)
+class VisionFlops:
+    """Cost of a vision tower. Counts its matrix products, and attention within images, frames or windows."""
+
+    layers: int  # weights that a patch is multiplied by
+    mergers: int  # weights that a feature is made of
+    pair: int  # forward FLOPs of a pair of patches in a layer
+    full_layers: int
+    window_layers: int
+    window: int  # patches of a window
+    square: int  # patches of a feature
+    trains_layers: bool
+    trains_mergers: bool
+
+    @classmethod
+    def of(cls, vision: "Vision", *, trains_layers: bool, trains_mergers: bool) -> "VisionFlops":
+        hidden, square = vision.hidden_size, vision.merge_size**2
+        matrices = 3 if vision.gated else 2
+        patch = vision.channels * vision.temporal_patch_size * vision.patch_size**2 * hidden
+        merged = hidden * square
+        full = len(vision.full_layers) if vision.window else vision.num_layers
+        return cls(
+            layers=patch + vision.num_layers * (4 * hidden**2 + matrices * hidden * vision.ffn_hidden_size),
+            mergers=(1 + len(vision.deep_layers)) * merged * (merged + vision.output_size),
+            pair=4 * hidden,
+            full_layers=full,
+            window_layers=vision.num_layers - full,
+            window=(vision.window // vision.patch_size) ** 2 if vision.window else 0,
+            square=square,
+            trains_layers=trains_layers,
+            trains_mergers=trains_mergers,
+        )
+
+    def training(self, grids: Iterable[Sequence[int]]) -> int:
+        """Return the FLOPs of training on media of these grids (time, height, width in patches), without recomputation.
+
+        Frozen layers have no backward pass.
+        """
+        grids = list(grids)
+        patches = sum(time * height * width for time, height, width in grids)
+        squares = sum(time * (height * width) ** 2 for time, height, width in grids)
+        attention = self.pair * (self.full_layers * squares + self.window_layers * patches * self.window)
+        layers = (2 * self.layers * patches + attention) * (3 if self.trains_layers else 1)
+        return layers + 2 * self.mergers * patches // self.square * (1 + self.trains_mergers + self.trains_layers)
 
 
 def pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:

@@ -15,6 +15,7 @@ from ...bridge.options import (
     ModelOptions,
     PredictionLayers,
     TrainableOptions,
+    VisionOptions,
 )
 from ...templates.formats.schemas import Stage
 from ...templates.options import PrepareOptions
@@ -63,6 +64,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
 
     tuner: TrainableOptions = group(TrainableOptions)
     lora: LoraOptions = group(LoraOptions)
+    vision: VisionOptions = group(VisionOptions)
     data: PrepareOptions = group(PrepareOptions)
     build: BuildOptions = group(BuildOptions)
     training: TrainingOptions = group(TrainingOptions)
@@ -83,7 +85,7 @@ class SftOptions(ModelOptions, McoreOptions, AdapterOptions, McoreAdapterOptions
 
     def __post_init__(self) -> None:
         """Fill in defaults that depend on other options."""
-        lora = self.tuner.tuner_type == "lora"
+        lora = self.tuner.has_adapters
         if self.schedule.lr is None:
             self.schedule.lr = 1e-4 if lora else 1e-5
         if self.merge_lora is None and lora:

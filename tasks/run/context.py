@@ -16,9 +16,10 @@ from ...bridge.checkpoint import hub
 from ...bridge.checkpoint.new_tokens import read_tokens, with_tokens
 from ...bridge.checkpoint.pretrained import load_tokenizer
 from ...bridge.checkpoint.rope_scaling import scale_rope
+from ...bridge.checkpoint.vision import adapts_tower, has_tower, needs_tower
 from ...bridge.model.build import DTYPES
 from ...bridge.option_groups import with_flags
-from ...bridge.options import ModelOptions
+from ...bridge.options import ModelOptions, VisionOptions
 from ...bridge.parallel import current_groups, initialize
 from ...templates.batching.collator import Batch, BatchLayout
 from ...templates.batching.episode_batches import BatchPlan
@@ -26,6 +27,7 @@ from ...templates.batching.streaming import TokenStream
 from ...templates.cache import cache_root
 from ...templates.dataset.store import TokenStore
 from ...templates.json_types import JsonObject
+from ...templates.media.processor import VisionProcessor
 from ...templates.prepare import Prepared
 from ..distributed.collectives import (
     all_gather_objects,
@@ -40,7 +42,7 @@ from ..options import SftOptions
 from ..system import console
 from .args_json import save_args
 from .head_config import configure_head
-from .planning import ProcessLayout, batches_of, length_multiple, tokens_of
+from .planning import ProcessLayout, batches_of, length_multiple, open_vision, tokens_of
 from .preflight import preflight
 from .resume import Resumed, open_run_dir
 from .verification import broadcast_from_rank0_with_verify
@@ -66,6 +68,8 @@ class Run:
     tokenizer: Any
     data: Prepared
     resumed: Resumed | None
+    vision: VisionProcessor | None = None
+    builds_tower: bool = False  # whether the vision tower is built: for images and videos in the data
 
     @property
     def writes(self) -> bool:
@@ -78,6 +82,13 @@ class Run:
         chunks = {name: getattr(self.options.build, name) for name in CHUNKS}
         device = {"device": runtime.device().type}
         return asdict(ProcessLayout.of(self.options.build, dist.get_world_size())) | chunks | device
+
+    @property
+    def vision_options(self) -> VisionOptions:
+        """Return the options of the vision tower, which is frozen without images in the data."""
+        if has_media(self.data):
+            return self.options.vision
+        return replace(self.options.vision, freeze_vit=True, freeze_aligner=True)
 
     @property
     def base(self) -> str:
@@ -124,13 +135,14 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     config = scale_rope(hub.read_config(model_folder, mcore=bool(options.mcore_model)), options)
     dtype = dtype_of(options, config)
     tokenizer = load_tokenizer(model_folder)
+    vision = run_on_all_ranks(lambda: open_vision(options, model_folder, tokenizer))
 
     # Other ranks read the cache that the first rank has built, even with `--load_from_cache_file false`.
     cached_options = with_flags(options, load_from_cache_file=True)
     data = one_rank_per_cache(
         cache_root(),
-        lambda: tokens_of(options, tokenizer),
-        then=lambda: tokens_of(cached_options, tokenizer, verify=False),
+        lambda: tokens_of(options, tokenizer, vision),
+        then=lambda: tokens_of(cached_options, tokenizer, vision, verify=False),
     )
     hf_config = run_on_all_ranks(lambda: configure_head(options, config, data, tokenizer.pad_token_id))
     folder, resumed = broadcast_from_rank0_with_verify(lambda faults: open_run_dir(options, faults))
@@ -138,13 +150,42 @@ def open_run(options: SftOptions, sources: dict[str, str]) -> Run:
     check_shared_folder(folder)
     console.open_log(folder)
     weights_folder = model_folder
-    if resumed and options.tuner.tuner_type == "lora":
+    if resumed and options.tuner.has_adapters:
         adapter_folder = resumed.checkpoint
     elif resumed:
         weights_folder = resumed.checkpoint
+    builds_tower = run_on_all_ranks(lambda: _builds_tower(options, weights_folder, hf_config, data, adapter_folder))
     return Run(
-        options, model_folder, weights_folder, adapter_folder, hf_config, folder, dtype, tokenizer, data, resumed
+        options,
+        model_folder,
+        weights_folder,
+        adapter_folder,
+        hf_config,
+        folder,
+        dtype,
+        tokenizer,
+        data,
+        resumed,
+        vision,
+        builds_tower,
     )
+
+
+def _builds_tower(
+    options: SftOptions, folder: Path, hf_config: JsonObject, data: Prepared, adapter: Path | None
+) -> bool:
+    """Return whether to build the vision tower. Raises ValueError if that is needed and excluded."""
+    if not has_tower(folder, hf_config):
+        if has_media(data):
+            raise ValueError(f"{folder}: the data has images, and the folder has no weights of a vision tower")
+        return False
+    is_needed = needs_tower(folder) or (adapter is not None and adapts_tower(adapter))
+    if is_needed and options.vision.language_model_only:
+        raise ValueError(
+            "--language_model_only true: the checkpoint or adapter has the vision tower in a form that is not carried "
+            "along. Remove it"
+        )
+    return is_needed or has_media(data)
 
 
 def _write_first_files(folder: Path, options: SftOptions, sources: dict[str, str]) -> None:
@@ -172,6 +213,8 @@ def _batches(run: Run, store: TokenStore | TokenStream, *, shuffle: bool) -> Any
         ProcessLayout.of(run.options.build, dist.get_world_size()),
         data_rank=groups.dp.rank(),
         context_rank=groups.cp.rank(),
+        encoder_rank=groups.tp.rank() + groups.tp.size() * (groups.cp.rank() + groups.cp.size() * groups.pp.rank()),
+        vision=run.vision,
         shuffle=shuffle,
         pad_token_id=run.tokenizer.pad_token_id or 0,
     )
@@ -216,6 +259,11 @@ def streamed(steps: Iterator[list[Batch]], groups: ProcessGroupCollection) -> It
             )
             for batch in batches
         ]
+
+
+def has_media(data: Prepared) -> bool:
+    """Return whether the data has images or videos; a stream may have some."""
+    return data.train.has_media or (data.val is not None and data.val.has_media)
 
 
 def dtype_of(options: ModelOptions, hf_config: JsonObject) -> torch.dtype:

@@ -29,7 +29,7 @@ def _read_weights(model: Model, hf_config: JsonObject, folder: Path, *, seed: in
     if not has_weights(folder):
         if not is_mcore_checkpoint(folder):
             raise ValueError(f"{folder} {no_weights_message(folder)}")
-        load_distributed(model.chunks, hf_config, folder, seed=seed)
+        load_distributed(model.parts, hf_config, folder, seed=seed)
         return
     config, labels = read_config(folder), count_labels(hf_config)  # the folder's config, for its quantization
-    load_weights(model.chunks, config if labels is None else add_score_head(config, labels), folder, seed=seed)
+    load_weights(model.parts, config if labels is None else add_score_head(config, labels), folder, seed=seed)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...templates.batching.prompt_dataloader import Prompts
     from ...templates.batching.streaming import TokenStream
     from ...templates.dataset.store import TokenStore
+    from ...templates.media.processor import VisionProcessor
     from ...templates.prepare import Prepared
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -142,16 +143,27 @@ def plan_data(options: SftOptions, layout: ProcessLayout) -> DataPlan:
     from ...bridge.checkpoint.new_tokens import extend_tokenizer, read_tokens
     from ...bridge.checkpoint.pretrained import load_tokenizer
 
-    tokenizer = load_tokenizer(source_folder(options, options.mcore_model, weights=False))
+    folder = source_folder(options, options.mcore_model, weights=False)
+    tokenizer = load_tokenizer(folder)
     if tokens := options.tuner.new_special_tokens:
         extend_tokenizer(tokenizer, read_tokens(tokens))
-    prepared = tokens_of(options, tokenizer)
-    batches = batches_of(options, prepared.train, layout)
+    vision = open_vision(options, folder, tokenizer)
+    prepared = tokens_of(options, tokenizer, vision)
+    batches = batches_of(options, prepared.train, layout, vision=vision)
     steps_per_epoch = None if batches.samples is None else -(-batches.samples // options.training.global_batch_size)
     return DataPlan(steps_per_epoch, steps_of(options.training, batches.samples), prepared, tokenizer)
 
 
-def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "Prepared":
+def open_vision(options: SftOptions, folder: Path, tokenizer: Any) -> "VisionProcessor | None":
+    """Return the processor of images and videos of the model in `folder`; None if it takes none."""
+    from ...templates.media.processor import VisionProcessor
+
+    return None if options.vision.language_model_only else VisionProcessor.open(folder, tokenizer, options.data)
+
+
+def tokens_of(
+    options: SftOptions, tokenizer: Any, vision: "VisionProcessor | None" = None, *, verify: bool = True
+) -> "Prepared":
     """Return the tokens of the datasets for the task, from the cache or newly made."""
     from ...templates.prepare import prepare
     from ..multi_turn.load import prompt_tools
@@ -164,6 +176,7 @@ def tokens_of(options: SftOptions, tokenizer: Any, *, verify: bool = True) -> "P
         hub_token=options.hub_token,
         tools=prompt_tools(options),
         verify=verify,
+        vision=vision,
     )
 
 
@@ -174,10 +187,15 @@ def batches_of(
     *,
     data_rank: int = 0,
     context_rank: int = 0,
+    encoder_rank: int = 0,
+    vision: "VisionProcessor | None" = None,
     shuffle: bool = True,
     pad_token_id: int = 0,
 ) -> "Batches | Prompts":
-    """Return the micro batches of one rank of a layout, or the prompts for a task that generates."""
+    """Return the micro batches of one rank of a layout, or the prompts for a task that generates.
+
+    encoder_rank: rank within the replica, which shares the encoding of images.
+    """
     from ...templates.batching.collator import BatchLayout, StepDivision
     from ...templates.batching.dataloader import Batches
     from ...templates.batching.prompt_dataloader import Prompts
@@ -198,6 +216,10 @@ def batches_of(
             context_parallel_size=layout.context,
             pad_token_id=pad_token_id,
             stage=store.stage,
+            vision=vision,
+            encoder_rank=encoder_rank,
+            encoder_ranks=layout.tensor * layout.context * layout.pipeline,
+            strict=data.strict,
         ),
         StepDivision(
             training.micro_batch_size,

@@ -72,7 +72,7 @@ def requested_checkpoint(options: SftOptions) -> str | None:
     """Return --resume_from_checkpoint, or the weights whose run --finetune false continues."""
     if options.resume.finetune:
         return options.resume.resume_from_checkpoint
-    if options.tuner.tuner_type == "lora":
+    if options.tuner.has_adapters:
         return options.mcore_adapter or next(iter(options.adapters), None)
     return options.mcore_model or options.model
 

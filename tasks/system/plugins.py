@@ -51,10 +51,8 @@ def unknown_name_error(flag: str, name: str, names: Iterable[str], kind: str) ->
     names = list(names)
     matches = difflib.get_close_matches(name, names, 1)
     nearest = f" The nearest is {matches[0]}." if matches else ""
-    return ValueError(
-        f"{flag} {name}: no such {kind}.{nearest} Use one of {', '.join(names)}, or register it in a file of "
-        "--external_plugins"
-    )
+    fix = f"Use one of {', '.join(names)}, or register it" if names else "Register it"
+    return ValueError(f"{flag} {name}: no such {kind}.{nearest} {fix} in a file of --external_plugins")
 
 
 def instantiate(entry: Any, options: object) -> Any:

@@ -99,7 +99,7 @@ class Checkpointer:
         with self._watchdog.phase(f"saving {path.name}"):
             subfolders = [f"{STATE}/{REFERENCE}"] if self._reference else []
             temporary = broadcast_from_rank0(lambda: _make_folders(path, paths, [STATE, *subfolders]))
-            masters = masters_as_bf16(self._training.optimizer, self._training.chunks)
+            masters = masters_as_bf16(self._training.optimizer, self._training.modules)
             with self._training.parameters_gathered(), masters, os_error_hints(path), _remove_on_error(temporary):
                 folders = {
                     path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
@@ -142,7 +142,7 @@ class Checkpointer:
 
     def _stage(self, step: int, folder: Path) -> list[StagedFolder]:
         """Stage the weights, or only the adapter, in the requested format."""
-        run, chunks, lora = self._run, self._training.model.chunks, self._training.model.lora
+        run, chunks, lora = self._run, self._training.model.parts, self._training.model.lora
         if lora and run.options.checkpoint.save_safetensors:
             return [
                 stage_adapter(
@@ -161,7 +161,7 @@ class Checkpointer:
         """Stage the weights as a Hugging Face folder; merge LoRA adapters into copies of them."""
         run = self._run
         staged = stage_weights(
-            self._training.model.chunks,
+            self._training.model.parts,
             run.hf_config,
             run.model_folder,
             folder,
@@ -179,7 +179,7 @@ class Checkpointer:
     def _stage_reference(self, reference: Model, folder: Path) -> StagedFolder:
         run, subfolder = self._run, f"{STATE}/{REFERENCE}"
         staged = stage_weights(
-            reference.chunks,
+            reference.parts,
             run.hf_config,
             run.model_folder,
             folder / subfolder,

@@ -44,6 +44,7 @@ class MetricsAccumulator:
 
     def _reset(self) -> None:
         self.steps, self.micro_batches, self.tokens, self.flops = 0, 0, 0, 0.0
+        self.media, self.visual_tokens = 0, 0
         self.metrics: dict[str, Any] = {}
         self.balancing: dict[str, Any] = {}
 
@@ -53,6 +54,11 @@ class MetricsAccumulator:
         self.micro_batches += len(batches)
         self.tokens += sum(lengths)
         self.flops += flops.training(lengths, scored_tokens(batches, self.groups)) + self.objective.extra_flops(batches)
+        for media in (batch.media for batch in batches if batch.media):
+            self.media += len(media.grids)
+            self.visual_tokens += len(media.positions)
+            if flops.vision:
+                self.flops += flops.vision.training(media.grids.tolist())
         for sums, values in ((self.metrics, metrics), (self.balancing, balancing)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -61,7 +67,7 @@ class MetricsAccumulator:
         """Return this rank's sums, by their names in the checkpoint."""
         sums = {f"window/metrics/{name}": value for name, value in self.metrics.items()}
         sums |= {f"window/balancing/{name}": value for name, value in self.balancing.items()}
-        numbers = [self.steps, self.micro_batches, self.tokens, self.flops]
+        numbers = [self.steps, self.micro_batches, self.tokens, self.flops, self.media, self.visual_tokens]
         return sums | {"window/numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -69,20 +75,25 @@ class MetricsAccumulator:
         for name, value in tensors.items():
             kind, _, metric = name.removeprefix("window/").partition("/")
             if name == "window/numbers":
-                steps, micro_batches, tokens, self.flops = value.tolist()
+                steps, micro_batches, tokens, self.flops, *visual = value.tolist()
                 self.steps, self.micro_batches, self.tokens = int(steps), int(micro_batches), int(tokens)
+                self.media, self.visual_tokens = (int(number) for number in visual or (0, 0))
             elif name.startswith("window/"):
                 getattr(self, kind)[metric] = value.to(runtime.device())
 
     def reduce(self, training: TrainState) -> Reduced:
         """Start the sum over all ranks, and reset. Every rank calls this. The returned function waits for the sum."""
-        steps, sums = self.steps, sum_over_ranks(self.groups, self.metrics, self.names, self.tokens, self.flops)
+        numbers = self.tokens, self.flops, self.media, self.visual_tokens
+        steps, sums = self.steps, sum_over_ranks(self.groups, self.metrics, self.names, *numbers)
+        has_vision = training.model.vision is not None
         balance = self._balancing_means(training)
         self._reset()
 
         def wait() -> tuple[dict[str, float], float, float]:
-            *metrics, tokens, flops = sums.wait()
+            *metrics, tokens, flops, media, visual_tokens = sums.wait()
             means = self.objective.means(dict(zip(self.names, metrics, strict=True)), steps)
+            if has_vision:
+                means |= {"images": media / steps, "visual_tokens": visual_tokens / steps}
             if balance is not None:
                 means |= zip(self.balancing_names, balance.wait(), strict=True)
             return means, tokens, flops

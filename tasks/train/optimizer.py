@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -22,13 +24,23 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.layers.vision_tower import MERGERS, TOWER_MODULES
+from ...bridge.mapping.param_mapping import TOWER
 from ...bridge.model.model import Model
-from ...bridge.options import ParallelOptions
+from ...bridge.options import ParallelOptions, VisionOptions
+from ...bridge.parallel import ProcessGroups
 from ...templates.plural import plural
 from ..options.groups import OptimizerOptions, ScheduleOptions
 from .adamw import AdamW
 from .layer_wise import ParameterOwners
 from .muon import Matrix, Muon, find_matrices
+
+
+class TowerModule(NamedTuple):
+    """Vision tower wrapped for data parallelism, and the groups of its layout, in which all ranks are replicas."""
+
+    module: DistributedDataParallel
+    groups: ProcessGroups
 
 
 def wrap_for_data_parallelism(
@@ -68,6 +80,23 @@ def wrap_for_data_parallelism(
     return chunks
 
 
+def wrap_tower(model: Model, options: ParallelOptions) -> TowerModule | None:
+    """Wrap the trained parameters of the vision tower, which every rank holds whole; None without any.
+
+    All ranks are its data-parallel group, over which its optimizer's state is sharded. Every rank calls this.
+    """
+    if model.vision is None or not model.vision.trains:
+        return None
+    groups = ProcessGroups(ParallelOptions(ddp_timeout=options.ddp_timeout))
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        average_in_collective=dist.get_backend() == "nccl",
+    )
+    with groups.entered():
+        return TowerModule(DistributedDataParallel(model.config, config, model.vision.part), groups)
+
+
 def _overlaps(options: ParallelOptions, dp_size: int) -> tuple[bool, bool]:
     """Return whether to overlap gradient reduction with the backward pass, and parameter gathering with the forward."""
     reduce, gather = options.overlap_grad_reduce, options.overlap_param_gather
@@ -79,7 +108,12 @@ def _overlaps(options: ParallelOptions, dp_size: int) -> tuple[bool, bool]:
 
 
 def build_optimizer(
-    model: Model, chunks: list[DistributedDataParallel], options: OptimizerOptions, schedule: ScheduleOptions
+    model: Model,
+    chunks: list[DistributedDataParallel],
+    options: OptimizerOptions,
+    schedule: ScheduleOptions,
+    vision: VisionOptions | None = None,
+    tower: TowerModule | None = None,
 ) -> MegatronOptimizer:
     """Return AdamW, SGD or Muon over the trained parameters, with fp32 masters of half-precision ones.
 
@@ -123,12 +157,39 @@ def build_optimizer(
     with warnings.catch_warnings(), owners.only_own() if owners else nullcontext():
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
+    if tower:
+        rates = _tower_rates(vision, schedule) if vision else {}
+        optimizer = _add_tower(optimizer, tower, config, groups | rates)
     for part in chained_optimizers(optimizer):
         _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options)
     if owners:
         _send_after_steps(optimizer, owners)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _tower_rates(options: VisionOptions, schedule: ScheduleOptions) -> dict[Any, Any]:
+    """Return the overrides of the learning rates of the vision tower and of its mergers."""
+    rates: dict[Any, Any] = {}
+    for rate, modules in ((options.vit_lr, TOWER_MODULES), (options.aligner_lr, MERGERS)):
+        if rate is not None:
+            min_rate = rate * min(schedule.min_lr / schedule.lr, 1.0) if schedule.lr else 0.0
+            names = tuple(f"*{TOWER}{module}.*" for module in modules)
+            rates[ParamKey(name=names)] = {"max_lr": rate, "min_lr": min_rate}  # pyright: ignore[reportArgumentType]
+    return rates
+
+
+def _add_tower(
+    optimizer: MegatronOptimizer, tower: TowerModule, config: OptimizerConfig, groups: dict[Any, Any]
+) -> MegatronOptimizer:
+    """Return an optimizer of the language model's parameters and of the vision tower's."""
+    with tower.groups.entered():
+        tower_optimizer = get_megatron_optimizer(config, [tower.module], groups, use_gloo_process_groups=False)
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+    parts = chained_optimizers(tower_optimizer)
+    for part in parts:
+        part.tp_group = tensor_group  # of this rank alone: its gradients count in the norm
+    return ChainedOptimizer([*chained_optimizers(optimizer), *parts])
 
 
 def _send_after_steps(optimizer: Any, owners: ParameterOwners) -> None:

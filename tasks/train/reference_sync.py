@@ -39,7 +39,7 @@ class ReferenceSync:
             return
         masters = masters_as_bf16(training.optimizer, training.chunks)
         with training.parameters_gathered(), masters:
-            chunks = training.model.chunks
+            chunks = training.model.parts
             params, merges = collect_params(chunks), merge_functions(chunks)
             for key, reference_param in _parameters(self.reference):
                 policy_param = merges[key](params[key]) if key in merges else params[key]
@@ -49,13 +49,13 @@ class ReferenceSync:
 
 
 def _parameters(model: Model) -> Iterator[tuple[ParamKey, Tensor]]:
-    for _, tensor, views in iter_params(model.chunks):
+    for _, tensor, views in iter_params(model.parts):
         if isinstance(tensor, nn.Parameter):  # not buffers, which expert load balancing updates
             yield from views.items()
 
 
 def _check_same_shapes(model: Model, reference: Model) -> None:
-    shapes = {key: tensor.shape for key, tensor in collect_params(model.chunks).items()}
+    shapes = {key: tensor.shape for key, tensor in collect_params(model.parts).items()}
     ref_shapes = {key: tensor.shape for key, tensor in collect_params(reference.chunks).items()}
     for key in (key for key in [*ref_shapes, *shapes] if shapes.get(key) != ref_shapes.get(key)):
         raise ValueError(

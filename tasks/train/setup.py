@@ -13,6 +13,7 @@ from ...bridge.checkpoint.upload import upload_folder
 from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
+from ...bridge.model.vision_encoder import Normalization
 from ...templates.plural import plural
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..distributed.signals import EXIT_STOPPED
@@ -26,7 +27,7 @@ from ..system.console import color_label
 from ..system.memory import oom_hints
 from .loss_spikes import SpikeFilter
 from .objective import Objective
-from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from .optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism, wrap_tower
 from .restore import last_step, restore, restore_data_position
 from .step import TrainState
 from .trainer import Trainer
@@ -50,19 +51,26 @@ def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObj
     max_steps = last_step(run, train)
     if run.writes:
         print(*_describe_data(run, train, max_steps), sep="\n", flush=True)
-    adapters = options.tuner.tuner_type == "lora"
-    model = run_on_all_ranks(lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters))
+    adapters = options.tuner.has_adapters
+    model = run_on_all_ranks(
+        lambda: build_model(run.hf_config, options.build, run.dtype, adapters=adapters, vision=run.builds_tower)
+    )
+    if model.vision and run.vision:
+        model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
+        model.vision.recomputes = options.vision.vit_gradient_checkpointing
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
     tuner_lines = choose_trained(model, run)
     objective, objective_notes = make_objective(run, model, train, val)
     gc.collect()  # models that only make_objective needed
     torch.cuda.empty_cache()
-    chunks = wrap_for_data_parallelism(model, options.build)
-    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule)
+    chunks, tower = wrap_for_data_parallelism(model, options.build), wrap_tower(model, options.build)
+    optimizer = build_optimizer(model, chunks, options.optimizer, options.schedule, options.vision, tower)
     schedule = build_schedule(optimizer, options.schedule, options.optimizer.weight_decay, max_steps)
     spikes = SpikeFilter(options.optimizer.loss_spike_sigma) if options.optimizer.loss_spike_sigma else None
-    training = TrainState(model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes)
+    training = TrainState(
+        model, chunks, optimizer, schedule, options.optimizer.clip_grad, spikes, tower=tower and tower.module
+    )
     notes += objective_notes + restore(run, training)
     broadcast_from_rank0(lambda: save_args(run.folder / "args.json", options, sources, kernels=str(model.kernels)))
     if run.writes:

@@ -22,10 +22,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ...bridge import runtime
+from ...bridge.layers.deepstack import MediaFeatures
 from ...bridge.layers.packed_seqs import to_device
 from ...bridge.model.model import Model, ModelInputs, OutputProcessor
 from ...bridge.model.outputs import LogProbs
+from ...bridge.model.vision_encoder import MediaInputs
 from ...templates.batching.collator import Batch
+from ...templates.batching.media_batch import MediaBatch
 from ..losses.tokens import cross_entropy, weigh_by_probability
 from ..run.vocabulary import check_tokens
 from .loss_spikes import SpikeFilter
@@ -49,6 +52,12 @@ class TrainState:
     spikes: SpikeFilter | None = None  # --loss_spike_sigma
     last_result: "StepResult | None" = None
     last_batches: list[Batch] = dataclasses.field(default_factory=list)  # this rank's
+    tower: DistributedDataParallel | None = None  # trained parameters of the vision tower
+
+    @property
+    def modules(self) -> list[DistributedDataParallel]:
+        """All trained modules: the chunks and the vision tower."""
+        return [*self.chunks, *([self.tower] if self.tower else [])]
 
     @property
     def learning_rate(self) -> float:
@@ -207,12 +216,10 @@ def train_step(
     result. A non-finite gradient skips the update on the device. The host learns of it when it reads the result, at the
     latest before the next update: raises NonFiniteError on every rank if the previous step was not finite.
     """
-    for chunk in training.chunks:
-        if not chunk.training:  # after an evaluation
-            chunk.train()
-        chunk.zero_grad_buffer()
-    training.optimizer.zero_grad()
+    _clear_gradients(training)
     metrics = run_schedule(training.model, training.chunks, batches, loss, forward_only=False, output=output)
+    if training.tower:
+        training.tower.finish_grad_sync()
     training.synchronize()
     spike: Tensor | None = None
 
@@ -234,6 +241,14 @@ def train_step(
     return metrics, training.last_result
 
 
+def _clear_gradients(training: TrainState) -> None:
+    for module in training.modules:
+        if not module.training:  # after an evaluation
+            module.train()
+        module.zero_grad_buffer()
+    training.optimizer.zero_grad()
+
+
 def _loss_of_all_ranks(groups: ProcessGroupCollection, metrics: dict[str, Tensor]) -> Tensor:
     """Return the loss of the global batch, fp32 [] on the device."""
     is_counted = "loss" in metrics and groups.tp.rank() == 0
@@ -248,12 +263,12 @@ def rerun_step(training: TrainState, loss: Loss, output: Output = log_probs) -> 
     Every rank calls this. Weights do not change.
     """
     assert training.last_result is not None
-    for chunk in training.chunks:
-        chunk.zero_grad_buffer()
-    training.optimizer.zero_grad()
+    _clear_gradients(training)
     metrics = run_schedule(
         training.model, training.chunks, training.last_batches, loss, forward_only=False, output=output
     )
+    if training.tower:
+        training.tower.finish_grad_sync()
     norms = update(training.optimizer, training.clip_grad, torch.ones_like)
     result = StepResult(training.last_result.step, norms, metrics, skips_update=True)
     is_loss_finite = not _ranks_where(not result.is_loss_finite)
@@ -272,8 +287,8 @@ def evaluate_step(
     training: TrainState, batches: list[Batch], loss: Loss, output: Output = log_probs
 ) -> dict[str, Tensor]:
     """Return the metrics of a global batch, from forward passes only."""
-    for chunk in training.chunks:
-        chunk.eval()
+    for module in training.modules:
+        module.eval()
     return run_schedule(training.model, training.chunks, batches, loss, forward_only=True, output=output)
 
 
@@ -307,13 +322,17 @@ def run_micro_batches(
 ) -> list[dict[str, Tensor]]:
     """Run the schedule and return the metrics of each micro batch. replays: routers reuse Batch.experts."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    device_batches = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
+    features = encode_media(model, batches, forward_only=forward_only)
+    device_batches = [
+        (_to_device(batch), loss_positions(batch.loss_weights), media)
+        for batch, media in zip(batches, features, strict=True)
+    ]
     # Undo megatron-core's scaling of a loss by CP / micro batches, and its average of gradients over DP x CP ranks.
     scale = len(batches) * model.groups.dp.size()
 
     def forward_step(micro_batches, chunk):
-        batch, positions = next(micro_batches)
-        inputs = _inputs(batch, positions, replays=replays)
+        batch, positions, media = next(micro_batches)
+        inputs = _inputs(batch, positions, media, replays=replays)
         return model.forward(chunk, inputs, output(batch)), partial(scaled_loss, batch)
 
     def scaled_loss(batch: Batch, values: Tensor):
@@ -326,7 +345,7 @@ def run_micro_batches(
         return value * scale, metrics | {"mtp_loss": depths_loss.detach()}
 
     rows, length = batches[0].tokens.shape
-    return get_forward_backward_func()(
+    metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(device_batches) for _ in chunks] if len(chunks) > 1 else iter(device_batches),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -335,9 +354,35 @@ def run_micro_batches(
         micro_batch_size=rows,
         forward_only=forward_only,
     )
+    if model.vision:
+        model.vision.backward()
+    return metrics
 
 
-def _inputs(batch: Batch, positions: Tensor | None, *, replays: bool) -> ModelInputs:
+def encode_media(model: Model, batches: list[Batch], *, forward_only: bool) -> list[MediaFeatures | None]:
+    """Return the features of each micro batch's images and videos, None without any."""
+    if model.vision is None:
+        if any(batch.media for batch in batches):
+            raise RuntimeError("the data has images, and the model was built without its vision tower")
+        return [None] * len(batches)
+    inputs = [batch.media and _media_inputs(batch.media, *batch.tokens.shape) for batch in batches]
+    return model.vision.encode(inputs, forward_only=forward_only)
+
+
+def _media_inputs(media: MediaBatch, rows: int, local_length: int) -> MediaInputs:
+    return MediaInputs(
+        media.grids,
+        media.encoders,
+        media.image_pixels,
+        media.video_pixels,
+        media.context_ranks,
+        media.positions,
+        rows,
+        local_length,
+    )
+
+
+def _inputs(batch: Batch, positions: Tensor | None, media: MediaFeatures | None, *, replays: bool) -> ModelInputs:
     return ModelInputs(
         tokens=batch.tokens,
         position_ids=batch.position_ids,
@@ -347,6 +392,8 @@ def _inputs(batch: Batch, positions: Tensor | None, *, replays: bool) -> ModelIn
         loss_weights=batch.loss_weights,
         loss_positions=positions,
         experts=batch.experts if replays else None,
+        rope_positions=batch.rope_positions,
+        media=media,
     )
 
 
@@ -389,7 +436,7 @@ def _to_device(batch: Batch) -> Batch:
     device = runtime.device()
     if device.type == "cpu":
         return batch
-    names = "tokens", "labels", "loss_weights", "position_ids", "channels"
+    names = "tokens", "labels", "loss_weights", "position_ids", "rope_positions", "channels"
     tensors = {name: tensor for name in names if (tensor := getattr(batch, name)) is not None}
     device_batches = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return dataclasses.replace(batch, **device_batches)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...bridge.model.vision_encoder import TowerPass
 from ...bridge.option_groups import flag_values
 from ..observability.flops import Flops, peak_flops
 from ..observability.run_logger import RunLog, Start, Waiting
@@ -29,6 +30,27 @@ class _Deferred:
     loop_metrics: dict[str, float]
     slow_ranks: Callable[[], str] | None
     before_first: AsyncScalars | None  # tokens and FLOPs before the first line, which are in no rate
+    vision: list[TowerPass]  # the vision tower's passes
+
+
+class _VisionShare:
+    """Share of the vision tower in this rank's time since the last line."""
+
+    def __init__(self) -> None:
+        self._last_end: float | None = None
+        self._tower, self._total = 0.0, 0.0
+
+    def add(self, tower: float, end: float) -> None:
+        """Add a step that ended at `end` seconds, of which the tower took `tower`. The first step has no begin."""
+        if self._last_end is not None:
+            self._tower += tower
+            self._total += end - self._last_end
+        self._last_end = end
+
+    def pop(self) -> float:
+        share = self._tower / self._total if self._total else 0.0
+        self._tower, self._total = 0.0, 0.0
+        return share
 
 
 class StepLogger(Callback):
@@ -55,6 +77,7 @@ class StepLogger(Callback):
             settings={name: value for name, value in flag_values(run.options).items() if name not in SECRET},
         )
         self._deferred: _Deferred | None = None
+        self._vision = _VisionShare()
         self.on_line: Callable[[int, dict[str, float]], None] = lambda step, values: None  # called after each line
 
     def _start(self, run: Run) -> Start:
@@ -92,6 +115,7 @@ class StepLogger(Callback):
             loop.pop_metrics() if loop and is_due else {},
             self._times.close() if is_due else None,
             sum_over_ranks(sums.groups, {}, [], sums.tokens, sums.flops) if first else None,
+            self._state.model.vision.pop_spans() if self._state.model.vision else [],
         )
         if record.evaluates or record.saves or not torch.cuda.is_available():
             self._state.synchronize()
@@ -106,6 +130,7 @@ class StepLogger(Callback):
         ended = self._timer.end_of(record.result) - deferred.excluded
         if record.result.is_spike:
             log.spike(record.step)
+        self._vision.add(sum(span.seconds() for span in deferred.vision), ended)
         if deferred.reduced is None:
             before = Waiting(*deferred.before_first.wait()) if deferred.before_first else None
             log.step(0, 0.0, record.data_wait, ended, before)
@@ -114,6 +139,8 @@ class StepLogger(Callback):
         log.step(int(tokens), cost, record.data_wait, ended)
         grad_norm = record.result.grad_norm
         norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+        if self._state.model.vision:
+            means["vision_share"] = self._vision.pop()
         values = means | deferred.loop_metrics | norm | {"learning_rate": record.learning_rate}
         log.train(record.step, values)
         self.on_line(record.step, values)

@@ -89,7 +89,7 @@ def load_optimizer(
             }
             if module_scales:
                 set_scales(module, module_scales, training.model.config)
-    copy_masters_to_model(training.optimizer, training.chunks)
+    copy_masters_to_model(training.optimizer, training.modules)
     _load_numbers(training, numbers)
 
 
@@ -113,7 +113,7 @@ def load_rng(folder: Path, rank: int) -> None:
 def _regions(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
     """Yield the regions of all tensors in this rank's optimizer state."""
     model = training.model
-    trained_params = TrainedParams(model.chunks, hf_config, model.lora.plan if model.lora else None)
+    trained_params = TrainedParams(model.parts, hf_config, model.lora.plan if model.lora else None)
     for parameter, start, state, sharded in shards(training.optimizer):
         if state:
             views = {f"{OPTIMIZER}{name}/": view for name, view in state.items()}

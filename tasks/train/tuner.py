@@ -12,7 +12,7 @@ from ...bridge.lora.attach import attach_adapters
 from ...bridge.lora.disable_adapter import AdapterSwitch
 from ...bridge.lora.settings import LoraSettings
 from ...bridge.model.model import Model
-from ...bridge.model.trainable import count_parameters, freeze, freeze_output
+from ...bridge.model.trainable import count_parameters, freeze, freeze_output, tower_modules
 from ...bridge.option_groups import group_of
 from ..distributed.collectives import broadcast_from_rank0, run_on_all_ranks
 from ..options import EmbeddingOptions
@@ -27,17 +27,24 @@ def choose_trained(model: Model, run: Run) -> list[str]:
     Every rank calls this; errors reach every rank.
     """
     options, names = run.options, tensor_names(run.model_folder)
-    if options.tuner.tuner_type == "lora":
-        settings = run_on_all_ranks(lambda: _settings(run))
+    if options.tuner.has_adapters:
+        settings = run_on_all_ranks(lambda: _settings(run, model))
         run_on_all_ranks(
-            lambda: attach_adapters(model, run.hf_config, settings, seed=options.training.seed, names=names)
+            lambda: attach_adapters(
+                model,
+                run.hf_config,
+                settings,
+                seed=options.training.seed,
+                names=names,
+                vision=None if run.adapter_folder else run.vision_options,
+            )
         )
         reference = group_of(options, ReferenceOptions)
         if model.lora and reference and not has_separate_reference(reference):
-            model.lora.switch = AdapterSwitch(model.chunks)
+            model.lora.switch = AdapterSwitch(model.parts)
         _read_adapter(model, run)
     else:
-        run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, names=names))
+        run_on_all_ranks(lambda: freeze(model, run.hf_config, options.tuner, run.vision_options, names=names))
         if isinstance(options, EmbeddingOptions):  # without this, weight decay shrinks the unused output layer
             freeze_output(model)
     trained, total = count_parameters(model, run.hf_config)
@@ -53,11 +60,17 @@ def has_separate_reference(options: ReferenceOptions) -> bool:
     return bool(options.ref_model or options.mcore_ref_model or options.ref_adapters)
 
 
-def _settings(run: Run) -> LoraSettings:
+def _settings(run: Run, model: Model) -> LoraSettings:
     """Return the LoRA settings of the options, or of the initial adapter if there is one."""
     options = run.options
     if run.adapter_folder is None:
-        return LoraSettings.from_options(options.lora)
+        settings = LoraSettings.from_options(options.lora)
+        if options.tuner.tuner_type == "lora_llm":
+            if model.vision is None:
+                raise ValueError("--tuner_type lora_llm: the model has no vision tower. Set --tuner_type lora")
+            whole = tower_modules(model, run.vision_options)
+            settings = replace(settings, modules_to_save=(*settings.modules_to_save, *whole))
+        return settings
     if _is_peft_adapter(run.adapter_folder):
         settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))
     else:
@@ -70,7 +83,7 @@ def _read_adapter(model: Model, run: Run) -> None:
     if folder := run.adapter_folder:
         broadcast_from_rank0(lambda: _verify_weights(folder))
         load = load_adapter if _is_peft_adapter(folder) else load_distributed_adapter
-        run_on_all_ranks(lambda: load(model.chunks, run.hf_config, model.lora, folder))
+        run_on_all_ranks(lambda: load(model.parts, run.hf_config, model.lora, folder))
 
 
 def _is_peft_adapter(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..dataset.store import TokenizedSample, TokenStore
 from ..formats.schemas import UNGROUPED
 from ..json_types import JsonObject
+from ..machine import end_with_parent
 from .collator import Batch, BatchLayout, GlobalTotals, StepDivision
 from .sample_order import Epochs
 from .streaming import StreamedBatches, TokenStream
@@ -173,7 +174,7 @@ class Batches:
             if self.num_workers
             else None,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),  # keeps the state of torch's default generator for the model
         )
 
@@ -287,8 +288,12 @@ class PlannedBatches(Dataset):
         return [self.epochs.all_samples.documents[i] if i >= 0 else np.empty(0, np.int64) for i in samples.tolist()]
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore the signals with which a scheduler stops a run, which needs its workers until it has saved."""
+def _start_worker(worker: int) -> None:
+    """Ignore the signals with which a scheduler stops a run, which needs its workers until it has saved.
+
+    End with the run: otherwise torch waits until the run has taken the last batch, if it is larger than a pipe.
+    """
+    end_with_parent()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

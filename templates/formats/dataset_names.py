@@ -60,6 +60,9 @@ class DatasetName:
     def parse(cls, name: str) -> "DatasetName":
         """Parse a name. What is a file or folder is never divided. Raises ValueError for a wrong number of rows."""
         text, rows = split_count(name)
+        if text[-1:] in ("@", ":") and not _exists(expand_user(text)):
+            part = "split" if text[-1] == "@" else "subset"
+            raise ValueError(f"{name}: the name of a {part} must follow {text[-1]}. Set one, or remove {text[-1]}.")
         location, split = text, None
         if not _exists(Path(text)) and (
             found := re.fullmatch(r"(?P<location>.+)@(?P<split>[\w.-]+)(:(?P<rows>\d+))?", text)

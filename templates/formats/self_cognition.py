@@ -29,6 +29,10 @@ class SelfCognition:
                     f"{FLAGS[placeholder]} {' '.join(value)}: has {len(value)} values. Set one, or the Chinese and the "
                     "English one."
                 )
+            if not all(text.strip() for text in value):
+                raise ValueError(
+                    f"{FLAGS[placeholder]} {' '.join(map(repr, value))}: has an empty text. Set one, or remove it."
+                )
         self.values = {placeholder: (value[0], value[-1]) for placeholder, value in values.items() if value}
 
     def fill(self, row: JsonObject) -> JsonObject:

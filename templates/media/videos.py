@@ -97,8 +97,8 @@ def read_frames(source: Any, indices: list[int], *, allow_private: bool = False)
 def _opened(source: Any, allow_private: bool) -> Iterator[tuple[Any, Any]]:
     """Open a video file and its first stream of frames. PyAV's errors become UnusableRow."""
     try:
-        import av
-        import av.error
+        import av  # pyright: ignore[reportMissingImports]
+        import av.error  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             "a row has a video file, which needs PyAV. Run pip install 'megaswift[video]', or give a list of images."

@@ -10,10 +10,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 import make
 import measure
+import pictures
 import report
 import run
 import systems
-from rows import ROWS, VARIANTS
+from rows import PEERS, ROWS, VARIANTS
 
 # Lines as both systems write them (ms-swift 4.6: swift/megatron/callbacks/print.py).
 OURS = {
@@ -48,11 +49,12 @@ sys.exit(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_shapes_are_those_of_transformers(name):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = ROWS[name].config
+    auto_model = AutoModelForImageTextToText if ROWS[name].pictures else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = auto_model.from_config(AutoConfig.for_model(**config))
     theirs = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     ours = make.shapes(config)
     stacked = {key for key in theirs if ".experts." in key}  # transformers has all experts of a layer in one tensor
@@ -76,6 +78,61 @@ def test_a_checkpoint_and_its_text_are_made_once(tmp_path):
     (folder / "model-00001-of-00001.safetensors").unlink()
     make.make(ROWS["tiny"], folder, data)
     assert not (folder / "model-00001-of-00001.safetensors").exists()
+
+
+def test_published_sizes():
+    from torch import Size
+
+    counts = {name: sum(Size(shape).numel() for shape in make.shapes(ROWS[name].config).values()) for name in ROWS}
+    assert counts["vl-4b"] == 4_437_815_808  # Qwen/Qwen3-VL-4B-Instruct on the hub
+    a_layer = 128 * 3 * 2048 * 768 + 128 * 2048 + 2 * 2048 * 128 * (32 + 4) + 2 * 128 + 2 * 2048
+    assert counts["vl-moe"] == 31_070_754_032 - 40 * a_layer  # Qwen/Qwen3-VL-30B-A3B-Instruct has 48 layers
+    assert ROWS["vl-moe"].config["text_config"]["rope_scaling"]["mrope_section"] == [24, 20, 20]
+
+
+def test_a_checkpoint_with_a_processor_sees_the_pictures(tmp_path, monkeypatch):
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    monkeypatch.setattr(pictures, "COUNT", 4)
+    row, folder, data = ROWS["vl-tiny"], tmp_path / "vl-tiny", tmp_path / "pictures.jsonl"
+    messages = [{"role": "user", "content": "Sort a list."}, {"role": "assistant", "content": "sorted(x) " * 20}]
+    chats = [{"messages": [dict(turn) for turn in messages]} for _ in range(8)]
+    assert row.pictures
+    make.add_pictures(chats, tmp_path / "pictures", row.pictures, row.length)
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    make.make(row, folder, data)
+    model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values())
+    processor = AutoProcessor.from_pretrained(folder)
+    seen = next(chat for chat in chats if len(chat["images"]) == 1)
+    assert seen["messages"][0]["content"] == "<image>Sort a list."
+    assert not all(chat["images"] for chat in chats)
+    content = [{"type": "image"}, {"type": "text", "text": "Sort a list."}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}, messages[1]])
+    (picture,) = (Image.open(path) for path in seen["images"])
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    assert inputs["image_grid_thw"].tolist() == [list(pictures.grid(picture.size))]
+    is_visual = inputs["input_ids"] == row.config["image_token_id"]
+    assert is_visual.sum() == pictures.visual_tokens(picture.size)
+    assert inputs["input_ids"][0, 0] == model.config.text_config.pad_token_id + 1
+    with torch.no_grad():
+        assert model(**inputs).logits.isfinite().all()
+
+
+def test_tokens_that_ms_swift_has_in_its_code():
+    config = ROWS["vl-moe"].config
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    assert [config[name] for name in names] == [151_652, 151_653, 151_655, 151_656]
+
+
+def test_sizes_of_pictures_are_spread_evenly():
+    low, high = 256, 1024
+    tokens = sorted(map(pictures.visual_tokens, pictures.sizes((low, high))))
+    assert tokens[0] == pytest.approx(low, rel=0.1)
+    assert tokens[-1] == pytest.approx(high, rel=0.1)
+    assert tokens[len(tokens) // 2] == pytest.approx((low * high) ** 0.5, rel=0.05)
 
 
 def test_text_is_documented_code(tmp_path):
@@ -117,6 +174,24 @@ def test_both_systems_get_the_same_work(tmp_path):
     assert systems.environment("ours", tmp_path, gpus=2, site=None)["NPROC_PER_NODE"] == "2"
 
 
+def test_the_peer_gets_its_template_and_attention(tmp_path):
+    site = tmp_path / "site"
+    script = site / "swift" / "cli" / "_megatron" / "sft.py"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    for system, attention in (("peer", "fused"), ("peer-flash", "flash")):
+        for name, template in (("4b", "chatml"), ("vl-4b-trained", "qwen3_vl")):
+            words = systems.command(
+                system, ROWS[name], tmp_path, tmp_path, tmp_path, gpus=1, steps=9, site=site, flags="--mine 1"
+            )
+            assert "--mine" not in words
+            assert words.count("--attention_backend") == 1
+            assert words[words.index("--attention_backend") + 1] == attention
+            assert words[words.index("--template") + 1] == template
+            assert ("--freeze_vit" in words) == ROWS[name].config["model_type"].endswith("vl")
+    assert words[words.index("--freeze_vit") + 1] == words[words.index("--freeze_aligner") + 1] == "false"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_our_flags_are_known(variant, tmp_path):
     from megaswift.cli.main import read_options
@@ -134,6 +209,9 @@ def test_lines_of_both_logs():
     }
     assert theirs == {"step": 2, "loss": 11.98, "grad_norm": 8.25, "memory_gib": 56.01, "own_clock": 8.04}
     assert systems.step_of("ours", {"step": 9, "eval_loss": 1.0}, gpus=1) is None
+    visual = {"images": 12.0, "visual_tokens": 6000.0, "vision_share": 0.25}
+    assert visual.items() <= (systems.step_of("ours", OURS | visual, gpus=1) or {}).items()
+    assert all(systems.step_of(name, PEER, gpus=1) == theirs for name in PEERS)
     assert systems.step_of("peer", {"last_model_checkpoint": "x"}, gpus=1) is None
 
 
@@ -195,6 +273,33 @@ def test_figures_by_hand():
     two = [a_run("ours", 0.5, gpus=2), runs[2]]
     assert report.summary(two[0], two)["tokens_per_second_per_gpu"] == pytest.approx(65_536)
     assert "ratio" not in report.summary(two[0], two)  # the peer's is on one GPU
+
+
+def test_figures_of_pictures_by_hand():
+    visual = {"images": 48.0, "visual_tokens": 26_000.0, "vision_share": 0.2}
+    ours, peer = (a_run(system, seconds, row="vl-4b") for system, seconds in (("ours", 0.5), ("peer", 1.0)))
+    ours["steps"] = [step | visual for step in ours["steps"]]
+    figures, theirs = (report.summary(run, [ours, peer]) for run in (ours, peer))
+    assert figures["visual_share"] == pytest.approx(0.4)
+    assert (figures["images_per_second_per_gpu"], theirs["images_per_second_per_gpu"]) == (96.0, 48.0)
+    # Of an image of p patches, 24 layers of 1,024 with an MLP of 4,096, and mergers of 4 patches of which 3 are deep.
+    grids = [pictures.grid(size) for size in pictures.sizes((256, 1024))]
+    patches = [height * width for _, height, width in grids]
+    layers = sum(2 * p * (1536 * 1024 + 24 * 12 * 1024**2) + 24 * 4 * 1024 * p**2 for p in patches)
+    mergers = sum(2 * p // 4 * 4 * (4096 * 4096 + 4096 * 2560) for p in patches)
+    flops = 48 * (layers + mergers) / len(grids)
+    assert figures["tower_mfu"] == pytest.approx(flops / (0.2 * 0.5) / 989e12, rel=1e-6)
+    trained = report.tower_flops(ROWS["vl-4b-trained"], 48)
+    assert trained == pytest.approx(3 * flops, rel=1e-6)
+    cells = report.cells(ours, figures)
+    assert len(cells) == len(report.VISUAL_COLUMNS) - 3 == len(report.cells(peer, {"error": "E"}))
+    assert cells[3:6] == ["40.0%", "96.0", f"20.0% at {figures['tower_mfu']:.1%} MFU"]
+
+
+def test_pictures_have_a_table_of_their_own():
+    runs = [a_run("ours", 0.5), a_run("ours", 0.5, row="vl-4b")]
+    heads = [line for line in report.markdown(runs).splitlines() if line.startswith("| model |")]
+    assert ["images/s" in head for head in heads] == [False, True]
 
 
 def test_the_page(tmp_path):

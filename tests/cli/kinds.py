@@ -17,7 +17,9 @@ LORA = "--tuner_type lora"
 
 
 def line(kind: str, words: str = "") -> list[str]:
-    """Return a command line for a task type."""
+    """Return a command line for a task type, or for `pt`."""
+    if kind == "pt":
+        return ["pt", *words.split()]
     return [{"rlhf_type": "rlhf", "task_type": "sft"}[CHOICE[kind]], f"--{CHOICE[kind]}", kind, *words.split()]
 
 

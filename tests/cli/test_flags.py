@@ -237,7 +237,7 @@ def test_older_names(words: list[str], name: str, value: object) -> None:
 def test_older_names_that_ask_for_nothing() -> None:
     options, _, notes = read("--fp16", "false")
     assert options.torch_dtype is None
-    assert len(notes) == 1
+    assert notes == ["--fp16 false has no effect: it leaves --torch_dtype as it is."]
 
 
 def test_flags_that_nothing_here_needs() -> None:
@@ -276,6 +276,27 @@ def test_older_names_of_attention_kernels(words: str, kernel: str) -> None:
     assert read_options("swift", ["infer", "--model", "m", *words.split()])[0].attention_backend == kernel
     _, _, notes = read_options("swift", ["rollout", "--model", "m", *words.split()])
     assert notes == [f"{words} has no effect: transformers and vLLM choose their kernel."]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--attn_impl flash", "--attn_impl flash: choose one of flash_attn, flash_attention_2, "),
+        ("--attn_impl=", "--attn_impl: choose one of flash_attn, "),
+        ("--attn_impl", "--attn_impl: choose one of flash_attn, "),
+        ("--use_flash_attn 2", "--use_flash_attn 2: true or false is needed."),
+        ("--bf16=", "--bf16: true or false is needed."),
+        ("--no_rope_fusion x", "--apply_rope_fusion x: true or false is needed. It is written as --no_rope_fusion x."),
+        ("--distributed_timeout_minutes x", "--ddp_timeout x: a whole number is needed. It is written as --distr"),
+    ],
+)
+def test_wrong_values_of_older_names(words: str, message: str) -> None:
+    assert refusal(*words.split()).startswith(message)
+
+
+def test_unsupported_values_come_before_the_flags_that_belong_to_them() -> None:
+    awq = "export --model m --dataset d --quant_n_samples 256 --quant_bits 4 --quant_method awq"
+    assert refusal(*awq.split(), program="swift").startswith("--quant_method awq: no support for AWQ. Set --quant_m")
 
 
 def test_older_values() -> None:

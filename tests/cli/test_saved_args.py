@@ -31,8 +31,16 @@ def test_saved_options_are_not_read_unasked(checkpoint: Path) -> None:
     assert read_options("megatron", words)[0].model == ""
 
 
+def test_swift_infer_has_other_options() -> None:
+    with pytest.raises(UsageError, match="--load_args true: no support for options of a training run in other comm"):
+        read_options("swift", ["infer", "--model", "m", "--load_args", "true"])
+    assert read_options("swift", ["infer", "--model", "m", "--load_args", "false"])[2] == []
+
+
 def test_a_checkpoint_without_saved_options_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--load_args true: no checkpoint that has an args\.json is set\. Set"):
         read_options("megatron", ["sft", "--load_args", "--model", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"--load_args maybe: true or false is needed\."):
+        read_options("megatron", ["sft", "--load_args", "maybe", "--model", str(tmp_path)])
     with pytest.raises(UsageError, match=r"--load_args true cannot be used with --config c\.json\. Remove one"):
         read_options("megatron", ["sft", "--load_args", "--config", "c.json"])

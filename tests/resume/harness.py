@@ -45,7 +45,7 @@ LAYOUTS = {
 }
 # What may differ in the log of two runs of the same steps.
 TIMES = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "data_wait", "elapsed", "eta"}
-TIMES |= {"seconds_per_step", "save_wait", "weight_sync/gb_per_s"}
+TIMES |= {"seconds_per_step", "save_wait", "weight_sync/gb_per_s", "vision_share"}
 Harm = Callable[[prepared.Running, Path], None]
 
 

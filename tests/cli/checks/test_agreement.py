@@ -95,6 +95,12 @@ def test_the_same_model_twice(dense: Path, tmp_path: Path) -> None:
         assert (options.model, options.mcore_model) == ("", str(there))
 
 
+def test_a_missing_folder_beside_a_model(dense: Path) -> None:
+    options = read_options("megatron", ["sft", "--load", "/nowhere", "--model", str(dense)])[0]
+    with pytest.raises(UsageError, match=r"--mcore_model /nowhere: no such folder\. Set that of a megatron-core"):
+        list(drop_second_model(options))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [({"hidden_size": 32}, "its hidden_size is 32, that of"), ({"model_type": "llama"}, "its model_type is llama")],

@@ -180,6 +180,8 @@ def test_rope_scaling(value: str, tmp_path: Path) -> None:
     assert "not in adapters" in check(model, f"{words} --tuner_type lora --merge_lora false")[1][0]
     with pytest.raises(UsageError, match="no support for type dynamic, whose"):
         check(model, "--rope_scaling dynamic --max_model_len 128")
+    with pytest.raises(UsageError, match=r"no support for type longer\. Set one of yarn, linear, llama3, default"):
+        check(model, "--rope_scaling longer --max_model_len 128")
 
 
 def test_packing_has_no_padding(dense: Path) -> None:
@@ -360,6 +362,8 @@ def test_sgd_has_no_state_to_share(dense: Path) -> None:
             "--optimizer dist_muon --overlap_grad_reduce true --overlap_param_gather true",
             "--overlap_param_gather true cannot be used with --optimizer dist_muon, which sends parameters",
         ),
+        ("--optimizer muon --lr 1e-3 --muon_min_lr 0.01", "--muon_min_lr 0.01: above --lr 0.001. Set a lower one"),
+        ("--optimizer muon --muon_lr 1e-3 --muon_min_lr 0.01", "--muon_min_lr 0.01: above --muon_lr 0.001. Set a"),
         ("--optimizer muon --muon_tp_mode each", "--muon_tp_mode each: choose one of duplicated, distributed, block"),
         ("--optimizer muon --muon_scalar_optimizer lion", "--muon_scalar_optimizer lion: "),
     ],
@@ -427,6 +431,7 @@ def test_layout_sizes() -> None:
             "--metric_for_best_model acc --val_dataset d",
             "--metric_for_best_model acc: evaluations have loss, mtp_loss",
         ),
+        ("--metric_for_best_model= --eval_command true", "--metric_for_best_model: is empty. Set loss, or remove it."),
         ("--metric_for_best_model loss", "--metric_for_best_model: nothing is evaluated. Set --val_dataset"),
         ("--eval_command no-such-program", "--eval_command no-such-program: there is no program no-such-program. Set"),
         ("--exit_duration_in_mins 0", "--exit_duration_in_mins 0.0: must be above 0."),

@@ -233,7 +233,8 @@ def test_training_from_mcore(dense: Path, mixture: Path, tmp_path: Path, rows: P
 @pytest.mark.parametrize(
     ("words", "feature"),
     [
-        ("--quant_bits 4", "exports other than to_mcore and to_hf"),
+        ("--quant_bits 4", "a choice of bits"),
+        ("--quant_n_samples 256", "quantization that needs data (AWQ, GPTQ). Set --quant_method fp8"),
         ("--to_peft_format true", "exports other than to_mcore and to_hf"),
     ],
 )

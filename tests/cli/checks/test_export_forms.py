@@ -92,6 +92,11 @@ def test_uploads(tmp_path: Path, capsys, ran: list, monkeypatch: pytest.MonkeyPa
             push[:4],
             "needs the package modelscope. Set --use_hf true to upload to Hugging Face, or `pip inst",
         ),
+        *(
+            ((*push, "--hub_model_id", name), f"--hub_model_id {name}: not the name of a repository. Set OWNER/NAME.")
+            for name in ("a/b/c", "a/..", "a b", "/tmp/x", "a/")
+        ),
+        ((*push, "--use_hf", "false", "--hub_model_id", "model"), "--hub_model_id model: not the name of a"),
         ((*push, "--model", tmp_path / "gone"), "gone is no folder"),
     ):
         assert reason in message(capsys, "swift", *(() if "gone" in str(words) else ("--model", dense)), *words)

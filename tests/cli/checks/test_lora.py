@@ -340,6 +340,7 @@ def test_adapters_in_megatron_cores_format(dense: Path, adapter: Path, tmp_path:
     assert f"--mcore_adapter {dense}: no megatron-core" in refusal(f"{LORA} --mcore_adapter {dense}", dense)
     assert f"--mcore_adapter {adapter}: is in PEFT's" in refusal(f"{LORA} --mcore_adapter {adapter}", dense)
     assert "no such folder" in refusal(f"{LORA} --mcore_adapter owner/name", dense)
+    assert refusal(f"{LORA} --adapters=", dense).startswith("--adapters: is empty. Set the folder of an adapter")
 
 
 def test_export_of_adapters(adapter: Path, dense: Path, tmp_path: Path, ran: list, capsys) -> None:

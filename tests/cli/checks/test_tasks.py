@@ -287,6 +287,14 @@ def test_what_is_not_read_is_said(dense: Path, monkeypatch: pytest.MonkeyPatch) 
             f"--loss_scale all is not needed: --{CHOICE[kind]} {kind} has no loss per token."
         ]
     assert check("dpo", dense, "--loss_scale all")[1] == []
+    for kind, task in (("embedding", "--task_type embedding"), ("pt", "megatron pt")):
+        assert check(kind, dense, "--add_non_thinking_prefix true")[1] == [
+            f"--add_non_thinking_prefix true has no effect: {task} trains on no answers of the data."
+        ]
+    assert check("dpo", dense, "--add_non_thinking_prefix true")[1] == []
+    assert check("pt", dense, "--loss_scale hermes")[1] == [
+        "--loss_scale hermes is not needed: megatron pt trains on whole texts."
+    ]
     monkeypatch.setenv("INFONCE_TEMPERATURE", "0.02")
     monkeypatch.setenv("INFONCE_HARD_NEGATIVES", "4")
     monkeypatch.setenv("GENERATIVE_RERANKER_POSITIVE_TOKEN", "true")

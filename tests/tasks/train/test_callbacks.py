@@ -104,6 +104,10 @@ def own_callbacks() -> Iterator[None]:
 
 
 def test_names_and_hooks(tmp_path: Path, own_callbacks, own_registry) -> None:  # noqa: F811
+    with pytest.raises(
+        ValueError, match=r"--callbacks a: no such callback\. Register it in a file of --external_plugi"
+    ):
+        check_callbacks(["a"])
     (tmp_path / "plugin.py").write_text(PLUGIN)
     load_plugins([str(tmp_path / "plugin.py")])
     check_callbacks(["records", "asks", "print", "default_flow"])

@@ -1,7 +1,17 @@
-"""Flags with a text or a text file, and texts that look like file names."""
+"""Names of datasets without their last part; flags with a text or a text file, and texts that look like file names."""
 
 import pytest
-from megaswift.templates.formats.dataset_names import resolve_text
+from megaswift.templates.formats.dataset_names import check_dataset, resolve_text
+
+
+@pytest.mark.parametrize(("name", "part"), [("a/b@", "split"), ("a/b@#5", "split"), ("a/b:", "subset")])
+def test_a_name_that_ends_too_early(tmp_path, monkeypatch, name, part):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{name}: the name of a {part} must follow [@:]. Set one, or remove [@:].$"):
+        check_dataset(name)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b@").mkdir()
+    check_dataset("a/b@")
 
 
 @pytest.mark.parametrize(

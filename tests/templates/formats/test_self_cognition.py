@@ -51,9 +51,11 @@ def test_a_placeholder_left_is_an_error(tmp_path, make_tokenizer, streaming):
         assert prepare(options, make_tokenizer(), stage="sft").report
 
 
-def test_three_values_are_refused():
+def test_three_values_and_empty_ones_are_refused():
     with pytest.raises(ValueError, match="--model_name a b c: has 3 values"):
         SelfCognition(["a", "b", "c"], [])
+    with pytest.raises(ValueError, match=r"--model_author 'a' '': has an empty text\. Set one, or remove it\."):
+        SelfCognition(["a"], ["a", ""])
 
 
 def test_the_cache_knows_the_values(tmp_path, make_tokenizer):

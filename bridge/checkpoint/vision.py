@@ -1,0 +1,35 @@
+"""Vision towers in checkpoints of either format."""
+
+from pathlib import Path
+
+from ..families import family_of
+from ..mapping.param_mapping import HfConfig
+from .distributed import has_mcore_tower, read_distributed_settings
+from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
+from .passthrough import FOLDER
+from .safetensors_io import SafetensorsFolder, tensor_names
+
+PATCH_EMBEDDING = "visual.patch_embed.proj.weight"  # of every tower that is supported
+
+
+def has_tower(folder: Path, hf_config: HfConfig) -> bool:
+    """Return whether the model in `folder` has a vision tower that can be built, and its weights."""
+    if family_of(hf_config).vision is None or "vision_config" not in hf_config:
+        return False
+    if not has_weights(folder) and is_mcore_checkpoint(folder):
+        if has_mcore_tower(folder):
+            return True
+        folder = folder / FOLDER
+    return has_weights(folder) and any(name.endswith(PATCH_EMBEDDING) for name in tensor_names(folder))
+
+
+def needs_tower(folder: Path) -> bool:
+    """Return whether the model in `folder` cannot be read without its vision tower: in megatron-core's format."""
+    return not has_weights(folder) and is_mcore_checkpoint(folder) and has_mcore_tower(folder)
+
+
+def adapts_tower(adapter: Path) -> bool:
+    """Return whether an adapter of either format changes a vision tower."""
+    if (adapter / ADAPTER_WEIGHTS).is_file():
+        return any("visual." in name for name in SafetensorsFolder(adapter).tensors)
+    return any("visual." in module for module in read_distributed_settings(adapter).targets)

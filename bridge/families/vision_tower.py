@@ -1,0 +1,93 @@
+"""Building blocks of the vision towers of vision-language families: mappings, and axes of multimodal ropes."""
+
+from dataclasses import replace
+
+from ..mapping.param_mapping import (
+    REPLICATED,
+    TOWER,
+    Architecture,
+    HfConfig,
+    ParamMapping,
+    ShardingKind,
+    Span,
+    Vision,
+)
+
+TOWER_NAMES = ((r"^visual\.", "model.visual."),)  # Architecture.module_names
+LAYER = TOWER + "layers.{layer}."
+
+
+def _gate_then_up(length: int, ranks: int, architecture: Architecture) -> list[Span]:
+    return [Span(part, 0, length // 2) for part in (0, 1)]
+
+
+REPLICATED_GATE_UP = ShardingKind(None, _gate_then_up, ("gate", "up"))
+
+
+def tower_mappings(
+    vision: Vision, *, attention: str, fc1: str, fc2: str, merger: dict[str, str], deep_merger: str = ""
+) -> list[ParamMapping]:
+    """Map a tower by its names in the checkpoint, under `visual.` and under `model.visual.`.
+
+    attention: names of the fused query-key-value matrix and of the output projection, with {}. fc1, fc2: of the MLP's.
+    merger: names of the merger's `norm`, `fc1` and `fc2`. deep_merger: name of the mergers of `deep_layers`, {layer} is
+    their index.
+    """
+    gated = REPLICATED_GATE_UP if vision.gated else REPLICATED
+    layers = tuple(range(vision.num_layers))
+    mappings = [ParamMapping("patch_embed.proj.weight", TOWER + "patch_embed.weight", REPLICATED)]
+    if vision.patch_bias:
+        mappings.append(ParamMapping("patch_embed.proj.bias", TOWER + "patch_embed.bias", REPLICATED))
+    if vision.grid_side:
+        mappings.append(ParamMapping("pos_embed.weight", TOWER + "position_embeddings.weight", REPLICATED))
+
+    def linear(hf: str, mcore: str, kind: ShardingKind = REPLICATED, layers: tuple[int, ...] | None = None) -> None:
+        for leaf in ("weight", "bias"):
+            mappings.append(ParamMapping(f"{hf}.{leaf}", f"{mcore}.{leaf}", kind, layers))
+
+    def norm(hf: str, mcore: str, layers: tuple[int, ...] | None = None) -> None:
+        mappings.append(ParamMapping(f"{hf}.weight", f"{mcore}.weight", REPLICATED, layers))
+        if vision.normalization == "LayerNorm":
+            mappings.append(ParamMapping(f"{hf}.bias", f"{mcore}.bias", REPLICATED, layers))
+
+    norm("blocks.{layer}.norm1", LAYER + "norm1", layers)
+    norm("blocks.{layer}.norm2", LAYER + "norm2", layers)
+    linear("blocks.{layer}." + attention.format("qkv"), LAYER + "linear_qkv", layers=layers)
+    linear("blocks.{layer}." + attention.format("proj"), LAYER + "linear_proj", layers=layers)
+    linear("blocks.{layer}." + fc1, LAYER + "linear_fc1", gated, layers)
+    linear("blocks.{layer}." + fc2, LAYER + "linear_fc2", layers=layers)
+    places: list[tuple[str, str, tuple[int, ...] | None]] = [("merger", "merger", None)]
+    if vision.deep_layers:
+        places.append((deep_merger + ".{layer}", "deep_mergers.{layer}", tuple(range(len(vision.deep_layers)))))
+    for hf, mcore, indices in places:
+        norm(f"{hf}.{merger['norm']}", f"{TOWER}{mcore}.norm", indices)
+        linear(f"{hf}.{merger['fc1']}", f"{TOWER}{mcore}.linear_fc1", layers=indices)
+        linear(f"{hf}.{merger['fc2']}", f"{TOWER}{mcore}.linear_fc2", layers=indices)
+    return [replace(mapping, hf=prefix + mapping.hf) for prefix in ("visual.", "model.visual.") for mapping in mappings]
+
+
+def with_rope_axes(
+    architecture: Architecture, config: HfConfig, *, interleaved: bool, sections: list[int] | None = None
+) -> Architecture:
+    """Return the architecture with a multimodal rope: each plane is rotated by the position of one axis.
+
+    `mrope_section` has the planes of time, height and width. interleaved: the axes alternate from plane to plane, else
+    they have blocks of planes. sections: default of mrope_section; None: the rope stays plain without one.
+    Raises ValueError if the sections do not fit.
+    """
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sections = settings.get("mrope_section") or sections
+    if sections is None:
+        return architecture
+    (rope,) = architecture.ropes
+    planes = rope.dim // 2
+    if len(sections) != 3 or (sum(sections) != planes and not interleaved):
+        raise ValueError(
+            f"config.json has mrope_section {sections}: expected are the planes of time, height and width, {planes} in "
+            "total"
+        )
+    if interleaved:
+        axes = [p % 3 if p < 3 * sections[p % 3] else 0 for p in range(planes)]
+    else:
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    return replace(architecture, ropes=(replace(rope, axes=tuple(axes)),))

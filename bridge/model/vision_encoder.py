@@ -1,0 +1,336 @@
+"""Encoding of a step's images and videos, before the pipeline schedule.
+
+The ranks of a replica (one data-parallel index; tensor, context and pipeline parallelism) share the media of its micro
+batches: each is encoded once, by the rank that the data loader has chosen. The features are then exchanged, so that
+each rank has those of its own visual tokens and layers. They enter the language model as leaves of autograd. After the
+schedule `backward` sends the leaves' gradients back and runs the tower's backward pass. The schedule, its recomputation
+and its virtual stages therefore know nothing of the tower.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .. import runtime
+from ..layers.deepstack import MediaFeatures
+from ..layers.packed_seqs import to_device
+from ..layers.vision_tower import MERGERS, PatchPlan, VisionPart, plan_patches
+
+CALL_PATCHES = 16384  # patches that the tower takes at a time, unless one medium has more
+
+
+class Normalization(NamedTuple):
+    """Mean and standard deviation of pixel values in 0..1, per channel."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+
+@dataclass(frozen=True)
+class MediaInputs:
+    """Images and videos of a micro batch. Images are before videos. Tensors are on the CPU, or pixels on the device.
+
+    All ranks of a replica have the same values, except the pixels, which are of the media that this rank encodes.
+    """
+
+    grids: Tensor  # [media, 3] int64: time, height and width in patches
+    encoders: Tensor  # [media] int64: rank within the replica that encodes it
+    image_pixels: Tensor  # [patches, channels * side * side] uint8
+    video_pixels: Tensor  # [patches, channels * frames * side * side] uint8
+    context_ranks: Tensor  # [visual tokens] int64: the context-parallel rank that holds it
+    positions: Tensor  # [visual tokens] int64: its index in that rank's rows * local length
+    rows: int  # of the micro batch
+    local_length: int
+
+
+class _Call(NamedTuple):
+    """Media that the tower takes at a time."""
+
+    patches: slice  # of this rank's patches
+    features: slice  # of this rank's features
+    plan: PatchPlan
+
+
+class _Exchange(NamedTuple):
+    """Exchange of one micro batch's features between the ranks of a replica."""
+
+    sends: list[Tensor]  # for each rank: [n] int64, indices of this rank's features that it needs
+    receives: list[Tensor]  # from each rank: [n] int64, positions of its features in this rank's hidden states
+
+
+@dataclass
+class _Encoded:
+    """What the backward pass of one micro batch needs."""
+
+    exchange: _Exchange
+    leaves: dict[int, Tensor]
+    calls: list[_Call]
+    patches: Tensor  # normalized lazily: this rank's pixels
+    features: list[Tensor]  # per call; with a graph if the tower keeps it
+    states: list[list[Tensor]]  # per call; of a frozen tower with trained mergers
+
+
+class VisionEncoder:
+    """Encoder of a model's media. Every rank calls every method in the same order.
+
+    normalization: of the pixels; must be set before the first is encoded. recomputes: run the tower's forward pass
+    again for its backward pass, instead of keeping its activations.
+    """
+
+    def __init__(
+        self,
+        part: VisionPart,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        stages: Sequence[Sequence[int]],
+    ):
+        """stages: the numbers of the layers of each pipeline stage, from 1."""
+        self.part, self.config = part, config
+        self.tower, self.settings = part.vision, part.vision.vision_settings
+        self.normalization: Normalization | None = None
+        self.recomputes = True
+        self.tensor, self.context = groups.tp.size(), groups.cp.size()
+        self.sequence_parallel = config.sequence_parallel and self.tensor > 1
+        self.replica = _replica_group(groups)
+        self.rank, self.ranks = self.replica.rank(), self.replica.size()
+        assert self.rank == groups.tp.rank() + self.tensor * (groups.cp.rank() + self.context * groups.pp.rank())
+        # Leaves' gradients are of a loss times the ranks of data and context parallelism, whose gradients are averaged;
+        # those of the tower are averaged over all ranks.
+        self.gradient_scale = dist.get_world_size() / groups.dp_cp.size()
+        deep = range(1, len(self.settings.deep_layers) + 1)
+        self.levels = [
+            [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
+            for stage, layers in enumerate(stages)
+        ]
+        self._encoded: list[_Encoded | None] = []
+        self._spans: list[TowerPass] = []
+
+    @property
+    def trains_tower(self) -> bool:
+        return any(
+            parameter.requires_grad
+            for name, parameter in self.tower.named_parameters()
+            if name.partition(".")[0] not in MERGERS
+        )
+
+    @property
+    def trains_mergers(self) -> bool:
+        return any(
+            parameter.requires_grad
+            for name, parameter in self.tower.named_parameters()
+            if name.partition(".")[0] in MERGERS
+        )
+
+    @property
+    def trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.tower.parameters())
+
+    def encode(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> list[MediaFeatures | None]:
+        """Return the features of each micro batch; None without media. Keeps what `backward` needs."""
+        trains = self.trains and not forward_only
+        with self._timed() if not forward_only else nullcontext():
+            encoded = [batch and self._encode(batch, trains=trains) for batch in batches]
+        self._encoded = encoded if trains else []
+        return [
+            part and MediaFeatures(to_device(torch.cat(part.exchange.receives), runtime.device()), part.leaves)
+            for part in encoded
+        ]
+
+    def backward(self) -> None:
+        """Run the tower's backward pass of the step, after the schedule."""
+        if not self._encoded:
+            return
+        with self._timed():
+            for number, encoded in enumerate(self._encoded):
+                if encoded is not None:
+                    self._backward(encoded)
+                self._encoded[number] = None  # frees its tensors
+        self._encoded = []
+
+    def pop_spans(self) -> "list[TowerPass]":
+        """Return the times of the tower's passes since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = _now()
+        yield
+        self._spans.append(TowerPass(begin, _now()))
+
+    def _encode(self, batch: MediaInputs, *, trains: bool) -> _Encoded:
+        calls = self._calls(batch)
+        patches = self._normalize(batch)
+        keeps_graph = trains and self.trains_tower and not self.recomputes
+        features, states = [], []
+        for call in calls:
+            with torch.set_grad_enabled(keeps_graph):
+                call_states = self.tower.encode(patches[call.patches], call.plan)
+                features.append(self.tower.merge(call_states, call.plan))
+            if trains and not self.trains_tower:
+                states.append(call_states)
+        exchange = self._plan_exchange(batch)
+        own = [part.detach() for part in features]
+        leaves = self._send(exchange, torch.cat(own, dim=1) if own else self._empty())
+        if trains:
+            leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
+        kept = features if keeps_graph else []
+        return _Encoded(exchange, leaves, calls, patches, kept, states)
+
+    def _backward(self, encoded: _Encoded) -> None:
+        gradients = self._send_back(encoded)
+        for number, call in enumerate(encoded.calls):
+            if encoded.features:
+                features, encoded.features[number] = encoded.features[number], self._empty()
+            elif encoded.states:
+                features = self.tower.merge(encoded.states[number], call.plan)
+            else:
+                features = self.tower.merge(self.tower.encode(encoded.patches[call.patches], call.plan), call.plan)
+            features.backward(gradients[:, call.features].to(features.dtype))
+
+    def _empty(self) -> Tensor:
+        shape = 1 + len(self.settings.deep_layers), 0, self.settings.output_size
+        return torch.empty(shape, dtype=self.config.params_dtype, device=runtime.device())
+
+    def _calls(self, batch: MediaInputs) -> list[_Call]:
+        """Divide this rank's media into calls of the tower."""
+        grids = batch.grids[batch.encoders == self.rank]
+        ends = grids.prod(1).cumsum(0).tolist()
+        calls: list[_Call] = []
+        square, first, start = self.settings.merge_size**2, 0, 0
+        for after in range(1, len(ends) + 1):
+            if after < len(ends) and ends[after] - start <= CALL_PATCHES:
+                continue
+            end = ends[after - 1]
+            plan = plan_patches(grids[first:after], self.settings, runtime.device())
+            calls.append(_Call(slice(start, end), slice(start // square, end // square), plan))
+            first, start = after, end
+        return calls
+
+    def _normalize(self, batch: MediaInputs) -> Tensor:
+        """Return this rank's patches as the tower takes them: [patches, channels * frames * side * side]."""
+        settings, device = self.settings, runtime.device()
+        assert self.normalization is not None
+        area = settings.patch_size**2
+        shape = (-1, settings.channels, settings.temporal_patch_size, area)
+        images, videos = (to_device(pixels, device) for pixels in (batch.image_pixels, batch.video_pixels))
+        images = images.view(-1, settings.channels, 1, area).expand(-1, -1, settings.temporal_patch_size, -1)
+        # As transformers' processors, which multiply mean and deviation by 255 instead of dividing the pixels.
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=device).mul(255.0).view(1, -1, 1, 1)
+            for values in self.normalization
+        )
+        dtype = self.config.params_dtype
+        parts = [((part.float() - mean) / std).to(dtype).flatten(1) for part in (images, videos.view(shape))]
+        return torch.cat(parts)
+
+    def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
+        counts = batch.grids.prod(1) // self.settings.merge_size**2
+        owners = batch.encoders.repeat_interleave(counts)
+        indices = torch.empty_like(owners)  # of each feature among those of its owner
+        for owner in range(self.ranks):
+            is_owned = owners == owner
+            indices[is_owned] = torch.arange(int(is_owned.sum()))
+        rows, positions = batch.positions // batch.local_length, batch.positions % batch.local_length
+        length = batch.local_length // self.tensor if self.sequence_parallel else batch.local_length
+        tensor_ranks, hidden = positions // length, positions % length * batch.rows + rows
+
+        def is_needed(rank: int) -> Tensor:
+            needed = batch.context_ranks == rank // self.tensor % self.context
+            return needed & (tensor_ranks == rank % self.tensor) if self.sequence_parallel else needed
+
+        own_needed, is_own = is_needed(self.rank), owners == self.rank
+        return _Exchange(
+            [indices[is_own & is_needed(rank)] for rank in range(self.ranks)],
+            [hidden[(owners == rank) & own_needed] for rank in range(self.ranks)],
+        )
+
+    def _takes(self, rank: int, level: int) -> bool:
+        return level in self.levels[rank // (self.tensor * self.context)]
+
+    def _send(self, exchange: _Exchange, features: Tensor) -> dict[int, Tensor]:
+        """Return the features of this rank's tokens by level: [tokens, output_size]."""
+        leaves = {}
+        for level in range(len(features)):
+            takers = [rank for rank in range(self.ranks) if self._takes(rank, level)]
+            index = to_device(torch.cat([exchange.sends[rank] for rank in takers]), features.device)
+            rows = features[level].index_select(0, index)
+            if self.ranks > 1:
+                sent = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
+                received = [len(part) if self.rank in takers else 0 for part in exchange.receives]
+                rows = self._all_to_all(rows, sent, received)
+            if self.rank in takers:
+                leaves[level] = rows
+        return leaves
+
+    def _send_back(self, encoded: _Encoded) -> Tensor:
+        """Return the gradients of this rank's features: [levels, features, output_size] fp32."""
+        exchange = encoded.exchange
+        features = encoded.calls[-1].features.stop if encoded.calls else 0
+        levels = 1 + len(self.settings.deep_layers)
+        gradients = torch.zeros(levels, features, self.settings.output_size, device=runtime.device())
+        for level in range(levels):
+            # Without sequence parallelism tensor-parallel ranks have the same gradient: the first one sends it.
+            takers = [
+                rank
+                for rank in range(self.ranks)
+                if self._takes(rank, level) and (self.sequence_parallel or rank % self.tensor == 0)
+            ]
+            leaf = encoded.leaves.get(level)
+            rows = self._empty()[0]
+            if leaf is not None and self.rank in takers:
+                rows = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if self.ranks > 1:
+                sent = [len(part) if self.rank in takers else 0 for part in exchange.receives]
+                received = [len(exchange.sends[rank]) if rank in takers else 0 for rank in range(self.ranks)]
+                rows = self._all_to_all(rows, sent, received)
+            index = torch.cat([exchange.sends[rank] for rank in takers])
+            gradients[level].index_add_(0, to_device(index, rows.device), rows.float())
+        return gradients.mul_(self.gradient_scale)
+
+    def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        output = rows.new_empty((sum(received), rows.shape[1]))
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.replica)
+        return output
+
+
+class TowerPass(NamedTuple):
+    """Begin and end of a pass: events of the device, or the host's clock on a CPU."""
+
+    begin: torch.cuda.Event | float
+    end: torch.cuda.Event | float
+
+    def seconds(self) -> float:
+        """Return its duration. The device must have reached its end."""
+        if isinstance(self.begin, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
+            return self.begin.elapsed_time(self.end) / 1000
+        assert isinstance(self.begin, float)
+        assert isinstance(self.end, float)
+        return self.end - self.begin
+
+
+def _now() -> torch.cuda.Event | float:
+    if runtime.device().type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _replica_group(groups: ProcessGroupCollection) -> ProcessGroup:
+    """Return the group of this rank's replica: the ranks with the same data-parallel index. Every rank calls this."""
+    indices: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(indices, groups.dp.rank())
+    replicas = [
+        dist.new_group([rank for rank, other in enumerate(indices) if other == index]) for index in sorted(set(indices))
+    ]
+    return cast(ProcessGroup, replicas[groups.dp.rank()])

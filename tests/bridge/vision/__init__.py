@@ -1,0 +1,85 @@
+"""Tiny vision-language models and documents with images: the tower and the whole model beside transformers'."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.bridge.families import CP, EP, PP, ROPE, SHARED, SP, TP, VPP
+
+IMAGE, VIDEO, START, END = 250, 251, 252, 253  # token ids
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+TEXT = SHARED
+
+
+def qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig
+
+    vision = {"depth": 3, "embed_dim": 24, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 3, "patch_size": 4}
+    rope = ROPE | {"mrope_section": [2, 3, 1]}
+    return Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
+
+
+def qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    # Windows of 2 x 2 merged squares: images have several, and some that are cut off.
+    vision = {
+        "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 48, "patch_size": 4,
+        "window_size": 16, "fullatt_block_indexes": [1, 3],
+    }  # fmt: skip
+    rope = ROPE | {"mrope_section": [2, 3, 1]}
+    return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
+
+
+VISION3 = {
+    "depth": 4, "hidden_size": 24, "num_heads": 2, "intermediate_size": 36, "out_hidden_size": 48, "patch_size": 4,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1, 3],
+}  # fmt: skip
+ROPE3 = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+def qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig
+
+    text = TEXT | {"head_dim": 16, "rope_parameters": ROPE3, "tie_word_embeddings": True}
+    return Qwen3VLConfig(text_config=text, vision_config=VISION3, tie_word_embeddings=False, **TOKENS)
+
+
+def qwen3_vl_moe() -> Any:
+    from transformers import Qwen3VLMoeConfig
+
+    experts = {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }  # fmt: skip
+    text = TEXT | experts | {"head_dim": 16, "rope_parameters": ROPE3}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=VISION3, **TOKENS)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# By the number of processes.
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"": {}, "recompute": FULL},
+    2: {
+        "DP2": {},
+        "TP2": {TP: 2, SP: False},
+        "TP2 SP": {TP: 2, SP: True},
+        "CP2": {CP: 2},
+        "PP2": {PP: 2},
+        "PP2 VPP2": {PP: 2, VPP: 2},
+        "EP2": {EP: 2},
+        "TP2 SP EP2": {TP: 2, SP: True, EP: 2},
+    },
+    4: {
+        "TP2 SP CP2": {TP: 2, SP: True, CP: 2},
+        "TP2 SP PP2 recompute": {TP: 2, SP: True, PP: 2, **FULL},
+    },
+}
+
+PATCHES = 24 + 4 + 24 + 16 + 32 + 16 + 36  # of all documents of reference.py

@@ -1,0 +1,163 @@
+"""A tiny vision-language checkpoint, documents with images and a video, and what transformers makes of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.bridge.families.reference import (
+    SMALLEST_MARGIN,
+    _by_names_in_files,
+    _gradient,
+    _noise,
+    _write,
+    routing_margins,
+)
+from tests.bridge.vision import END, FAMILIES, IMAGE, START, VIDEO
+
+MERGE, PATCH, FRAMES, CHANNELS = 2, 4, 2, 3
+# Of each document of each pack: lengths of texts, and between them the grids of media; time above 1 is a video.
+PACKS: tuple[tuple[list[Any], ...], ...] = (
+    ([7, (1, 4, 6), 5], [9], [2, (1, 2, 2), 3, (1, 6, 4), 1, (1, 4, 4), 6]),
+    ([11, (2, 4, 4), 4, (1, 2, 8), 5], [21]),
+    ([30], [17]),
+    ([4, (1, 6, 6), 3],),
+)
+PACK = 96
+
+
+@dataclass
+class MediaDocument:
+    ids: np.ndarray  # [length]
+    weights: np.ndarray  # [length] float32
+    positions: Tensor  # [3, length]: transformers'
+    grids: list[tuple[int, int, int]]
+    places: list[int]  # first visual token of each medium
+    pixels: list[Tensor]  # uint8 [patches, channels * frames * area], frames: 1 of an image
+
+
+def documents(model: Any) -> list[list[MediaDocument]]:
+    rng = np.random.default_rng(3)
+    return [[_document(model, parts, rng) for parts in pack] for pack in PACKS]
+
+
+def _document(model: Any, parts: list[Any], rng: np.random.Generator) -> MediaDocument:
+    ids: list[int] = []
+    kinds: list[int] = []
+    grids, places, pixels = [], [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(3, 240, part).tolist()
+            kinds += [0] * part
+            continue
+        time, height, width = part
+        frames = 1 if time == 1 else FRAMES
+        tokens = height * width // MERGE**2
+        blocks = [time * tokens] if not _splits_frames(model) else [tokens] * time
+        places.append(len(ids) + 1)
+        for block in blocks:
+            ids += [START, *[IMAGE if time == 1 else VIDEO] * block, END]
+            kinds += [0, *[1 if time == 1 else 2] * block, 0]
+        grids.append(part)
+        shape = time * height * width, CHANNELS * frames * PATCH**2
+        pixels.append(torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8)))
+    weights = (rng.random(len(ids)) < 0.7).astype(np.float32) * (np.array(kinds) == 0)
+    document = MediaDocument(np.array(ids), weights, torch.empty(0), grids, places, pixels)
+    positions, _ = model.model.get_rope_index(
+        torch.tensor([ids]), torch.tensor([kinds], dtype=torch.int32), **_grids(document)
+    )
+    document.positions = positions[:, 0]
+    return document
+
+
+def _splits_frames(model: Any) -> bool:
+    return model.config.model_type.startswith("qwen3")
+
+
+def _grids(document: MediaDocument) -> dict[str, Tensor | None]:
+    images = [grid for grid in document.grids if grid[0] == 1]
+    videos = [grid for grid in document.grids if grid[0] > 1]
+    return {
+        "image_grid_thw": torch.tensor(images) if images else None,
+        "video_grid_thw": torch.tensor(videos) if videos else None,
+    }
+
+
+def visual_tokens(document: MediaDocument) -> list[np.ndarray]:
+    """The positions of each medium's tokens."""
+    visual = np.flatnonzero((document.ids == IMAGE) | (document.ids == VIDEO))
+    counts = [int(np.prod(grid)) // MERGE**2 for grid in document.grids]
+    return np.split(visual, np.cumsum(counts)[:-1]) if counts else []
+
+
+def _float_pixels(pixels: Tensor) -> Tensor:
+    """[patches, channels * frames * area] uint8 -> as transformers' processors give it"""
+    patches = pixels.view(len(pixels), CHANNELS, -1, PATCH**2).expand(-1, -1, FRAMES, -1).flatten(1)
+    return (patches.float() / 255 - 0.5) / 0.5
+
+
+def run(model: Any, document: MediaDocument) -> Tensor:
+    """Log-probabilities [length, vocabulary]."""
+    images = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] == 1]
+    videos = [p for p, grid in zip(document.pixels, document.grids, strict=True) if grid[0] > 1]
+    pixels: dict[str, Tensor] = {}
+    if images:
+        pixels["pixel_values"] = torch.cat([_float_pixels(p) for p in images])
+    if videos:
+        pixels["pixel_values_videos"] = torch.cat([_float_pixels(p) for p in videos])
+    ids = torch.from_numpy(document.ids)[None]
+    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    output = model(ids, mm_token_type_ids=kinds, use_cache=False, **pixels, **_grids(document))
+    return output.logits[0].log_softmax(-1)
+
+
+@torch.no_grad()
+def mean_loss(model: Any, packs: list[list[MediaDocument]]) -> float:
+    """Mean loss over the trained tokens of all documents."""
+    total = count = 0.0
+    for document in (document for pack in packs for document in pack):
+        values = run(model, document)[:-1].gather(1, torch.from_numpy(document.ids[1:, None])).squeeze(1)
+        total -= (values * torch.from_numpy(document.weights[1:])).sum().item()
+        count += float(document.weights[1:].sum())
+    return total / count
+
+
+def make(folder: Path, family: str) -> None:
+    """Write `folder`/fp32, a checkpoint, and `folder`/reference.pt."""
+    from transformers import AutoModelForImageTextToText
+
+    for seed in range(20):
+        config = FAMILIES[family]()
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        noise = _noise(seed)
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                tensor.copy_(noise(*tensor.shape, mean=1.0 if "norm" in name or "ln_q" in name else 0.0))
+        packs = documents(model)
+        with routing_margins() as margins:
+            log_probs, loss, count = [], torch.zeros(()), 0.0
+            for document in (document for pack in packs for document in pack):
+                values = run(model, document)
+                log_probs.append(values.detach())
+                labels = torch.from_numpy(document.ids[1:, None])
+                loss = loss - (values[:-1].gather(1, labels).squeeze(1) * torch.from_numpy(document.weights[1:])).sum()
+                count += float(document.weights[1:].sum())
+        if min(margins, default=1.0) > SMALLEST_MARGIN:
+            break
+    else:
+        raise RuntimeError("no seed gives a routing without ties")
+    model.save_pretrained(folder / "fp32")
+    _write(folder / "fp32", _as_on_the_hub(load_file(folder / "fp32" / "model.safetensors")))
+    (loss / count).backward()
+    gradients = _by_names_in_files(model, {name: _gradient(p) for name, p in model.named_parameters()})
+    gradients = _as_on_the_hub(gradients)
+    torch.save({"log_probs": log_probs, "gradients": gradients, "packs": packs}, folder / "reference.pt")
+
+
+def _as_on_the_hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Transpose stacked experts, which transformers does only for models that it has loaded."""
+    return {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}

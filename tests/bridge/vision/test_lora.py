@@ -1,0 +1,49 @@
+"""Adapters of vision-language models beside PEFT's: on the language model, on the tower, and beside whole mergers."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.bridge.vision import LAYOUTS
+from tests.torchrun import torchrun
+
+ALL = {"freeze_vit": False, "freeze_aligner": False}
+CASES = {
+    "language model": ("qwen3_vl", {"vision": {}}, "TP2 SP"),
+    "all": ("qwen3_vl", {"vision": ALL}, "TP2 SP"),
+    "tower alone": ("qwen2_5_vl", {"vision": ALL | {"freeze_llm": True}}, "CP2"),
+    "names": ("qwen2_5_vl", {"vision": ALL, "settings": {"target_modules": ["qkv", "q_proj"]}}, "CP2"),
+    "whole mergers": ("qwen3_vl", {"vision": {}, "whole": ["vision.merger", "vision.deep_mergers"]}, "TP2 SP"),
+    "whole tower": (
+        "qwen2_5_vl",
+        {"vision": {}, "whole": ["vision.patch_embed", "vision.layers", "vision.merger"]},
+        "CP2",
+    ),
+}  # fmt: skip
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_gives_the_same_loss(case, tmp_path_factory):
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    from tests.bridge.vision import reference
+
+    torch.set_num_threads(1)
+    family, job, layout = CASES[case]
+    folder = tmp_path_factory.mktemp("vision-lora")
+    reference.make(folder, family)
+    job = job | {"layout": LAYOUTS[2][layout]}
+    done = torchrun("tests.bridge.vision.lora_worker", folder, json.dumps(job), processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained, loaded = json.loads((folder / "loss.json").read_text())
+    model = AutoModelForImageTextToText.from_pretrained(folder / "fp32", dtype=torch.float32).eval()
+    packs = torch.load(folder / "reference.pt", weights_only=False)["packs"]
+    before = reference.mean_loss(model, packs)
+    after = reference.mean_loss(PeftModel.from_pretrained(model, folder / "adapter"), packs)
+    assert abs(after - before) > 1e-3
+    assert math.isclose(trained, after, rel_tol=2e-6)
+    assert math.isclose(loaded, after, rel_tol=2e-6)

@@ -1,0 +1,115 @@
+"""Vision-language models beside transformers': log-probabilities through the loss, and every gradient, in every layout.
+
+pytest tests/bridge/vision -k qwen3_vl          families whose names begin with it
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bridge.vision import FAMILIES, LAYOUTS, PATCHES
+from tests.torchrun import torchrun
+
+BOUND = 1e-4  # of the largest element of each gradient
+SEEN = 1e-2  # what a fault has to move a gradient by
+TOWER = r"^vision\.(patch_embed|position_embeddings|layers)"
+MERGERS = r"^vision\.(merger|deep_mergers)"
+LANGUAGE = r"^(embedding|decoder|output_layer)"
+# Beside one process, each family has one layout of each number of processes; the others are long.
+USUAL = {
+    "qwen2_vl": ("CP2",),
+    "qwen2_5_vl": ("TP2 SP", "TP2 SP PP2 recompute"),
+    "qwen3_vl": ("PP2 VPP2", "TP2 SP CP2"),
+    "qwen3_vl_moe": ("TP2 SP EP2",),
+}
+Jobs = list[dict[str, Any]]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    import torch
+
+    from tests.bridge.vision import reference
+
+    torch.set_num_threads(1)
+    root, made = tmp_path_factory.mktemp("vision"), {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = root / family
+            reference.make(made[family], family)
+        return made[family]
+
+    return make
+
+
+def run(folder: Path, jobs: Jobs, processes: int) -> dict[str, Any]:
+    """The result of each job, by its name."""
+    (folder / "jobs.json").write_text(json.dumps([{"folder": str(folder)} | job for job in jobs]))
+    results = folder / "results.json"
+    results.unlink(missing_ok=True)
+    done = torchrun("tests.bridge.vision.worker", folder / "jobs.json", results, processes=processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(results.read_text())
+
+
+def is_right(result: dict[str, Any]) -> bool:
+    assert result.get("saved", []) == []
+    assert result["encoded"] == PATCHES  # each medium once, over all ranks
+    return result["gradients"] < BOUND
+
+
+CASES = [
+    pytest.param(family, processes, layout, id=f"{family}: {layout or 'one process'}",
+                 marks=() if not layout or layout in USUAL[family] else pytest.mark.long)
+    for family in FAMILIES
+    for processes, layouts in LAYOUTS.items()
+    for layout in layouts
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "processes", "layout"), CASES)
+def test_gradients_are_those_of_transformers(family, processes, layout, folder_of):
+    jobs = [{"name": layout, "layout": LAYOUTS[processes][layout]}]
+    result = run(folder_of(family), jobs, processes)[layout]
+    assert result["trained"] == result["of"]
+    assert is_right(result), result
+
+
+@pytest.mark.parametrize(
+    ("frozen", "recomputes"),
+    [
+        pytest.param(f"{TOWER}|{MERGERS}", True, id="the language model"),
+        pytest.param(f"{TOWER}|{LANGUAGE}", True, id="mergers"),
+        pytest.param(TOWER, True, id="mergers and language model"),
+        pytest.param(f"{MERGERS}|{LANGUAGE}", True, id="the tower"),
+        pytest.param(LANGUAGE, False, id="tower and mergers, activations kept"),
+    ],
+)
+def test_only_what_is_not_frozen_is_trained(frozen, recomputes, folder_of):
+    """In two pipeline stages, with micro batches without images: their backward passes need a gradient too."""
+    settings = {"frozen": frozen, "recomputes": recomputes}
+    jobs = [{"name": "PP2", "layout": LAYOUTS[2]["PP2"], "settings": settings}]
+    result = run(folder_of("qwen3_vl"), jobs, 2)["PP2"]
+    assert 0 < result["trained"] < result["of"]
+    assert is_right(result), result
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "layout"),
+    [
+        ("qwen3_vl", "deep levels swapped", ""),
+        ("qwen3_vl", "tower gradient / 2", ""),
+        ("qwen3_vl", "deep gradients of one rank", "TP2 SP"),
+        ("qwen3_vl", "height and width swapped", ""),
+        ("qwen3_vl", "one block for all images", ""),
+        ("qwen2_5_vl", "window order kept", ""),
+    ],
+)
+def test_a_planted_fault_is_seen(family, fault, layout, folder_of):
+    processes = 2 if layout else 1
+    jobs = [{"name": fault, "layout": LAYOUTS[processes][layout], "settings": {"fault": fault}}]
+    assert run(folder_of(family), jobs, processes)[fault]["gradients"] > SEEN

@@ -1,0 +1,316 @@
+"""Our vision-language model beside transformers', in the processes of one layout. Under torchrun:
+
+    torchrun --nproc-per-node 2 -m tests.bridge.vision.worker jobs.json results.json
+
+jobs.json: [{"name", "folder": one that reference.make has filled, "layout": its flags}, ...].
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megaswift.bridge import parallel
+from megaswift.bridge.checkpoint.hub import read_config
+from megaswift.bridge.checkpoint.load import load_weights
+from megaswift.bridge.checkpoint.save import save_weights
+from megaswift.bridge.layers.deepstack import MediaFeatures
+from megaswift.bridge.layers.vision_tower import Blocks, PatchPlan, plan_patches
+from megaswift.bridge.mapping.local_params import collect_params
+from megaswift.bridge.model.build import build_model, enable_grads_through_frozen
+from megaswift.bridge.model.model import Model
+from megaswift.bridge.model.vision_encoder import Normalization, VisionEncoder
+from megaswift.bridge.options import BuildOptions
+from megaswift.tasks.train.optimizer import wrap_for_data_parallelism, wrap_tower
+from megaswift.tasks.train.step import run_schedule, sft_loss
+from megaswift.templates.batching.collator import Batch, BatchLayout
+from megaswift.templates.batching.media_batch import MediaBatch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tests.bridge.families.worker import SMALLEST_GRADIENT, tensors_of
+from tests.bridge.vision.reference import PACK, MediaDocument, visual_tokens
+from tests.layouts.worker import close
+
+NORMALIZATION = Normalization((0.5,) * 3, (0.5,) * 3)
+
+
+def batches(packs: list[list[MediaDocument]], options: BuildOptions, *, packed: bool = True) -> list[Batch]:
+    """This rank's micro batches, with its share of the pixels."""
+    loss_tokens = float(sum(document.weights[1:].sum() for pack in packs for document in pack))
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = packs[rank::ranks] + [[]] * (len(packs[::ranks]) - len(packs[rank::ranks]))
+    samples = mine if packed else [[document] for pack in mine for document in pack]
+    rows = 1 if packed else 2
+    found = [_batch(samples[i : i + rows], options, loss_tokens, packed=packed) for i in range(0, len(samples), rows)]
+    longest = max(batch.tokens.shape[1] for batch in found)
+    assert packed or all(batch.tokens.shape[1] == longest for batch in found)
+    return found
+
+
+def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_tokens: float, *, packed: bool) -> Batch:
+    size = parallel_state.get_context_parallel_world_size()
+    layouts = [
+        BatchLayout(
+            padding_free=packed,
+            pack_length=PACK if packed else None,
+            length_multiple=options.tensor_model_parallel_size if options.sequence_parallel else 1,
+            context_parallel_rank=rank,
+            context_parallel_size=size,
+        )
+        for rank in range(size)
+    ]
+    plain = [[(document.ids, document.weights) for document in sample] for sample in samples]
+    length = None if packed else PACK
+    by_rank = [layout.batch(plain, loss_tokens, length) for layout in layouts]
+    full = BatchLayout(padding_free=packed, pack_length=PACK if packed else None)
+    starts = replace(full, context_parallel_size=size)._starts(plain) if packed else [0] * len(plain)
+    positions = np.zeros((3, len(plain), PACK), np.int64) + np.arange(PACK)
+    tokens: list[np.ndarray] = []  # of each medium, in rows * PACK
+    media: list[tuple[Any, Tensor]] = []
+    documents = [document for sample in samples for document in sample]
+    for number, (document, start) in enumerate(zip(documents, starts, strict=True)):
+        row = 0 if packed else number
+        positions[:, row, start : start + len(document.ids)] = document.positions
+        tokens += [row * PACK + start + places for places in visual_tokens(document)]
+        media += zip(document.grids, document.pixels, strict=True)
+    mine = by_rank[parallel_state.get_context_parallel_rank()]
+    index = slice(None) if mine.cp_index is None else mine.cp_index
+    batch = replace(mine, rope_positions=torch.from_numpy(positions)[:, :, index])
+    if not media:
+        return replace(mine, rope_positions=None)
+    order = sorted(range(len(media)), key=lambda number: media[number][0][0] > 1)  # images before videos
+    media, tokens = [media[number] for number in order], [tokens[number] for number in order]
+    context_ranks, local = np.zeros(PACK, np.int64), np.arange(PACK)
+    for rank, other in enumerate(by_rank):
+        if other.cp_index is not None:
+            context_ranks[other.cp_index], local[other.cp_index] = rank, np.arange(len(other.cp_index))
+    rows, columns = np.divmod(np.concatenate(tokens), PACK)
+    replica = dist.get_world_size() // parallel_state.get_data_parallel_world_size()
+    encoders = torch.arange(1, len(media) + 1) % replica
+    own = _replica_rank(options)
+    empty = torch.empty(0, dtype=torch.uint8)
+    pixels = {
+        is_video: [
+            pixels
+            for encoder, (grid, pixels) in zip(encoders, media, strict=True)
+            if encoder == own and (grid[0] > 1) == is_video
+        ]
+        for is_video in (False, True)
+    }
+    return replace(
+        batch,
+        media=MediaBatch(
+            grids=torch.tensor([grid for grid, _ in media]),
+            encoders=encoders,
+            image_pixels=torch.cat(pixels[False]) if pixels[False] else empty,
+            video_pixels=torch.cat(pixels[True]) if pixels[True] else empty,
+            context_ranks=torch.from_numpy(context_ranks[columns]),
+            positions=torch.from_numpy(rows * mine.tokens.shape[1] + local[columns]),
+        ),
+    )
+
+
+def _replica_rank(options: BuildOptions) -> int:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    context = parallel_state.get_context_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return parallel_state.get_tensor_model_parallel_rank() + tensor * (
+        context + parallel_state.get_context_parallel_world_size() * stage
+    )
+
+
+def open_model(source: Path, options: BuildOptions, dtype: torch.dtype = torch.float32) -> Model:
+    """The model of `source`: what loading leaves out is NaN."""
+    config = read_config(source)
+    model = build_model(config, options, dtype, vision=True)
+    assert model.vision is not None
+    model.vision.normalization = NORMALIZATION
+    with torch.no_grad():
+        for tensor in collect_params(model.parts).values():
+            tensor.fill_(torch.nan)
+    load_weights(model.parts, config, source)
+    return model
+
+
+def check(
+    folder: Path, options: BuildOptions, *, recomputes: bool = True, frozen: str = "", fault: str = ""
+) -> dict[str, Any]:
+    """Relative distances of gradients, and what a round trip changes. Every rank calls this.
+
+    recomputes: of the encoder. frozen: a regular expression of names of parameters. fault: of FAULTS.
+    """
+    expected = torch.load(folder / "reference.pt", weights_only=False)
+    model = open_model(folder / "fp32", options)
+    assert model.vision is not None
+    model.vision.recomputes = recomputes
+    encoded = count_encoded(model.vision)
+    found: dict[str, Any] = {}
+    if not fault:
+        saved, before = save(model, folder / "fp32", folder / "saved"), tensors_of(folder / "fp32")
+        names = sorted(before.keys() ^ saved.keys())
+        found["saved"] = names or [name for name in before if not torch.equal(before[name], saved[name])]
+    for part in model.parts:
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(not (frozen and re.search(frozen, name)))
+    for chunk in model.chunks:
+        enable_grads_through_frozen(chunk, has_trained_input=model.vision.trains)
+    with FAULTS[fault](model) if fault else nullcontext():
+        return found | _gradients(folder, model, options, expected, frozen=bool(frozen)) | {"encoded": sum_of(encoded)}
+
+
+def sum_of(counts: list[int]) -> int:
+    total = torch.tensor(sum(counts))
+    dist.all_reduce(total)
+    return int(total)
+
+
+def count_encoded(encoder: VisionEncoder) -> list[int]:
+    """The patches of each forward pass of the tower that is for the language model, from now on."""
+    counts: list[int] = []
+    encode = encoder._encode
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        encoded = encode(*args, **kwargs)
+        counts.append(len(encoded.patches))
+        return encoded
+
+    encoder._encode = counted
+    return counts
+
+
+def _gradients(
+    folder: Path, model: Model, options: BuildOptions, expected: dict[str, Any], *, frozen: bool
+) -> dict[str, Any]:
+    chunks, tower = wrap_for_data_parallelism(model, options), wrap_tower(model, options)
+    modules = [*chunks, *([tower.module] if tower else [])]
+    for chunk in modules:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run_schedule(model, chunks, batches(expected["packs"], options), sft_loss, forward_only=False)
+    if tower:
+        tower.module.finish_grad_sync()
+    with torch.no_grad():
+        for parameter in (parameter for part in model.parts for parameter in part.parameters()):
+            assert parameter.requires_grad or not hasattr(parameter, "main_grad")
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.full_like(parameter, torch.nan))
+    gradients = save(model, folder / "fp32", folder / "gradients")
+    trained = {name: gradient for name, gradient in gradients.items() if not gradient.isnan().all()}
+    assert frozen or trained.keys() == gradients.keys()
+    expected = {name: gradient for name, gradient in expected["gradients"].items() if name in trained}
+    return compare(trained, expected) | {"trained": len(trained), "of": len(gradients)}
+
+
+def _swap_deep_levels(model: Model) -> Any:
+    """Features of the deep layers in each other's place."""
+    add = MediaFeatures.add_to
+    swapped = {1: 2, 2: 1}
+    return mock.patch.object(MediaFeatures, "add_to", lambda self, x, level: add(self, x, swapped.get(level, level)))
+
+
+def _scale_gradients(factor: float) -> Any:
+    """Gradients of the tower times a factor, as where tensor-parallel ranks are averaged."""
+
+    def plant(model: Model) -> Any:
+        return mock.patch.object(model.vision, "gradient_scale", model.vision.gradient_scale * factor)
+
+    return plant
+
+
+def _deep_gradients_once(model: Model) -> Any:
+    """Under sequence parallelism, gradients of deep features from the first tensor-parallel rank alone."""
+    encoder = model.vision
+    send = encoder._all_to_all
+    calls = iter(range(10**6))
+
+    def lossy(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        is_deep_gradient = next(calls) % 4 > 0 and not rows.requires_grad and torch.is_grad_enabled()
+        return send(rows * 0 if is_deep_gradient and encoder.rank % encoder.tensor else rows, sent, received)
+
+    return mock.patch.object(encoder, "_all_to_all", lossy)
+
+
+def _patch_plan(change: Callable[[PatchPlan], PatchPlan]) -> Any:
+    def plant(model: Model) -> Any:
+        place = "megaswift.bridge.model.vision_encoder.plan_patches"
+        return mock.patch(place, lambda *arguments: change(plan_patches(*arguments)))
+
+    return plant
+
+
+def _swap_axes(plan: PatchPlan) -> PatchPlan:
+    """Height and width in each other's place."""
+    quarter = plan.cos.shape[-1] // 4
+    return replace(plan, cos=plan.cos.roll(quarter, -1), sin=plan.sin.roll(quarter, -1))
+
+
+def _join_blocks(plan: PatchPlan) -> PatchPlan:
+    """One block of all images."""
+    return replace(plan, full=Blocks([sum(plan.full.lengths)], plan.full.cu_seqlens[[0, -1]]))
+
+
+FAULTS: dict[str, Any] = {
+    "deep levels swapped": _swap_deep_levels,
+    "tower gradient / 2": _scale_gradients(0.5),
+    "deep gradients of one rank": _deep_gradients_once,
+    "window order kept": _patch_plan(lambda plan: replace(plan, feature_order=None)),
+    "height and width swapped": _patch_plan(_swap_axes),
+    "one block for all images": _patch_plan(_join_blocks),
+}
+
+
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
+    sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    largest = max(sizes.values())
+    scales = {name: size if size > SMALLEST_GRADIENT * largest else largest for name, size in sizes.items()}
+    relative = {name: (found[name] - gradient).abs().max().item() / scales[name] for name, gradient in expected.items()}
+    worst = max(relative, key=lambda name: math.inf if math.isnan(relative[name]) else relative[name])
+    return {"gradients": relative[worst], "worst gradient": worst}
+
+
+def save(model: Model, source: Path, destination: Path) -> dict[str, Tensor]:
+    if dist.get_rank() == 0:
+        shutil.rmtree(destination, ignore_errors=True)
+        destination.mkdir()
+    parallel.barrier()
+    config = read_config(source)
+    save_weights(model.parts, config, source, destination, dtype=torch.float32, max_shard_bytes=10**9)
+    tensors = tensors_of(destination)
+    parallel.barrier()
+    return tensors
+
+
+def main(jobs: list[dict[str, Any]], results: Path) -> None:
+    done, layout = {}, None
+    for job in jobs:
+        try:
+            options = BuildOptions(use_distributed_optimizer=False, ddp_timeout=120, **job["layout"])
+            if job["layout"] != layout:
+                if layout is not None:
+                    close()
+                parallel.initialize(options, seed=1)
+                layout = job["layout"]
+            done[job["name"]] = check(Path(job["folder"]), options, **job.get("settings", {}))
+        except Exception:
+            done[job["name"]] = {"error": f"rank {dist.get_rank()}:\n{traceback.format_exc()}"}
+            results.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(done))
+            os._exit(1)
+        if dist.get_rank() == 0:
+            results.write_text(json.dumps(done))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,62 @@
+"""Runs with images in flight that are killed go on bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_vision
+from tests.resume.harness import DROPOUT, LAYOUTS, LORA, Case, Output
+
+pytestmark = pytest.mark.slow
+ALL = "--freeze_vit false --freeze_aligner false"
+CASES = {
+    "DP2": (f"{LAYOUTS['DP2']} {DROPOUT} {ALL}", True),
+    "TP2, mergers": (f"{LAYOUTS['TP2']} --freeze_aligner false --vit_gradient_checkpointing false", False),
+    "PP2": (f"{LAYOUTS['PP2']} {ALL} --use_distributed_optimizer false", False),
+    "TP2 LoRA": (f"{LAYOUTS['TP2']} {LORA} {DROPOUT} {ALL}", False),
+    "DP2 LoRA beside the tower": (f"{LAYOUTS['DP2']} --tuner_type lora_llm {ALL}", False),
+    "TP2, megatron-core's format": (f"{LAYOUTS['TP2']} {ALL} --save_safetensors false", False),
+    "DP2, streamed": (f"{LAYOUTS['DP2']} {ALL} --streaming true", False),
+}
+
+
+@pytest.fixture(scope="module")
+def images(place: Path) -> Path:
+    """Adds a vision-language model and rows with 0 to 3 images to the folder of the other tests."""
+    tiny_vision.qwen3_vl(place / "qwen3_vl")
+    for number in range(9):
+        tiny_vision.picture(30 + 17 * number, 120 - 9 * number, number).save(place / f"{number}.png")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>" * (number % 4) + "what colour?"},
+                {"role": "assistant", "content": "a red circle " * (1 + number % 3)},
+            ],
+            "images": [f"{(number + i) % 9}.png" for i in range(number % 4)],
+        }
+        for number in range(40)
+    ]
+    (place / "images.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if usual else pytest.mark.long) for n, (_, usual) in CASES.items()]
+)
+def test_killed_and_resumed(name, images):
+    flags, _ = CASES[name]
+    case = Case(
+        images,
+        f"images {name}".replace(",", "").replace("'", ""),
+        flags,
+        "qwen3_vl",
+        steps=6,
+        command="sft --dataset images.jsonl",
+    )
+    output = Output(case)
+    assert output.run({"rank": 0, "label": "step 4", "count": 1, "how": "kill"}).killed
+    saves = [at for at in case.operations if "checkpoint-N" in at["label"] and at["how"] == "kill"]
+    assert output.run(saves[len(saves) // 2]).killed
+    output.run()
+    output.compare()
