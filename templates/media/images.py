@@ -36,10 +36,9 @@ def image_size(source: Any, *, allow_private: bool = False) -> tuple[int, int]:
     if _is_pil(source):
         return _turned_size(source)
     with _opened(source, allow_private) as (file, image):
-        size = _turned_size(image)
         if not _is_whole(file, image.format or ""):
             _load(image)
-    return size
+        return _turned_size(image)
 
 
 def open_image(source: Any, *, allow_private: bool = False) -> "Image":

@@ -103,7 +103,8 @@ class VisionProcessor:
         """All that determines the tokens of images and videos."""
         tokens = self.image_token_id, self.video_token_id, self._tokens_per_second
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
-        return [self.model_type, *astuple(self.limits), *tokens, *sizes, self.norm_bbox, self.bbox_format]
+        boxes = self.norm_bbox, self.bbox_format
+        return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private]
 
     def placeholder_id(self, kind: MediaKind) -> int:
         return self.image_token_id if kind == "image" else self.video_token_id

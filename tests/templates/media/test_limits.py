@@ -92,8 +92,9 @@ def test_every_limit_is_part_of_the_cache_key(checkpoint, monkeypatch) -> None:
             if name:
                 patch.setenv(name, value)
             seen.add(str(made.vision().fingerprint))
-    seen |= {str(made.vision(**options).fingerprint) for options in ({"norm_bbox": "none"}, {"max_pixels": 50_000})}
-    assert len(seen) == 9
+    for options in ({"norm_bbox": "none"}, {"max_pixels": 50_000}, {"allow_private_media_urls": True}):
+        seen.add(str(made.vision(**options).fingerprint))
+    assert len(seen) == 10
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
