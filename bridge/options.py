@@ -146,8 +146,10 @@ class VisionOptions:
     vit_lr: Annotated[float | None, "Learning rate of the vision tower's layers. Default: --lr.", "[0, inf)"] = None
     aligner_lr: Annotated[float | None, "Learning rate of the mergers. Default: --lr.", "[0, inf)"] = None
     vit_gradient_checkpointing: Annotated[
-        bool, "Recompute the trained tower's forward pass; false: keep its activations, of all micro batches of a step."
-    ] = True
+        bool | None,
+        "Recompute the trained tower's forward pass, instead of keeping its activations. Default: true with pipeline "
+        "parallelism, where they would be those of all micro batches of a step.",
+    ] = None
     language_model_only: Annotated[
         bool, "Build and train the language model alone; the vision tower's weights are saved unchanged."
     ] = False

@@ -118,7 +118,7 @@ def make_attention(vision: Vision, config: TransformerConfig) -> Attention:
     """Return the attention within blocks: Transformer Engine's if the language model has it, else torch's."""
     if config.attention_kernel != "transformer_engine" or vision.window:  # type: ignore[attr-defined]
         return attend
-    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
     head_dim = vision.hidden_size // vision.num_heads
     module = DotProductAttention(vision.num_heads, head_dim, attn_mask_type="padding", qkv_format="thd")

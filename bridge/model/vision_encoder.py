@@ -1,15 +1,17 @@
-"""Encoding of a step's images and videos, before the pipeline schedule.
+"""Encoding of a step's images and videos.
 
 The ranks of a replica (one data-parallel index; tensor, context and pipeline parallelism) share the media of its micro
 batches: each is encoded once, by the rank that the data loader has chosen. The features are then exchanged, so that
-each rank has those of its own visual tokens and layers. They enter the language model as leaves of autograd. After the
-schedule `backward` sends the leaves' gradients back and runs the tower's backward pass. The schedule, its recomputation
-and its virtual stages therefore know nothing of the tower.
+each rank has those of its own visual tokens and layers. They enter the language model as leaves of autograd, whose
+gradients are sent back for the tower's backward pass. The schedule and its recomputation therefore know nothing of the
+tower. Without pipeline parallelism a micro batch is encoded right before its forward pass, and the tower's backward
+pass follows that of the language model. With it, all are encoded before the schedule, and have their backward passes
+after it.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -84,6 +86,10 @@ class VisionEncoder:
 
     normalization: of the pixels; must be set before the first is encoded. recomputes: run the tower's forward pass
     again for its backward pass, instead of keeping its activations.
+
+        encoder.begin(batches, forward_only=...)
+        features = encoder.features(number)        # before the forward pass of each micro batch, in order
+        encoder.end()                              # after the schedule
     """
 
     def __init__(
@@ -97,7 +103,8 @@ class VisionEncoder:
         self.part, self.config = part, config
         self.tower, self.settings = part.vision, part.vision.vision_settings
         self.normalization: Normalization | None = None
-        self.recomputes = True
+        self.is_pipelined = groups.pp.size() > 1
+        self.recomputes = self.is_pipelined
         self.tensor, self.context = groups.tp.size(), groups.cp.size()
         self.sequence_parallel = config.sequence_parallel and self.tensor > 1
         self.replica = _replica_group(groups)
@@ -111,7 +118,10 @@ class VisionEncoder:
             [level for level in (0, *deep) if (level == 0 and stage == 0) or level in layers]
             for stage, layers in enumerate(stages)
         ]
-        self._encoded: list[_Encoded | None] = []
+        self._batches: list[MediaInputs | None] = []
+        self._features: list[MediaFeatures | None] = []
+        self._pending: list[_Encoded] = []  # whose backward passes are to come
+        self._is_trained, self._is_timed = False, False  # in this step
         self._spans: list[TowerPass] = []
 
     @property
@@ -134,27 +144,36 @@ class VisionEncoder:
     def trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self.tower.parameters())
 
-    def encode(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> list[MediaFeatures | None]:
-        """Return the features of each micro batch; None without media. Keeps what `backward` needs."""
-        trains = self.trains and not forward_only
-        with self._timed() if not forward_only else nullcontext():
-            encoded = [batch and self._encode(batch, trains=trains) for batch in batches]
-        self._encoded = encoded if trains else []
-        return [
-            part and MediaFeatures(to_device(torch.cat(part.exchange.receives), runtime.device()), part.leaves)
-            for part in encoded
-        ]
+    def begin(self, batches: Sequence[MediaInputs | None], *, forward_only: bool) -> None:
+        """Begin a step, or an evaluation, on these micro batches; None: without media."""
+        self._is_trained, self._is_timed = self.trains and not forward_only, not forward_only
+        self._batches, self._features = list(batches), []
+        if self.is_pipelined:
+            with self._timed():
+                self._features = [self._encode(batch) for batch in batches]
 
-    def backward(self) -> None:
-        """Run the tower's backward pass of the step, after the schedule."""
-        if not self._encoded:
-            return
-        with self._timed():
-            for number, encoded in enumerate(self._encoded):
-                if encoded is not None:
-                    self._backward(encoded)
-                self._encoded[number] = None  # frees its tensors
-        self._encoded = []
+    def features(self, number: int) -> MediaFeatures | None:
+        """Return the features of a micro batch; None without media."""
+        if not self.is_pipelined and number == len(self._features):
+            with self._timed():
+                self._run_backward()
+                if self._features:
+                    self._features[-1] = None  # the schedule is done with it
+                self._features.append(self._encode(self._batches[number]))
+        return self._features[number]
+
+    def end(self) -> None:
+        """End the step: run the tower's outstanding backward passes."""
+        if self._pending:
+            with self._timed():
+                self._run_backward()
+        self._batches, self._features = [], []
+
+    def _run_backward(self) -> None:
+        for encoded in self._pending:
+            self._backward(encoded)
+            encoded.leaves.clear()
+        self._pending = []
 
     def pop_spans(self) -> "list[TowerPass]":
         """Return the times of the tower's passes since the last call."""
@@ -165,10 +184,13 @@ class VisionEncoder:
     def _timed(self) -> Iterator[None]:
         begin = _now()
         yield
-        self._spans.append(TowerPass(begin, _now()))
+        if self._is_timed:
+            self._spans.append(TowerPass(begin, _now()))
 
-    def _encode(self, batch: MediaInputs, *, trains: bool) -> _Encoded:
-        calls = self._calls(batch)
+    def _encode(self, batch: MediaInputs | None) -> MediaFeatures | None:
+        if batch is None:
+            return None
+        trains, calls = self._is_trained, self._calls(batch)
         patches = self._normalize(batch)
         keeps_graph = trains and self.trains_tower and not self.recomputes
         features, states = [], []
@@ -183,8 +205,8 @@ class VisionEncoder:
         leaves = self._send(exchange, torch.cat(own, dim=1) if own else self._empty())
         if trains:
             leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
-        kept = features if keeps_graph else []
-        return _Encoded(exchange, leaves, calls, patches, kept, states)
+            self._pending.append(_Encoded(exchange, leaves, calls, patches, features if keeps_graph else [], states))
+        return MediaFeatures(to_device(torch.cat(exchange.receives), runtime.device()), leaves)
 
     def _backward(self, encoded: _Encoded) -> None:
         gradients = self._send_back(encoded)

@@ -57,7 +57,8 @@ def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObj
     )
     if model.vision and run.vision:
         model.vision.normalization = Normalization(run.vision.mean, run.vision.std)
-        model.vision.recomputes = options.vision.vit_gradient_checkpointing
+        if options.vision.vit_gradient_checkpointing is not None:
+            model.vision.recomputes = options.vision.vit_gradient_checkpointing
     with load_as_bf16(model.chunks):
         run_on_all_ranks(lambda: read_weights(model, run.hf_config, run.weights_folder, seed=options.training.seed))
     tuner_lines = choose_trained(model, run)

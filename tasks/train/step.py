@@ -322,16 +322,14 @@ def run_micro_batches(
 ) -> list[dict[str, Tensor]]:
     """Run the schedule and return the metrics of each micro batch. replays: routers reuse Batch.experts."""
     _check_vocabulary(batches, model.architecture.vocab_size)
-    features = encode_media(model, batches, forward_only=forward_only)
-    device_batches = [
-        (_to_device(batch), loss_positions(batch.loss_weights), media)
-        for batch, media in zip(batches, features, strict=True)
-    ]
+    _begin_encoding(model, batches, forward_only=forward_only)
+    device_batches = [(_to_device(batch), loss_positions(batch.loss_weights)) for batch in batches]
     # Undo megatron-core's scaling of a loss by CP / micro batches, and its average of gradients over DP x CP ranks.
     scale = len(batches) * model.groups.dp.size()
 
     def forward_step(micro_batches, chunk):
-        batch, positions, media = next(micro_batches)
+        number, (batch, positions) = next(micro_batches)
+        media = model.vision.features(number) if model.vision else None
         inputs = _inputs(batch, positions, media, replays=replays)
         return model.forward(chunk, inputs, output(batch)), partial(scaled_loss, batch)
 
@@ -347,7 +345,7 @@ def run_micro_batches(
     rows, length = batches[0].tokens.shape
     metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(device_batches) for _ in chunks] if len(chunks) > 1 else iter(device_batches),
+        data_iterator=[enumerate(device_batches) for _ in chunks] if len(chunks) > 1 else enumerate(device_batches),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
         seq_length=length * model.config.context_parallel_size,
@@ -355,18 +353,16 @@ def run_micro_batches(
         forward_only=forward_only,
     )
     if model.vision:
-        model.vision.backward()
+        model.vision.end()
     return metrics
 
 
-def encode_media(model: Model, batches: list[Batch], *, forward_only: bool) -> list[MediaFeatures | None]:
-    """Return the features of each micro batch's images and videos, None without any."""
-    if model.vision is None:
-        if any(batch.media for batch in batches):
-            raise RuntimeError("the data has images, and the model was built without its vision tower")
-        return [None] * len(batches)
-    inputs = [batch.media and _media_inputs(batch.media, *batch.tokens.shape) for batch in batches]
-    return model.vision.encode(inputs, forward_only=forward_only)
+def _begin_encoding(model: Model, batches: list[Batch], *, forward_only: bool) -> None:
+    if model.vision:
+        inputs = [batch.media and _media_inputs(batch.media, *batch.tokens.shape) for batch in batches]
+        model.vision.begin(inputs, forward_only=forward_only)
+    elif any(batch.media for batch in batches):
+        raise RuntimeError("the data has images, and the model was built without its vision tower")
 
 
 def _media_inputs(media: MediaBatch, rows: int, local_length: int) -> MediaInputs:

@@ -180,14 +180,14 @@ def sum_of(counts: list[int]) -> int:
 def count_encoded(encoder: VisionEncoder) -> list[int]:
     """The patches of each forward pass of the tower that is for the language model, from now on."""
     counts: list[int] = []
-    encode = encoder._encode
+    calls = encoder._calls
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        encoded = encode(*args, **kwargs)
-        counts.append(len(encoded.patches))
-        return encoded
+    def counted(batch: Any) -> Any:
+        found = calls(batch)
+        counts.append(found[-1].patches.stop if found else 0)
+        return found
 
-    encoder._encode = counted
+    encoder._calls = counted
     return counts
 
 
