@@ -163,7 +163,8 @@ def make_model(folder: Path) -> None:
         Qwen3VLVideoProcessor(**merge),
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
-    start, end, image, video = (tokenizer.convert_tokens_to_ids([token])[0] for token in VISION)
+    ids: Any = tokenizer.convert_tokens_to_ids(list(VISION))
+    start, end, image, video = ids
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = Qwen3VLConfig(
         text_config={

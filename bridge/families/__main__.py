@@ -44,8 +44,9 @@ Embeddings, and choices between tokens, need no head: every family has them.
 ## Passthrough tensors
 
 Some checkpoints hold parts that the model is built without: layers of multi-token prediction (DeepSeek-V3, GLM-4.5,
-ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside the text model. Their tensors are copied from the
-source into the saved checkpoint. Families with MTP in the table above can train these layers: `--mtp_num_layers`.
+ERNIE 4.5, MiniMax-M2, Qwen3-Next, Qwen3.5), and vision towers beside a model that is trained on text. Their tensors are
+copied from the source into the saved checkpoint. Families with MTP in the table above can train these layers:
+`--mtp_num_layers`. Towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL train on images: [multimodal.md](multimodal.md).
 
 ## Quantized weights
 
@@ -70,7 +71,7 @@ For every family:
 - other quantizations (bitsandbytes, GPTQ, AWQ): they were made for inference, and differ from the trained weights;
 - pickled weights (`pytorch_model.bin`): a pickle runs code when it is read. Save the model again as safetensors;
 - architectures with code of their own (`trust_remote_code`);
-- vision and audio towers: none is trained, and only those of the architectures above pass through.
+- audio towers, and vision towers of other architectures than those above.
 """
 
 
