@@ -76,7 +76,7 @@ class _Encoded:
     exchange: _Exchange
     leaves: dict[int, Tensor]
     calls: list[_Call]
-    patches: Tensor  # normalized lazily: this rank's pixels
+    patches: Tensor  # this rank's, normalized
     features: list[Tensor]  # per call; with a graph if the tower keeps it
     states: list[list[Tensor]]  # per call; of a frozen tower with trained mergers
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]  # time, height and width in patches
 CHANNELS = 3
+PROCESSOR_FILES = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # torchvision's names of PIL's numbers
 
 
@@ -89,9 +90,10 @@ class VisionProcessor:
 
     @classmethod
     def open(cls, folder: Path, tokenizer: Tokenizer, options: MediaOptions) -> "VisionProcessor | None":
-        """Return the processor of a checkpoint, or None if its model_type has none here."""
-        config = _read(folder / "config.json")
-        return cls(folder, tokenizer, options) if config.get("model_type") in FAMILIES else None
+        """Return the processor of a checkpoint; None if its model_type has none here, or the folder has none."""
+        is_known = _read(folder / "config.json").get("model_type") in FAMILIES
+        has_files = any((folder / name).is_file() for name in PROCESSOR_FILES)
+        return cls(folder, tokenizer, options) if is_known and has_files else None
 
     @property
     def factor(self) -> int:

@@ -369,7 +369,10 @@ def test_templates_of_earlier_processors(made, images, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_processor(made, tmp_path: Path) -> None:
+    """It trains on text; a damaged processor is an error."""
     folder = tmp_path / "bare"
     shutil.copytree(made.folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
+    assert made._replace(folder=folder).vision() is None
+    (folder / "preprocessor_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"its processor of images cannot be read .*Copy preprocessor_config.json"):
         made._replace(folder=folder).vision()
