@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from megaswift.templates.batching.collator import BatchLayout, StepDivision
 from megaswift.templates.batching.dataloader import Batches
+from megaswift.templates.media.processor import VisionProcessor
 from megaswift.templates.options import PrepareOptions
 from megaswift.templates.prepare import prepare
 
@@ -372,7 +373,7 @@ def test_a_checkpoint_without_its_processor(made, tmp_path: Path) -> None:
     """It trains on text; a damaged processor is an error."""
     folder = tmp_path / "bare"
     shutil.copytree(made.folder, folder, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
-    assert made._replace(folder=folder).vision() is None
+    assert VisionProcessor.open(folder, made.tokenizer, PrepareOptions()) is None
     (folder / "preprocessor_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"its processor of images cannot be read .*Copy preprocessor_config.json"):
         made._replace(folder=folder).vision()
