@@ -106,6 +106,7 @@ def check_infer(options: InferOptions) -> list[str]:
         model = engine_config(options)
         check_generates(options, model)
         notes += check_base(options, options, model)
+    notes += check_media(options, model)
     low, high = TEMPERATURES
     if options.temperature and not low <= options.temperature <= high:
         raise UsageError(f"--temperature {options.temperature}: must be 0, or at least {low} and at most {high:g}.")
