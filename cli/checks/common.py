@@ -37,6 +37,7 @@ from .new_tokens import check_new_tokens
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
 from .upload import check_upload
+from .vision import check_vision
 from .vllm_lora import check_max_lora_rank
 
 
@@ -58,6 +59,7 @@ def check_training(
     )  # a resumed run reads the checkpoint's weights
     check_data(options.data)
     notes += check_media(options.data, model)
+    notes += check_vision(options, model, sources)
     _check_cache()
     _check_duration(options, layout)
     _check_schedule(options)
