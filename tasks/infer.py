@@ -6,7 +6,7 @@
 
 Both engines receive the same token ids from the tokenizer's chat template. The prompt omits a row's last response. Each
 line of the result file is a JSON object: `messages` (with the generated response last), `response`, and `labels`, the
-row's own response or null.
+row's own response or null; rows with images or videos have `images` and `videos` too.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from ..bridge.checkpoint.hub import (
@@ -36,12 +37,17 @@ from ..bridge.checkpoint.pretrained import load_model, load_tokenizer
 from ..bridge.checkpoint.rope_scaling import scaled_folder
 from ..templates.chat_template.chat import ChatTemplate
 from ..templates.chat_template.non_thinking import OFF
+from ..templates.dataset.store import expand
+from ..templates.dataset.tokenize import place_media
 from ..templates.formats.dataset_names import resolve_text
+from ..templates.formats.medium import Medium, has_sentinels
 from ..templates.formats.schemas import Conversation, UnusableRow
 from ..templates.json_types import JsonObject
+from ..templates.media.processor import VisionProcessor
 from ..templates.plural import plural
 from .convert.peft_model import attach_adapter, merge_adapter
 from .infer_data import InferPrompt, RunData, read_prompts
+from .infer_media import EncodedPrompt, media_columns, media_inputs, open_vision, read_query, with_tags
 from .infer_metrics import METRICS
 from .options import InferOptions
 from .rollout.lora_support import RANKS, lora_rank_bucket
@@ -57,6 +63,9 @@ KERNELS = {  # --attention_backend -> transformers' name
     "unfused": "eager",
 }
 Emit = Callable[[str], None]  # receives a piece of a response
+NO_MEDIA_IN_VLLM = (
+    "--infer_backend vllm: images and videos are not supported with it yet. Set --infer_backend transformers."
+)
 VLLM_PROMPTS = 2000  # per call of LLM.generate
 UNSUPPORTED_BY_VLLM = {  # keys of adapter_config.json that vLLM rejects or silently ignores
     "use_dora": "DoRA (use_dora)",
@@ -69,13 +78,16 @@ def run(options: InferOptions, _sources: dict[str, str] | None = None) -> None:
     run_data = RunData.of(options) if options.load_data_args else None
     options = run_data.complete(options) if run_data else options
     is_chat = not options.val_dataset and run_data is None
-    rows = [] if is_chat else list(read_prompts(options, run_data))
     adapter = checked_adapter(options)
     options = set_base_model(options, adapter and adapter.folder)
     folder = checked_folder(options)
+    vision = open_vision(folder, options)
+    rows = [] if is_chat else list(read_prompts(options, run_data, vision))
+    if options.infer_backend == "vllm" and any(row.conversation.media for row in rows):
+        raise ValueError(NO_MEDIA_IN_VLLM)
     path = result_path(adapter.folder if adapter else folder, options) if not is_chat else None
     engine = (VllmChat if options.infer_backend == "vllm" else TransformersChat)(
-        scaled_folder(folder, options), adapter, options
+        scaled_folder(folder, options), adapter, options, vision
     )
     if path is None:
         chat(engine, options)
@@ -162,12 +174,13 @@ def answer(engine: "ChatEngine", prompts: list[InferPrompt], path: Path, options
     with path.open("w", encoding="utf-8") as file, tqdm(total=len(prompts), desc="Generate", disable=None) as bar:
         for batch_start in range(0, len(prompts), batch_size):
             batch = prompts[batch_start : batch_start + batch_size]
-            encoded = [engine.encode(prompt.conversation) for prompt in batch]
+            encoded = [engine.encode(prompt.conversation, prompt.name) for prompt in batch]
             step = len(batch) if options.infer_backend == "vllm" else options.max_batch_size  # vLLM batches by itself
             answers = [text for i in range(0, len(batch), step) for text in engine.generate(encoded[i : i + step])]
             for prompt, response in zip(batch, answers, strict=True):
-                messages = [*prompt.conversation.messages, {"role": "assistant", "content": response}]
+                messages = [*with_tags(prompt.conversation.messages), {"role": "assistant", "content": response}]
                 row = {"messages": messages, "response": response, "labels": prompt.label}
+                row |= media_columns(prompt.conversation.media)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             responses += answers
             file.flush()
@@ -202,7 +215,7 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
     print("Chat. `clear` starts over, `exit` quits; Ctrl-C stops a response.")
     system = resolve_text("--system", options.system)
     initial_messages = [{"role": "system", "content": system}] if system else []
-    messages = list(initial_messages)
+    messages, media = list(initial_messages), list[Medium]()
     while True:
         try:
             text = input("<<< ").strip()
@@ -212,10 +225,19 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
         if text in ("exit", "quit"):
             return
         if text == "clear":
-            messages = list(initial_messages)
+            messages, media = list(initial_messages), []
             continue
         if not text:
             continue
+        try:
+            text, query_media = _query(text, engine, options)
+        except (UnusableRow, ValueError) as error:
+            print(f"error: {error}")
+            continue
+        except (EOFError, KeyboardInterrupt):
+            print()
+            continue
+        media += query_media
         messages.append({"role": "user", "content": text})
         pieces: list[str] = []
 
@@ -224,7 +246,7 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
             print(piece, end="", flush=True)
 
         try:
-            prompt = engine.encode(Conversation(messages, [None] * len(messages)))
+            prompt = engine.encode(Conversation(messages, [None] * len(messages), media=media))
             (response,) = engine.generate([prompt], emit if options.stream else None)
             print("" if options.stream else response)
         except KeyboardInterrupt:
@@ -233,11 +255,26 @@ def chat(engine: "ChatEngine", options: InferOptions) -> None:
         messages.append({"role": "assistant", "content": response})
 
 
-class ChatEngine(ABC):
-    """Engine of `swift infer`: token ids in, text out."""
+def _query(text: str, engine: "ChatEngine", options: InferOptions) -> tuple[str, list[Medium]]:
+    """Return a query with its images and videos, whose paths are asked for. Raises UnusableRow or ValueError."""
+    if engine.vision is None:
+        return text, []
+    text, media = read_query(text, engine.vision, lambda kind: input(f"{kind}, path or URL <<< ").strip())
+    if media and options.infer_backend == "vllm":
+        raise ValueError(NO_MEDIA_IN_VLLM)
+    return text, media
 
-    def __init__(self, folder: Path, options: InferOptions):
-        self.tokenizer = load_tokenizer(folder)
+
+class ChatEngine(ABC):
+    """Engine of `swift infer`: token ids and media in, text out.
+
+    vision: processor of images and videos; None for a model that takes none
+    """
+
+    def __init__(self, folder: Path, options: InferOptions, vision: VisionProcessor | None = None):
+        self.tokenizer, self.vision = load_tokenizer(folder), vision
+        if vision and vision.chat_template:  # it goes before the tokenizer's
+            self.tokenizer.chat_template = vision.chat_template
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"--model {folder}: its tokenizer has no chat template. Set a model that was fine-tuned on "
@@ -248,24 +285,38 @@ class ChatEngine(ABC):
             print("note: --enable_thinking has no effect: the chat template has no such variable.")
         self._template = ChatTemplate(self.tokenizer, **thinking)
 
-    def encode(self, conversation: Conversation) -> list[int]:
-        """Return the token ids of a conversation up to the start of its response."""
+    def encode(self, conversation: Conversation, row_name: str = "") -> EncodedPrompt:
+        """Return the tokens of a conversation up to the start of its response, and its media."""
         try:
             text = self._template.render(conversation, prompt=True)
+            if has_sentinels(text):
+                raise UnusableRow("the chat template has no place for an image or video in one of its messages")
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if self.vision is None:
+                return EncodedPrompt(ids, name=row_name)
+            placed = place_media(np.array(ids), conversation.media, self.vision)
         except UnusableRow as error:
-            raise ValueError(f"--model {self.tokenizer.name_or_path}: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            row = f"{row_name}: " if row_name else ""
+            raise ValueError(f"--model {self.tokenizer.name_or_path}: {row}{error}") from error
+        (expanded, _), placed = expand(np.array(ids), np.zeros(len(ids)), placed)
+        return EncodedPrompt(expanded.tolist(), placed, row_name)
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+    def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
         """Return a response to each prompt. `emit` receives the pieces of a single prompt's response."""
 
 
 class TransformersChat(ChatEngine):
     """Engine that uses transformers' `model.generate`, on all visible GPUs or the CPU."""
 
-    def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
-        super().__init__(folder, options)
+    def __init__(
+        self,
+        folder: Path,
+        adapter: AdapterFolder | None,
+        options: InferOptions,
+        vision: VisionProcessor | None = None,
+    ):
+        super().__init__(folder, options, vision)
         import torch
         from transformers import set_seed
 
@@ -278,7 +329,8 @@ class TransformersChat(ChatEngine):
                 else {"attn_implementation": KERNELS[options.attention_backend]}
             )
             dtype = options.torch_dtype or "auto"
-            self.model: Any = load_model(folder, dtype=dtype, device_map=device_map, **kernel).eval()
+            kind = "ImageTextToText" if vision else "CausalLM"
+            self.model: Any = load_model(folder, kind, dtype=dtype, device_map=device_map, **kernel).eval()
         if adapter:
             self.model = attach_adapter(self.model, adapter.folder, folder)
             if options.merge_lora:
@@ -304,14 +356,15 @@ class TransformersChat(ChatEngine):
             settings.top_k = 0  # transformers' value for all tokens
         return settings
 
-    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+    def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
         import copy
 
         import torch
 
         from .rollout.transformers_engine import left_pad
 
-        tokens, mask = left_pad(prompts, self.settings.pad_token_id)
+        tokens, mask = left_pad([prompt.ids for prompt in prompts], self.settings.pad_token_id)
+        media = media_inputs(prompts, tokens, self.vision) if self.vision else {}
         prompt_length = tokens.shape[1]
         settings = copy.copy(self.settings)
         if settings.max_new_tokens is None:
@@ -322,6 +375,7 @@ class TransformersChat(ChatEngine):
             output = self.model.generate(
                 tokens.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
+                **{name: tensor.to(self.model.device) for name, tensor in media.items()},
                 generation_config=settings,
                 streamer=_streamer(self.tokenizer, emit) if emit else None,
             )
@@ -341,7 +395,13 @@ def _streamer(tokenizer: "PreTrainedTokenizerBase", emit: Emit) -> "TextStreamer
 class VllmChat(ChatEngine):
     """Engine that uses vLLM in this process."""
 
-    def __init__(self, folder: Path, adapter: AdapterFolder | None, options: InferOptions):
+    def __init__(
+        self,
+        folder: Path,
+        adapter: AdapterFolder | None,
+        options: InferOptions,
+        vision: VisionProcessor | None = None,
+    ):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError(
                 "--infer_backend vllm: vLLM is not installed. Install it (on NVIDIA GPUs: pip install "
@@ -351,7 +411,7 @@ class VllmChat(ChatEngine):
         if adapter:
             _check_for_vllm(adapter, options)
             lora_options = {"enable_lora": True, "max_lora_rank": lora_rank_bucket(adapter.config.get("r", 8))}
-        super().__init__(folder, options)
+        super().__init__(folder, options, vision)
         from vllm import LLM  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
@@ -377,15 +437,15 @@ class VllmChat(ChatEngine):
         self.settings.max_tokens = options.max_new_tokens
         self._request_count = 0
 
-    def generate(self, prompts: list[list[int]], emit: Emit | None = None) -> list[str]:
+    def generate(self, prompts: list[EncodedPrompt], emit: Emit | None = None) -> list[str]:
         if emit:
             return [self._stream(prompts[0], emit)]
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        requests = [{"prompt_token_ids": prompt.ids} for prompt in prompts]
         show_progress = len(prompts) > 1 and sys.stderr.isatty()
         outputs = self.llm.generate(requests, self.settings, use_tqdm=show_progress, lora_request=self.adapter)
         return [output.outputs[0].text for output in outputs]
 
-    def _stream(self, prompt: list[int], emit: Emit) -> str:
+    def _stream(self, prompt: EncodedPrompt, emit: Emit) -> str:
         """Run vLLM's engine loop, token by token."""
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
@@ -394,7 +454,7 @@ class VllmChat(ChatEngine):
         self._request_count += 1
         request = f"chat-{self._request_count}"
         engine = self.llm.llm_engine
-        (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        (rendered,) = engine.renderer.render_cmpl([{"prompt_token_ids": prompt.ids}])
         engine.add_request(request, rendered, settings, lora_request=self.adapter)
         pieces = []
         try:

@@ -12,22 +12,28 @@ from ..templates.dataset.files import RowSource
 from ..templates.dataset.selection import select_rows, split_rows
 from ..templates.dataset.sources import open_sources
 from ..templates.formats.dataset_names import resolve_text
+from ..templates.formats.media_rows import to_media_conversation
 from ..templates.formats.presets import rename_columns
 from ..templates.formats.schemas import Conversation, UnusableRow, row_errors, to_conversation
 from ..templates.formats.self_cognition import SelfCognition
 from ..templates.json_types import JsonObject
-from ..templates.options import PrepareOptions
+from ..templates.media.grounding import name_objects
+from ..templates.media.processor import VisionProcessor
+from ..templates.options import MediaOptions, PrepareOptions
+from .infer_media import check_readable, count_media
 from .options import InferOptions
 
-TAKEN = ("columns", "system", "enable_thinking", "use_hf")  # options that the user may set instead
+# Options that the user may set instead.
+TAKEN = ("columns", "system", "enable_thinking", "use_hf", *(field.name for field in fields(MediaOptions)))
 
 
 @dataclass
 class InferPrompt:
-    """Prompt to complete. `label`: the row's own last response, if any."""
+    """Prompt to complete. `label`: the row's own last response, if any. `name`: the place of its row."""
 
     conversation: Conversation
     label: str | None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,13 @@ class RunData:
             yield source, rows
 
 
-def read_prompts(options: InferOptions, run_data: RunData | None = None) -> Iterator[InferPrompt]:
-    """Yield the rows of `--val_dataset`, or of the run. `--system` is added to rows without a system prompt."""
+def read_prompts(
+    options: InferOptions, run_data: RunData | None = None, vision: VisionProcessor | None = None
+) -> Iterator[InferPrompt]:
+    """Yield the rows of `--val_dataset`, or of the run. `--system` is added to rows without a system prompt.
+
+    vision: processor of images and videos; None: rows with such are refused
+    """
     system = resolve_text("--system", options.system)
     self_cognition = None
     if run_data:
@@ -97,16 +108,28 @@ def read_prompts(options: InferOptions, run_data: RunData | None = None) -> Iter
                 with row_errors():
                     row = rename_columns(row, options.columns)
                     row = self_cognition.fill(row) if self_cognition else row
-                    conversation = to_conversation(row, answered=False, strict=False)
+                    conversation = _conversation(row, vision)
             except UnusableRow as error:
                 raise ValueError(f"--val_dataset: {row_name}: {error}") from error
             messages = conversation.messages
             label = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+            del conversation.media[count_media(messages) :]
             if not messages:
                 raise ValueError(f"--val_dataset: {row_name}: it has a response but no prompt")
             if system and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": system})
-            yield InferPrompt(conversation, label)
+            yield InferPrompt(conversation, label, row_name)
+
+
+def _conversation(row: JsonObject, vision: VisionProcessor | None) -> Conversation:
+    """Return the conversation of a row, whose media can be read."""
+    if vision is None:
+        return to_conversation(row, answered=False, strict=False)
+    conversation, objects = to_media_conversation(row, answered=False, strict=False)
+    check_readable(conversation.media, vision)
+    if objects:
+        name_objects(conversation, objects, vision)
+    return conversation
 
 
 def _sources(options: InferOptions) -> Iterator[tuple[RowSource, np.ndarray]]:

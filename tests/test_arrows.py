@@ -22,7 +22,7 @@ ORDER = {
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
     "tasks": "options system losses distributed multi_turn turns rewards observability run train "
-    "reference convert rollout supervised preference rl distillation infer_metrics infer_data infer",
+    "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
     "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks flags_doc doctor "
     "launch torchrun dry_run main",
 }

@@ -37,6 +37,7 @@ from .new_tokens import check_new_tokens
 from .resume import check_resume
 from .tasks import check_generates, check_task, config_with_head
 from .upload import check_upload
+from .vision import check_vision
 from .vllm_lora import check_max_lora_rank
 
 
@@ -58,6 +59,7 @@ def check_training(
     )  # a resumed run reads the checkpoint's weights
     check_data(options.data)
     notes += check_media(options.data, model)
+    notes += check_vision(options, model, sources)
     _check_cache()
     _check_duration(options, layout)
     _check_schedule(options)
@@ -106,6 +108,7 @@ def check_infer(options: InferOptions) -> list[str]:
         model = engine_config(options)
         check_generates(options, model)
         notes += check_base(options, options, model)
+    notes += check_media(options, model)
     low, high = TEMPERATURES
     if options.temperature and not low <= options.temperature <= high:
         raise UsageError(f"--temperature {options.temperature}: must be 0, or at least {low} and at most {high:g}.")

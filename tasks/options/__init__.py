@@ -18,7 +18,7 @@ from ...bridge.options import (
     VisionOptions,
 )
 from ...templates.formats.schemas import Stage
-from ...templates.options import PrepareOptions
+from ...templates.options import MediaOptions, PrepareOptions
 from .groups import (
     CheckpointOptions,
     CompletionOptions,
@@ -427,5 +427,5 @@ class MegatronExportOptions(ExportOptions, LayoutOptions):
 
 
 @dataclass
-class InferOptions(ModelOptions, AdapterOptions, GenerationOptions):
+class InferOptions(ModelOptions, AdapterOptions, GenerationOptions, MediaOptions):
     """swift infer"""

@@ -154,7 +154,7 @@ class Encoder:
     @property
     def placeholders(self) -> list[int]:
         """Tokens that stand for images and videos."""
-        return [self.vision.image_token_id, self.vision.video_token_id] if self.vision else []
+        return self.vision.placeholder_ids if self.vision else []
 
     def media_of(self, row: JsonObject) -> list[Medium]:
         """Return the media of a usable row, in the order of their numbers in its samples."""
@@ -231,20 +231,10 @@ class Encoder:
     def _with_media(self, document: _Document, media: Sequence[Medium]) -> _Document:
         """Return a document with the sizes of its media, which have no loss. Raises UnusableRow."""
         assert self.vision is not None
-        ids, vision = document.ids, self.vision
-        places = np.flatnonzero(np.isin(ids, self.placeholders)).tolist()
-        if not places and not media:
+        ids = document.ids
+        placed = place_media(ids, media, self.vision)
+        if not placed:
             return document
-        kinds = [vision.placeholder_id(medium.kind) for medium in media]
-        if ids[places].tolist() != kinds:
-            raise UnusableRow(
-                "its text has other placeholders than its images and videos: the chat template omits one of these, or "
-                "a message contains the literal <|image_pad|> or <|video_pad|>"
-            )
-        placed = tuple(
-            PlacedMedium(place, number, vision.plan(medium), medium)
-            for number, (place, medium) in enumerate(zip(places, media, strict=True))
-        )
         runs = document.runs
         for medium in placed:
             start, stop = self._span(ids, medium.place)
@@ -358,6 +348,20 @@ class Encoder:
         runs = _slice(document.runs, 0, document.prompt) + _slice(other.runs, other.prompt, len(other.ids))
         limit = self.options.max_length or len(ids)
         return _Document(ids[:limit], _slice(runs, 0, limit), (0, limit))
+
+
+def place_media(ids: np.ndarray, media: Sequence[Medium], vision: VisionProcessor) -> tuple[PlacedMedium, ...]:
+    """Return the media of a document at their placeholders in its ids. Raises UnusableRow."""
+    places = np.flatnonzero(np.isin(ids, vision.placeholder_ids)).tolist()
+    if ids[places].tolist() != [vision.placeholder_id(medium.kind) for medium in media]:
+        raise UnusableRow(
+            "its text has other placeholders than its images and videos: the chat template omits one of these, or "
+            "a message contains the literal <|image_pad|> or <|video_pad|>"
+        )
+    return tuple(
+        PlacedMedium(place, number, vision.plan(medium), medium)
+        for number, (place, medium) in enumerate(zip(places, media, strict=True))
+    )
 
 
 def _is_trained(document: _Document) -> bool:

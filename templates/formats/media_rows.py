@@ -145,10 +145,18 @@ def has_media(row: JsonObject) -> bool:
     )
 
 
-def to_media_conversation(row: JsonObject) -> tuple[Conversation, JsonObject | None]:
-    """Return the conversation of a row, with its media, and its objects."""
+def open_tags(text: str) -> list[MediaKind]:
+    """Return the kinds of the tags in a text that name no file."""
+    tags = (match["tag"] for match in TAG.finditer(text))
+    return [kind for kind in tags if kind == "image" or kind == "video"]
+
+
+def to_media_conversation(
+    row: JsonObject, *, answered: bool = True, strict: bool = True
+) -> tuple[Conversation, JsonObject | None]:
+    """Return the conversation of a row, with its media, and its objects. answered, strict: as in `to_conversation`"""
     media_row = split_media(row)
-    conversation = to_conversation(media_row.row)
+    conversation = to_conversation(media_row.row, answered=answered, strict=strict)
     texts = _Texts(media_row.columns, media_row.blocks)
     messages = [{**message, "content": texts.place(message["content"])} for message in conversation.messages]
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)

@@ -107,6 +107,10 @@ def _call_with_json(text: str) -> str:
     return f"{quoted[1]}{quoted[2]}}}" if quoted else text
 
 
+def latex_ocr(image: Json, text: str) -> JsonObject:
+    return {"query": "Using LaTeX to perform OCR on the image.", "response": text, "images": [image]}
+
+
 def countdown(nums: list[int], target: int) -> JsonObject:
     query = (
         f"Using the numbers {nums}, create an equation that equals {target}.\n"

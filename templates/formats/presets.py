@@ -136,6 +136,8 @@ PRESETS = (
     DatasetPreset("AI-ModelScope/sql-create-context", "b-mc2/sql-create-context", convert=rows.sql_create_context),
     DatasetPreset("AI-ModelScope/synthetic_text_to_sql", "gretelai/synthetic_text_to_sql", convert=rows.text_to_sql),
     DatasetPreset("AI-ModelScope/leetcode-solutions-python", convert=rows.leetcode),
+    # Images
+    DatasetPreset("AI-ModelScope/LaTeX_OCR", "linxy/LaTeX_OCR", subset="default", convert=rows.latex_ocr),
     # Tools
     DatasetPreset("AI-ModelScope/function-calling-chatml", "Locutusque/function-calling-chatml",
                   convert=rows.function_calling_chatml),

@@ -83,7 +83,7 @@ class VisionProcessor:
         )
         self._vision: Mapping[str, Any] = config.get("vision_config") or {}
         # Time between patches of time of a video in positions, per second. Qwen2-VL has none.
-        self._tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
+        self.tokens_per_second = self._vision.get("tokens_per_second", 4) if self.model_type == "qwen2_5_vl" else None
         self._tokenizer = tokenizer
         self._timestamps: dict[str, list[int]] = {}
         self.chat_template = _chat_template(folder)
@@ -103,13 +103,18 @@ class VisionProcessor:
     @property
     def fingerprint(self) -> list[Any]:
         """All that determines the tokens of images and videos."""
-        tokens = self.image_token_id, self.video_token_id, self._tokens_per_second
+        tokens = self.image_token_id, self.video_token_id, self.tokens_per_second
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         boxes = self.norm_bbox, self.bbox_format
         return [self.model_type, *astuple(self.limits), *tokens, *sizes, *boxes, self.allow_private]
 
     def placeholder_id(self, kind: MediaKind) -> int:
         return self.image_token_id if kind == "image" else self.video_token_id
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        """Tokens that stand for images and videos."""
+        return [self.image_token_id, self.video_token_id]
 
     @cached_property
     def wrapper_ids(self) -> frozenset[int]:
@@ -162,6 +167,15 @@ class VisionProcessor:
         if missing := -len(frames) % self.temporal_patch_size:
             frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
         return self._cut(frames, self.temporal_patch_size)
+
+    def normalize(self, patches: "torch.Tensor", kind: MediaKind) -> "torch.Tensor":
+        """Return decoded patches as transformers' models take them: fp32 [patches, values], images repeated in time."""
+        import torch
+
+        depth = self.temporal_patch_size
+        values = patches.view(len(patches), CHANNELS, depth if kind == "video" else 1, self.patch_size**2)
+        mean, std = (torch.tensor(part).mul(255.0).view(1, -1, 1, 1) for part in (self.mean, self.std))
+        return ((values.float() - mean) / std).expand(-1, -1, depth, -1).flatten(1)
 
     def grey_patches(self, kind: MediaKind, grid: Grid) -> np.ndarray:
         """Return patches in place of a medium that cannot be decoded."""
@@ -278,11 +292,11 @@ class VisionProcessor:
         return self._timestamps[text]
 
     def _time_step(self, info: VideoInfo, frames: int) -> int:
-        if self._tokens_per_second is None:
+        if self.tokens_per_second is None:
             return 1
         sampled_fps = info.fps if info.is_list and frames == info.frames else frames / info.frames * info.fps
         # transformers passes the seconds of a patch of time as fp32, and cuts them to whole ones.
-        return int(self._tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))
+        return int(self.tokens_per_second * int(np.float32(self.temporal_patch_size / sampled_fps)))
 
     def _resize(self, frames: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
         """Resize frames as transformers' torchvision processors do: uint8 [frames, channels, height, width]."""

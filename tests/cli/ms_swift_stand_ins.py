@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from tests import tiny_vision
 from tests.bridge.families.published import MODELS
 from tests.cli.checks.test_export import mcore
 from tests.cli.checks.test_lora import write_adapter
@@ -152,6 +153,23 @@ def write_chat_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(QWEN3)
 
 
+def write_processor(folder: Path) -> None:
+    """Write tokenizer, chat template and processors of a vision-language model, and their tokens in config.json."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
+
+    tokenizer = tiny_vision.tokenizer()
+    tokenizer.chat_template = tiny_vision.QWEN3_VL_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    ids = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    (folder / "config.json").write_text(json.dumps(settings | ids))
+    patch = settings["vision_config"].get("patch_size", 14 if "2" in settings["model_type"] else 16)
+    sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
+    sizes["size"] = {"shortest_edge": 56 * 56, "longest_edge": 1003520}
+    Qwen2VLImageProcessor(**sizes).save_pretrained(folder)
+    Qwen3VLVideoProcessor(**sizes).save_pretrained(folder)
+
+
 def write_checkpoint(root: Path, flag: str, name: str) -> None:
     """Write the stand-in of a checkpoint that an export reads."""
     folder = root / name
@@ -187,24 +205,29 @@ ROWS = {
     "swift/Qwen3-SFT-Mixin": MESSAGES,
     "swift/new_special_tokens": MESSAGES,
     "ZhipuAI/LongWriter-6k": MESSAGES | {"length": 9},
+    "AI-ModelScope/LaTeX_OCR": {"image": "formula.png", "text": "x ^ { 2 }"},
     "llm-wizard/alpaca-gpt4-data-zh": {"instruction": "算", "input": "输入\uff1a一", "output": "二"},
     "examples/megatron/grpo/multi_turn/frozen_lake.jsonl": {
         "messages": MESSAGES["messages"][:1], "env_config": {"name": "frozen_lake"},
     },
 }  # fmt: skip
 
+SUBSETS = ("AI-ModelScope/LaTeX_OCR",)  # datasets with a folder for each subset
+
 
 def write_datasets(root: Path, words: list[str], count: int = 64) -> None:
     """Write `count` rows for each dataset that a command names, in the dataset's own columns, under its name."""
     from tests.templates.formats.test_presets import ROWS as PRESET_ROWS
 
+    tiny_vision.picture(40, 30).save(root / "formula.png")
     for word in [*words, *ALPACA]:
         name, _, _ = word.partition("#")
-        dataset_id, _, _ = name.partition(":")
+        dataset_id, _, subset = name.partition(":")
         row = ROWS.get(dataset_id) or (PRESET_ROWS.get(name) or PRESET_ROWS.get(dataset_id) or (None, None))[1]
         if row is None:
             continue
         file = root / dataset_id
-        file = file if file.suffix == ".jsonl" else file / "train.jsonl"
+        if file.suffix != ".jsonl":
+            file = file / (subset if dataset_id in SUBSETS else "") / "train.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((json.dumps(row, ensure_ascii=False) + "\n") * count)

@@ -318,12 +318,10 @@ def test_later_features_switched_off_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("words", "feature"),
     [
-        ("--tuner_type lora_llm", "multimodal"),
         ("--tuner_backend unsloth", "LoRA"),
         ("--fp4_format e2m1", "FP4"),
         ("--optimizer_cpu_offload true", "offload"),
         ("--optimizer_offload_fraction 0.5", "offload"),
-        ("--freeze_llm true", "multimodal"),
     ],
 )
 def test_later_features_are_refused_by_name(words: str, feature: str) -> None:
@@ -376,8 +374,8 @@ def test_config_file_and_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
         ("c.json", '{"lr": 1,}', "--config {file}: cannot be read:"),
         (
             "c.json",
-            '{"tuner_type": "lora_llm"}',
-            "--tuner_type lora_llm (from {file}): no support for multimodal models. Set --tuner_type lora",
+            '{"use_ray": true}',
+            "--use_ray true (from {file}): no support for Ray. Remove it",
         ),
         ("c.json", '{"micro_batch_size": true}', "--micro_batch_size true: a whole number is needed (from {file})."),
     ],

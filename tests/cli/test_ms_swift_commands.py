@@ -18,6 +18,7 @@ import pytest
 from megaswift.cli import main
 from megaswift.cli.checks.common import check_training
 from megaswift.cli.checks.export import check_export, check_export_layout
+from megaswift.cli.checks.vision import has_tower
 from megaswift.cli.flags import OptionValue, UsageError, flags_of
 from megaswift.tasks import options as option_sets
 from megaswift.tasks.run.planning import ProcessLayout, build_options
@@ -29,8 +30,9 @@ GOLDEN = HERE / "ms_swift_commands.golden"
 ROWS = [json.loads(line) for line in (HERE / "ms_swift_commands.jsonl").read_text().splitlines()]
 PRETENDED = ("vllm", "wandb", "swanlab", "modelscope")  # packages
 IMAGES = ("LaTeX_OCR", "MAmmoTH-VL", "clevr_cogen", "RLAIF-V", "speech_asr", "TextCaps", "VideoChatGPT", "garbage265")
+ARCHIVED = "VideoChatGPT"  # its rows name videos that are in an archive
 FEWEST_EXPECTED = 120  # of 146
-LACKING = re.compile(r"multimodal|does not support\. It supports|Ray|images")
+LACKING = re.compile(r"multimodal|vision tower|does not support\. It supports|Ray|images|videos")
 # Flags of a command that the docs abbreviate.
 REST = {
     "--model": "Qwen/Qwen3-8B",
@@ -111,10 +113,19 @@ def outcome(row: dict, root: Path, models: Path) -> Outcome:
         notes = check(words, row["processes"], row.get("nodes", 1))
     except UsageError as error:
         return Outcome("refused", clean(str(error), root))
-    if dataset:
+    if dataset and not sees(words):
         return Outcome("refused", f"--dataset {dataset}: images")
+    if archived := next((word for word in words if ARCHIVED in word), ""):
+        return Outcome("refused", f"--dataset {archived}: videos in an archive")
     flags = {name for note in notes for name in re.findall(r"^--\w+", note)}
     return Outcome("runs with notes", " ".join(sorted(flags))) if notes else Outcome("runs", "")
+
+
+def sees(words: list[str]) -> bool:
+    """Return whether a command trains on images: sft or pt, of a model whose vision tower has a family."""
+    config = Path(words[words.index("--model") + 1]) / "config.json"
+    is_other_task = any(flag in words for flag in ("--rlhf_type", "--task_type"))
+    return words[1] in ("sft", "pt") and not is_other_task and has_tower(json.loads(config.read_text()))
 
 
 def check(words: list[str], per_node: int, nodes: int) -> list[str]:

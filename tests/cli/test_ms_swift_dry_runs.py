@@ -1,10 +1,11 @@
-"""Dry runs of ms-swift's text commands, on local models and on data in the columns of the named datasets."""
+"""Dry runs of ms-swift's commands, on local models and on data in the columns of the named datasets."""
 
 import json
 from pathlib import Path
 
 import pytest
 from megaswift.bridge.checkpoint import pretrained
+from megaswift.cli.checks.vision import has_tower
 from megaswift.cli.main import main
 
 from tests.cli import ms_swift_stand_ins as stand_ins
@@ -33,8 +34,11 @@ def test_dry_run(number: int, machine: Path, monkeypatch: pytest.MonkeyPatch, ca
     words = local_words(row, machine, machine)
     stand_ins.write_datasets(machine, words)
     for file in machine.rglob("config.json"):
-        write_tokenizer(file.parent)
-        stand_ins.write_chat_template(file.parent)
+        if has_tower(json.loads(file.read_text())):
+            stand_ins.write_processor(file.parent)
+        else:
+            write_tokenizer(file.parent)
+            stand_ins.write_chat_template(file.parent)
     code = main("megatron", [*words[1:], "--dry_run", "true"])
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -43,9 +47,9 @@ def test_dry_run(number: int, machine: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.long
 def test_rows_with_images_are_refused_as_such(machine: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """What the golden lines call "images": the model's text part trains, and the dataset's rows are refused."""
+    """What the golden lines call "images": a model without a tower trains on texts, and refuses rows with images."""
     monkeypatch.setattr(pretrained, "check_weights", lambda *arguments, **settings: None)
-    model = stand_ins.write_model_of(machine, "Qwen/Qwen3-VL-8B-Instruct")
+    model = stand_ins.write_model_of(machine, "Qwen/Qwen3.5-27B")
     write_tokenizer(model)
     row = {"messages": [{"role": "user", "content": "<image>Read it."}, *stand_ins.MESSAGES["messages"][1:]]}
     file = machine / "rows.jsonl"

@@ -91,7 +91,7 @@ class Echo:
     def __init__(self, path: Path):
         self.path, self.calls = path, list[tuple[int, int]]()
 
-    def encode(self, conversation: Conversation) -> list[int]:
+    def encode(self, conversation: Conversation, row_name: str) -> list[int]:
         return [0] * len(conversation.messages[-1]["content"])
 
     def generate(self, prompts: list[list[int]]) -> list[str]:
@@ -146,7 +146,7 @@ def test_thinking_is_the_templates_variable(thinking: bool | None, model, tmp_pa
         engine = infer.TransformersChat(model, None, InferOptions(enable_thinking=thinking))
         given = {} if thinking is None else {"enable_thinking": thinking}
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)
-        assert engine.encode(Conversation(messages, [None])) == expected["input_ids"]
+        assert engine.encode(Conversation(messages, [None])).ids == expected["input_ids"]
         assert ("--enable_thinking has no effect" in capsys.readouterr().out) == note
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megaswift.tasks import infer
+from megaswift.tasks.infer_media import EncodedPrompt
 from megaswift.tasks.options import InferOptions
 from megaswift.tasks.system.atomic_dir import verify_files
 from peft import PeftModel
@@ -238,7 +239,7 @@ def test_it_answers_as_the_merged_folder(case: str, place: Path, merged, in_mega
     alone = place / f"{adapter}-hf-answering"
     base, line = in_megatron(case)[0], "--to_hf true --merge_lora false"
     run(place, f"swift export --mcore_model {base} --mcore_adapter {adapter} {line} --output_dir {alone}")
-    prompts = [[5, 80, 7, 100, 9], [4, 33, 250, 16, 17, 18, 2, 19]]
+    prompts = [EncodedPrompt([5, 80, 7, 100, 9]), EncodedPrompt([4, 33, 250, 16, 17, 18, 2, 19])]
 
     def answers(model: Path, **given: Any) -> list[str]:
         options = InferOptions(model=str(model), temperature=0.0, max_new_tokens=16, torch_dtype="float32", **given)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 def main(jobs: dict) -> None:
     from megaswift.tasks import infer
+    from megaswift.tasks.infer_media import EncodedPrompt
     from megaswift.tasks.options import InferOptions
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -40,9 +41,10 @@ def main(jobs: dict) -> None:
             return outputs
 
         engine.llm.generate = kept
-        texts = engine.generate(jobs["prompts"])
+        prompts = [EncodedPrompt(ids) for ids in jobs["prompts"]]
+        texts = engine.generate(prompts)
         pieces: list[str] = []
-        assert engine.generate(jobs["prompts"][:1], pieces.append) == ["".join(pieces)] == texts[:1], (pieces, texts)
+        assert engine.generate(prompts[:1], pieces.append) == ["".join(pieces)] == texts[:1], (pieces, texts)
         answers.append(tokens)
         del engine, generate, kept
         cleanup_dist_env_and_memory()

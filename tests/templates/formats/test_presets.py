@@ -10,6 +10,8 @@ import pytest
 from megaswift.templates.dataset.sources import open_source, open_sources
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.formats.dataset_names import DatasetName
+from megaswift.templates.formats.media_rows import to_media_conversation
+from megaswift.templates.formats.medium import IMAGE
 from megaswift.templates.formats.presets import PRESETS, preset_of, preset_of_path
 from megaswift.templates.options import PrepareOptions, TemplateOptions
 from megaswift.templates.prepare import prepare
@@ -326,3 +328,16 @@ def test_placeholders_are_filled_in_named_rows(hub, make_tokenizer):
     source = open_source("hf::swift/self-cognition:qwen3")
     samples, _ = Encoder(make_tokenizer(), options, "sft", {}).encode(source.rows(np.arange(1)))
     assert "/no_think" in make_tokenizer().decode(samples[0].documents[0][0])
+
+
+def test_an_image_comes_before_its_question() -> None:
+    """As the hub's Parquet has it, and as ms-swift's preprocessor asks."""
+    preset, image = preset_of("linxy/LaTeX_OCR"), {"bytes": b"...", "path": "1.png"}
+    assert preset
+    assert preset.subset == "default"
+    conversation, _ = to_media_conversation(preset({"image": image, "text": "x ^ 2"}, {}))
+    assert conversation.messages == [
+        user(f"{IMAGE}Using LaTeX to perform OCR on the image."),
+        assistant("x ^ 2"),
+    ]
+    assert [medium.source for medium in conversation.media] == [image]

@@ -1,0 +1,163 @@
+"""Images and videos of `swift infer`: in prompts, chat and result file, and as inputs of transformers' models.
+
+Parsing, sizes, tokens and pixels are those of training.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..bridge.checkpoint.pretrained import load_tokenizer
+from ..templates.dataset.store import PlacedMedium
+from ..templates.formats.media_rows import open_tags, to_media_conversation
+from ..templates.formats.medium import KINDS, SENTINELS, MediaKind, Medium
+from ..templates.formats.schemas import UnusableRow
+from ..templates.json_types import Json, JsonObject
+from ..templates.media.families import FAMILIES
+from ..templates.media.processor import VisionProcessor
+from ..templates.options import MediaOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TAGS = str.maketrans({sentinel: f"<{kind}>" for kind, sentinel in SENTINELS.items()})
+INPUTS: dict[MediaKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids of a prompt, with all tokens of its media, and these."""
+
+    ids: list[int]
+    media: Sequence[PlacedMedium] = ()
+    name: str = field(default="", compare=False)  # of its row
+
+
+def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
+    """Return the processor of images and videos of the model in `folder`; None if it takes none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+        return None
+    return VisionProcessor(folder, load_tokenizer(folder), options)
+
+
+def check_readable(media: Iterable[Medium], vision: VisionProcessor) -> None:
+    """Raise UnusableRow, which names the file, for an image or video that cannot be read by its header."""
+    for medium in media:
+        with _named(medium):
+            vision.plan(medium)
+
+
+@contextmanager
+def _named(medium: Medium) -> Iterator[None]:
+    """Put the name of a medium before the reason why it cannot be used."""
+    try:
+        yield
+    except UnusableRow as error:
+        name = _name(medium.source)
+        raise UnusableRow(f"{name}: {error}" if name else str(error)) from error
+
+
+def _name(source: Json) -> str:
+    """Return the path or URL of a source; "" if it has none."""
+    match source:
+        case str():
+            return source if len(source) <= 300 else f"{source[:40]}..."
+        case {"path": str(path)}:
+            return path
+        case [first, *_]:
+            return f"frames from {name}" if (name := _name(first)) else ""
+    return ""
+
+
+def media_inputs(prompts: Sequence[EncodedPrompt], tokens: "Tensor", vision: VisionProcessor) -> dict[str, "Tensor"]:
+    """Return the inputs of a transformers model for the images and videos of a left-padded batch; {} without any.
+
+    tokens: int64 [prompts, longest]. Raises ValueError, naming row and file, for a medium that cannot be decoded.
+    """
+    import torch
+
+    inputs: dict[str, Any] = {}
+    for kind, (values, grids) in INPUTS.items():
+        planned = [(prompt, placed) for prompt in prompts for placed in prompt.media if placed.plan.kind == kind]
+        if not planned:
+            continue
+        patches = np.concatenate([_decode(prompt, placed, vision) for prompt, placed in planned])
+        inputs[values] = vision.normalize(torch.from_numpy(patches), kind)
+        inputs[grids] = torch.tensor([placed.plan.grid for _, placed in planned])
+        if kind == "video" and (rate := vision.tokens_per_second) is not None:
+            inputs["second_per_grid_ts"] = torch.tensor([placed.plan.time_step / rate for _, placed in planned])
+    if not inputs:
+        return {}
+    kinds = torch.zeros_like(tokens, dtype=torch.int32)
+    for number, kind in enumerate(INPUTS, 1):  # transformers' numbers
+        kinds[tokens == vision.placeholder_id(kind)] = number
+    return inputs | {"mm_token_type_ids": kinds}
+
+
+def _decode(prompt: EncodedPrompt, placed: PlacedMedium, vision: VisionProcessor) -> np.ndarray:
+    assert placed.medium is not None
+    try:
+        with _named(placed.medium):
+            return vision.patches(placed.medium, placed.plan.grid)
+    except UnusableRow as error:
+        raise ValueError(f"--val_dataset: {prompt.name}: {error}" if prompt.name else str(error)) from error
+
+
+def read_query(text: str, vision: VisionProcessor, ask: Callable[[str], str]) -> tuple[str, list[Medium]]:
+    """Return a query of the chat with sentinels, and its media. `ask` returns the path of each `<image>` or `<video>`.
+
+    Raises UnusableRow for media that cannot be read.
+    """
+    columns: dict[str, list[Json]] = {"images": [], "videos": []}
+    for kind in open_tags(text):
+        columns[f"{kind}s"].append(ask(kind))
+    row: JsonObject = {"messages": [{"role": "user", "content": text}], **columns}
+    conversation, _ = to_media_conversation(row, answered=False)
+    check_readable(conversation.media, vision)
+    return conversation.messages[0]["content"], conversation.media
+
+
+def with_tags(messages: Iterable[JsonObject]) -> list[JsonObject]:
+    """Return messages with tags in place of sentinels."""
+    return [
+        message | {"content": content.translate(TAGS)} if (content := message["content"]) else message
+        for message in messages
+    ]
+
+
+def media_columns(media: Sequence[Medium]) -> JsonObject:
+    """Return the columns `images` and `videos` of a row of the result file, without those that are empty."""
+    columns: JsonObject = {
+        f"{kind}s": [_json_source(medium.source) for medium in media if medium.kind == kind] for kind in INPUTS
+    }
+    return {name: sources for name, sources in columns.items() if sources}
+
+
+def _json_source(source: Any) -> Json:
+    """Return a source as JSON: bytes without a file as a data URI."""
+    match source:
+        case list() | tuple():
+            return [_json_source(frame) for frame in source]
+        case {"path": str(path), **others} if others.get("bytes") is None or os.path.exists(path):
+            return path
+        case {"bytes": bytes(data)} | bytes(data):
+            return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+        case str():
+            return source
+    return None
+
+
+def count_media(messages: Iterable[JsonObject]) -> int:
+    """Return the number of sentinels in messages."""
+    return sum(character in KINDS for message in messages for character in message.get("content") or "")
