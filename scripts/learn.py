@@ -254,7 +254,7 @@ TASKS = {
         rankings, measure_reranker, {"mrr": Bounds(0.52, 0.9)},
     ),
     "images": Task(
-        f"{PICTURES} --train_iters 400", None, measure_images,
+        f"{PICTURES} --train_iters 500", None, measure_images,
         {
             "exact answers before": Bounds(0, at_most=0.1), "exact answers": Bounds(0.05, 0.95),
             "loss": Bounds(5.7, at_most=0.2),

@@ -112,8 +112,13 @@ def check_weights(folder: Path, *, flag: str = "--model") -> None:
     with torch.device("meta"):
         model = empty_model(load_config(folder, flag=flag))
     for name, tensor in model.state_dict().items():
-        if name in tensors and tensors[name].shape != tensor.shape:
+        if name in tensors and not _is_loadable(tensors[name].shape, tuple(tensor.shape)):
             raise ValueError(f"{flag} {shape_mismatch(tensors[name].file, name, tensors[name].shape, tensor.shape)}")
+
+
+def _is_loadable(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of a file fits one of transformers, which transposes Qwen3-VL-MoE's stacked experts."""
+    return stored == shape or (len(shape) == 3 and stored == (shape[0], shape[2], shape[1]))
 
 
 def empty_model(config: Any, **settings: Any) -> Any:

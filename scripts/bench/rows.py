@@ -84,6 +84,7 @@ def qwen3_vl(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
         "model_type": kind,
         "architectures": ["Qwen3VLMoeForConditionalGeneration" if is_moe else "Qwen3VLForConditionalGeneration"],
         "dtype": text["dtype"],
+        "transformers_version": "4.57.0",  # without one, transformers warns of a wrong tokenizer
         "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text | {"model_type": f"{kind}_text", "rope_scaling": rope, "rope_theta": 5e6},
         "vision_config": VISION | tower | {"model_type": kind, "out_hidden_size": text["hidden_size"]},

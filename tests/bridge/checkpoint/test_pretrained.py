@@ -10,7 +10,7 @@ import pytest
 from megaswift.bridge.checkpoint import pretrained
 from megaswift.bridge.families import family_of
 
-from tests import tiny
+from tests import tiny, tiny_vision
 
 ROOT = Path(__file__).parents[3]
 TEXT = {
@@ -134,3 +134,12 @@ def test_the_output_layer_is_tied_as_in_transformers(name, tmp_path):
         assert (causal.get_output_embeddings().weight is causal.get_input_embeddings().weight) == by_name
         tied[outer, inner] = by_name
     assert set(tied.values()) == {True, False}
+
+
+def test_experts_that_transformers_transposes_have_the_shape_of_the_hub(tmp_path):
+    folder = tiny_vision.qwen3_vl(tmp_path, moe=True)
+    pretrained.check_weights(folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(folder, text_config=config["text_config"] | {"moe_intermediate_size": 28})
+    with pytest.raises(ValueError, match=r"experts.* has shape .*, and by config\.json it has"):
+        pretrained.check_weights(folder)
