@@ -1,7 +1,7 @@
 """Loaders of transformers' tokenizers, configs and models from checkpoint folders.
 
-All such calls of the project are here. Python code in a folder (`auto_map`) is never run. A model is returned only if
-all its weights come from the folder's files.
+All such calls of the project are here, but those for processors of images (`templates.media.processor`). Python code
+in a folder (`auto_map`) is never run. A model is returned only if all its weights come from the folder's files.
 """
 
 import re

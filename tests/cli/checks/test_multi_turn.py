@@ -89,7 +89,7 @@ def words(tmp_path: Path) -> str:
         ),
         (
             "plugin.py --multi_turn_scheduler gym_scheduler --gym_env lake",
-            "--gym_env lake: no such environment. The nearest is lakes. Use one of lakes, or register it in",
+            "--gym_env lake: no such environment. The nearest is lakes. Use one of ",
         ),
         ("plugin.py --completion_length_limit_scope per_round", "--max_completion_length bounds the episode."),
     ],
