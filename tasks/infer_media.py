@@ -44,11 +44,11 @@ class EncodedPrompt:
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:
-    """Return the processor of images and videos of the model in `folder`; None if it takes none."""
+    """Return the processor of images and videos in `folder`; None without its files, and for other families."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         return None
-    return VisionProcessor(folder, load_tokenizer(folder), options)
+    return VisionProcessor.open(folder, load_tokenizer(folder), options)
 
 
 def check_readable(media: Iterable[Medium], vision: VisionProcessor) -> None:

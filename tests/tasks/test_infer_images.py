@@ -176,3 +176,15 @@ def test_bad_media_name_row_and_file(model, pictures, tmp_path):
         ask(model, [good, good | {"images": [str(broken)]}], tmp_path)
     with pytest.raises(ValueError, match=r"--infer_backend vllm: images and videos are not supported with it yet"):
         ask(model, [good], tmp_path, infer_backend="vllm")
+
+
+def test_text_needs_no_files_of_a_processor(model, tmp_path):
+    row = {"query": "what is the sky?"}
+    with_files = ask(model, [row], tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in model.iterdir():
+        if "processor" not in file.name:
+            (bare / file.name).symlink_to(file)
+    without = ask(bare, [row], tmp_path)
+    assert [answer["response"] for answer in without] == [answer["response"] for answer in with_files]
