@@ -130,7 +130,7 @@ class TrainableOptions:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained."""
+        """Return whether LoRA adapters are trained."""
         return self.tuner_type != "full"
 
 

@@ -40,7 +40,7 @@ class EncodedPrompt:
 
     ids: list[int]
     media: Sequence[PlacedMedium] = ()
-    name: str = field(default="", compare=False)  # of its row
+    name: str = field(default="", compare=False)  # name of its row
 
 
 def open_vision(folder: Path, options: MediaOptions) -> VisionProcessor | None:

@@ -9,7 +9,7 @@ from .hub import ADAPTER_WEIGHTS, has_weights, is_mcore_checkpoint
 from .passthrough import FOLDER
 from .safetensors_io import SafetensorsFolder, tensor_names
 
-PATCH_EMBEDDING = "visual.patch_embed.proj.weight"  # of every tower that is supported
+PATCH_EMBEDDING = "visual.patch_embed.proj.weight"  # same name in all supported towers
 
 
 def has_tower(folder: Path, hf_config: HfConfig) -> bool:

@@ -105,11 +105,11 @@ def plan_adapters(
     for key, entry in entries.items():  # modules of the tower without adapters: their names are not to be targets
         if key.name.startswith(TOWER) and _module_of(key).rpartition(".")[2] not in LINEAR_MODULES:
             plan.leaves.update(name.removesuffix(".weight").rpartition(".")[2] for name in entry.hf)
-    whole = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
+    saved_modules = {key for name in settings.modules_to_save for key in _tower_keys(name, entries)}
     for matrix in _matrices(entries):
         plan.leaves.update(name.rpartition(".")[2] for name in matrix.names)
         chosen = []
-        if is_frozen(matrix.key) or matrix.key in whole:
+        if is_frozen(matrix.key) or matrix.key in saved_modules:
             continue
         for part, name in enumerate(matrix.names):
             targets = _matching_targets(hits, name, matrix)

@@ -34,7 +34,7 @@ class ModelInputs:
     experts: Tensor | None = None  # [local length, layers, topk] int16, CPU: experts to replay; -1: the router's choice
     # [3, rows, local length] int64: positions of time, height and width for the ropes; None: position_ids
     rope_positions: Tensor | None = None
-    media: MediaFeatures | None = None  # of the visual tokens
+    media: MediaFeatures | None = None  # features of the visual tokens
 
 
 @dataclass(frozen=True)

@@ -50,15 +50,15 @@ class MediaInputs:
     video_pixels: Tensor  # [patches, channels * frames * side * side] uint8
     context_ranks: Tensor  # [visual tokens] int64: the context-parallel rank that holds it
     positions: Tensor  # [visual tokens] int64: its index in that rank's rows * local length
-    rows: int  # of the micro batch
+    rows: int  # rows of the micro batch
     local_length: int
 
 
 class _Call(NamedTuple):
     """Media that the tower takes at a time."""
 
-    patches: slice  # of this rank's patches
-    features: slice  # of this rank's features
+    patches: slice  # range in this rank's patches
+    features: slice  # range in this rank's features
     plan: PatchPlan
 
 
@@ -71,12 +71,12 @@ class _Exchange(NamedTuple):
 
 @dataclass
 class _Encoded:
-    """What the backward pass of one micro batch needs."""
+    """Inputs of the backward pass of one micro batch."""
 
     exchange: _Exchange
     leaves: dict[int, Tensor]
     calls: list[_Call]
-    patches: Tensor  # this rank's, normalized
+    patches: Tensor  # normalized patches of this rank
     features: list[Tensor]  # per call; with a graph if the tower keeps it
     states: list[list[Tensor]]  # per call; of a frozen tower with trained mergers
 
@@ -201,8 +201,8 @@ class VisionEncoder:
             if trains and not self.trains_tower:
                 states.append(call_states)
         exchange = self._plan_exchange(batch)
-        own = [part.detach() for part in features]
-        leaves = self._send(exchange, torch.cat(own, dim=1) if own else self._empty())
+        local_features = [part.detach() for part in features]
+        leaves = self._send(exchange, torch.cat(local_features, dim=1) if local_features else self._empty())
         if trains:
             leaves = {level: leaf.requires_grad_() for level, leaf in leaves.items()}
             self._pending.append(_Encoded(exchange, leaves, calls, patches, features if keeps_graph else [], states))
@@ -258,7 +258,7 @@ class VisionEncoder:
     def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
         counts = batch.grids.prod(1) // self.settings.merge_size**2
         owners = batch.encoders.repeat_interleave(counts)
-        indices = torch.empty_like(owners)  # of each feature among those of its owner
+        indices = torch.empty_like(owners)  # index of each feature among those of its owner
         for owner in range(self.ranks):
             is_owned = owners == owner
             indices[is_owned] = torch.arange(int(is_owned.sum()))

@@ -18,12 +18,12 @@ def sizes(tokens: tuple[int, int]) -> list[Size]:
     The logarithm of the tokens is uniform, and so is that of the aspect ratio, from 1:2 to 2:1.
     """
     rng, (low, high) = np.random.default_rng(0), tokens
-    found = []
+    pixels = []
     for number, share in enumerate(rng.permutation(COUNT)):
         area = SIDE**2 * low * (high / low) ** ((share + 0.5) / COUNT)
         aspect = 2 ** (2 * ((number + 0.5) / COUNT) - 1)
-        found.append((round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))))
-    return found
+        pixels.append((round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))))
+    return pixels
 
 
 def grid(size: Size) -> tuple[int, int, int]:

@@ -188,7 +188,7 @@ def _add_tower(
         tensor_group = parallel_state.get_tensor_model_parallel_group()
     parts = chained_optimizers(tower_optimizer)
     for part in parts:
-        part.tp_group = tensor_group  # of this rank alone: its gradients count in the norm
+        part.tp_group = tensor_group  # group of this rank alone: its gradients count in the norm
     return ChainedOptimizer([*chained_optimizers(optimizer), *parts])
 
 

@@ -68,8 +68,8 @@ def _settings(run: Run, model: Model) -> LoraSettings:
         if options.tuner.tuner_type == "lora_llm":
             if model.vision is None:
                 raise ValueError("--tuner_type lora_llm: the model has no vision tower. Set --tuner_type lora")
-            whole = tower_modules(model, run.vision_options)
-            settings = replace(settings, modules_to_save=(*settings.modules_to_save, *whole))
+            tower_names = tower_modules(model, run.vision_options)
+            settings = replace(settings, modules_to_save=(*settings.modules_to_save, *tower_names))
         return settings
     if _is_peft_adapter(run.adapter_folder):
         settings = read_settings(run.adapter_folder, read_adapter_config(run.adapter_folder))

@@ -192,7 +192,7 @@ class BatchLayout:
         batch = self.batch(documents, loss_tokens, row_length)
         local_length = batch.tokens.shape[1]
         row_length = local_length * self.context_parallel_size
-        rows = starts = np.zeros(len(samples), np.int64)  # of each document
+        rows = starts = np.zeros(len(samples), np.int64)  # row and start of each document
         if batch.cu_seqlens is None:
             rows, boundaries = np.arange(len(samples)), np.array([0, row_length])
         else:

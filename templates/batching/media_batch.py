@@ -24,4 +24,4 @@ class MediaBatch(TensorDataclass):
     # rows * local_length tokens.
     context_ranks: Tensor  # [visual tokens] int64
     positions: Tensor  # [visual tokens] int64
-    broken_media: int = 0  # of those that this rank encodes: grey, because they cannot be decoded
+    broken_media: int = 0  # media of this rank that cannot be decoded, and are replaced by grey

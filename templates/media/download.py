@@ -154,10 +154,10 @@ class _PlainProxy(http.client.HTTPConnection):
 def _addresses(host: str, port: int, allow_private: bool) -> list[str]:
     """Return the addresses of a host. Raises UnusableRow if any of them is not public."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UnusableRow("the host of a URL of its media is unknown") from error
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not allow_private and not all(is_public(address) for address in addresses):
         raise UnusableRow("a URL of its media leads to a private network (--allow_private_media_urls true allows that)")
     return addresses

@@ -67,10 +67,10 @@ def requested_values(options: MediaOptions) -> dict[str, Any]:
     Also those of QWENVL_BBOX_FORMAT.
     """
     kwargs = {name.upper(): (value, f"--model_kwargs: {name}") for name, value in options.model_kwargs.items()}
-    known = {*VARIABLES, "QWENVL_BBOX_FORMAT"}
-    if unknown := sorted(kwargs.keys() - known):
-        raise ValueError(f"--model_kwargs: unknown name {unknown[0].lower()}. Use {', '.join(sorted(known)).lower()}.")
-    environment = {name: (os.environ[name], name) for name in known if os.environ.get(name)}
+    names = {*VARIABLES, "QWENVL_BBOX_FORMAT"}
+    if unknown := sorted(kwargs.keys() - names):
+        raise ValueError(f"--model_kwargs: unknown name {unknown[0].lower()}. Use {', '.join(sorted(names)).lower()}.")
+    environment = {name: (os.environ[name], name) for name in names if os.environ.get(name)}
     values: dict[str, Any] = {}
     for name, (value, origin) in (environment | kwargs).items():
         if name == "QWENVL_BBOX_FORMAT":

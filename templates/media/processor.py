@@ -226,12 +226,12 @@ class VisionProcessor:
         inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
         time, height, width = grid
         frame, patches = height * width, time * height * width
-        whole, window = depth, 0
+        full_layers, window = depth, 0
         if full := vision.get("fullatt_block_indexes"):
-            whole = len(full)
+            full_layers = len(full)
             window = min((vision.get("window_size", 112) // self.patch_size) ** 2, frame)
         matrices = depth * (8 * hidden * hidden + 6 * hidden * inner)
-        attention = 4 * hidden * (whole * frame + (depth - whole) * window)
+        attention = 4 * hidden * (full_layers * frame + (depth - full_layers) * window)
         return patches * (matrices + attention)
 
     def resized(self, height: int, width: int, limits: MediaLimits) -> tuple[int, int]:

@@ -82,9 +82,9 @@ def read_frames(source: Any, indices: list[int], *, allow_private: bool = False)
         frames = [np.array(open_image(source[index], allow_private=allow_private)) for index in indices]
     else:
         with _opened(source, allow_private) as (container, stream):
-            frames, wanted = [], set(indices)
+            frames, selected = [], set(indices)
             for number, frame in enumerate(container.decode(stream)):
-                if number in wanted:
+                if number in selected:
                     frames.append(frame.to_ndarray(format="rgb24"))
                 if number >= indices[-1]:
                     break

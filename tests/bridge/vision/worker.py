@@ -54,10 +54,10 @@ def batches(packs: list[list[MediaDocument]], options: BuildOptions, *, packed: 
     mine = packs[rank::ranks] + [[]] * (len(packs[::ranks]) - len(packs[rank::ranks]))
     samples = mine if packed else [[document] for pack in mine for document in pack]
     rows = 1 if packed else 2
-    found = [_batch(samples[i : i + rows], options, loss_tokens, packed=packed) for i in range(0, len(samples), rows)]
-    longest = max(batch.tokens.shape[1] for batch in found)
-    assert packed or all(batch.tokens.shape[1] == longest for batch in found)
-    return found
+    batches = [_batch(samples[i : i + rows], options, loss_tokens, packed=packed) for i in range(0, len(samples), rows)]
+    longest = max(batch.tokens.shape[1] for batch in batches)
+    assert packed or all(batch.tokens.shape[1] == longest for batch in batches)
+    return batches
 
 
 def _batch(samples: list[list[MediaDocument]], options: BuildOptions, loss_tokens: float, *, packed: bool) -> Batch:
@@ -183,9 +183,9 @@ def count_encoded(encoder: VisionEncoder) -> list[int]:
     calls = encoder._calls
 
     def counted(batch: Any) -> Any:
-        found = calls(batch)
-        counts.append(found[-1].patches.stop if found else 0)
-        return found
+        reached = calls(batch)
+        counts.append(reached[-1].patches.stop if reached else 0)
+        return reached
 
     encoder._calls = counted
     return counts
