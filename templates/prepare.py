@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .batching.stream_cursor import Cursor
 from .batching.streaming import StreamShard, TokenStream
 from .cache import cache_root
+from .dataset.cache_entry import open_or_build
 from .dataset.files import RowSource
 from .dataset.mixture import Mixture
 from .dataset.packing import pack
@@ -26,7 +27,7 @@ from .dataset.random_access import readable_by_row
 from .dataset.report import describe_packs, describe_sample, describe_source, describe_store
 from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
-from .dataset.store import DroppedRows, TokenFile, TokenStore, open_or_build, record_batch
+from .dataset.store import DroppedRows, TokenFile, TokenStore, record_batch
 from .dataset.tokenize import Encoder, Row
 from .formats.medium import Medium
 from .formats.presets import ConvertedRow

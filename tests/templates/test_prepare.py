@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(data, make_tokenizer, cache, monkeypa
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("megaswift.templates.dataset.store._ChecksumWriter.write", full)
+    monkeypatch.setattr("megaswift.templates.dataset.cache_entry._ChecksumWriter.write", full)
     with pytest.raises(OSError, match=r"no space left for tokens in .*set MODELSCOPE_CACHE .*on a larger disk"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
     assert list((cache / "megaswift" / "tokens").iterdir()) == []
@@ -336,7 +336,7 @@ def test_other_errors_of_the_disk_are_passed_on(data, make_tokenizer, monkeypatc
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("megaswift.templates.dataset.store._write", fail)
+    monkeypatch.setattr("megaswift.templates.dataset.cache_entry._write", fail)
     with pytest.raises(OSError, match="Input/output error"):
         prepare(PrepareOptions(dataset=[str(data)]), make_tokenizer(), stage="sft")
 
@@ -346,7 +346,7 @@ def test_an_error_ends_the_processes_at_work(data, make_tokenizer, monkeypatch):
         next(batches)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("megaswift.templates.dataset.store._write", full)
+    monkeypatch.setattr("megaswift.templates.dataset.cache_entry._write", full)
     monkeypatch.setattr(module, "CHUNK", 10)
     options = PrepareOptions(dataset=[str(data)], dataset_num_proc=2)
     with pytest.raises(OSError, match="no space left for tokens"):

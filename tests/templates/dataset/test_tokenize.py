@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from megaswift.templates.dataset.cache_entry import open_or_build
 from megaswift.templates.dataset.sources import open_source
-from megaswift.templates.dataset.store import EncodedSample, TokenFile, TokenStore, open_or_build, record_batch
+from megaswift.templates.dataset.store import EncodedSample, TokenFile, TokenStore, record_batch
 from megaswift.templates.dataset.tokenize import Encoder
 from megaswift.templates.options import PrepareOptions, TemplateOptions
 from megaswift.templates.prepare import prepare
