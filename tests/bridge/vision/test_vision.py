@@ -68,6 +68,7 @@ CASES = [
     for family in FAMILIES
     for processes, layouts in LAYOUTS.items()
     for layout in layouts
+    if (family, layout) != ("qwen3_vl_moe", "TP2")  # megatron-core refuses experts under TP without SP
 ]  # fmt: skip
 
 
