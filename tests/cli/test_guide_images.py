@@ -12,45 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_vision
+from tests.cli.test_examples import EXAMPLES, MULTIMODAL
 from tests.cli.test_guide_generation import words_of
 
-SFT = r"""
-    PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \
-    NPROC_PER_NODE=2 \
-    IMAGE_MAX_TOKEN_NUM=1024 \
-    VIDEO_MAX_TOKEN_NUM=128 \
-    FPS_MAX_FRAMES=16 \
-    CUDA_VISIBLE_DEVICES=0,1 \
-    megatron sft \
-        --model Qwen/Qwen3-VL-8B-Instruct \
-        --use_hf \
-        --save_safetensors true \
-        --dataset /path/to/multimodal_data.jsonl \
-        --tensor_model_parallel_size 2 \
-        --sequence_parallel true \
-        --packing true \
-        --freeze_llm false \
-        --freeze_vit true \
-        --freeze_aligner true \
-        --micro_batch_size 1 \
-        --global_batch_size 4 \
-        --recompute_granularity full \
-        --recompute_method uniform \
-        --recompute_num_layers 1 \
-        --finetune true \
-        --cross_entropy_loss_fusion true \
-        --lr 1e-5 \
-        --lr_warmup_fraction 0.05 \
-        --min_lr 1e-6 \
-        --num_train_epochs 1 \
-        --output_dir megatron_output/Qwen3-VL-8B \
-        --save_steps 200 \
-        --max_length 2048 \
-        --dataloader_num_workers 4 \
-        --no_save_optim true \
-        --no_save_rng true \
-        --dataset_num_proc 8
-"""
+SFT = "\n".join(line for line in EXAMPLES[MULTIMODAL].splitlines() if not line.startswith("#"))
 
 
 @pytest.mark.long
