@@ -5,7 +5,10 @@ The protocol is megatron-core's (tensor_parallel/layers.py, and the hook in dist
 time.
 """
 
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -47,3 +50,28 @@ def accumulate(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | 
     """
     accumulate_product(weight.main_grad, grad_output, inputs)  # type: ignore[attr-defined]
     return mark_grad_added(weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight^T + bias, whose backward pass accumulates into `weight.main_grad`.
+
+    x [rows, in]; weight [out, in] with `main_grad`; bias [out].
+    """
+    return cast(Tensor, _Linear.apply(x, weight, bias))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if needs_x else None,
+            accumulate(weight, grad, x) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )

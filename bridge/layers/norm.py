@@ -1,4 +1,4 @@
-"""Norms in plain PyTorch, with a fused RMSNorm kernel on a GPU."""
+"""Norms in plain PyTorch, with fused kernels on a GPU."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -29,13 +29,12 @@ class Norm:
         if config.layernorm_zero_centered_gamma:
             norm = ZeroCentredNorm
         else:
-            norm = RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+            norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         module = norm(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if isinstance(module, RMSNorm):
-            module.has_residual = has_residual
+        module.has_residual = has_residual
         return module
 
 
@@ -59,6 +58,20 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def torch_forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm, with fused kernels as `RMSNorm` has them: x [..., size]."""
+
+    has_residual = False
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not usable(x, self.weight):
+            return super().forward(x)
+        from ..kernels.norm import layer_norm, layer_norm_with_residual
+
+        norm = layer_norm_with_residual if self.has_residual else layer_norm
+        return norm(x, self.weight, self.bias, self.eps)
 
 
 class ZeroCentredNorm(RMSNorm):

@@ -8,7 +8,7 @@ https://arxiv.org/abs/2511.21631.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels import usable
+from ..kernels.weight_gradient import has_main_grad, linear
 from ..mapping.param_mapping import Vision
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 from .packed_seqs import to_device
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,6 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
+
+# Transformer Engine chooses a kernel and cuDNN compiles a plan for each longest length: there must be few of them.
+LENGTH_STEP = 1024
 
 TOWER_MODULES = "patch_embed", "position_embeddings", "layers"
 MERGERS = "merger", "deep_mergers"
@@ -61,53 +65,86 @@ class PatchPlan:
 
 
 def plan_patches(grids: Tensor, vision: Vision, device: torch.device) -> PatchPlan:
-    """Return the plan of media. grids [media, 3] int64, CPU: time, height and width in patches."""
-    from transformers.vision_utils import (
-        get_vision_cu_seqlens,
-        get_vision_interpolation_indices_and_weights,
-        get_vision_position_ids,
-        get_vision_window_index,
-    )
+    """Return the plan of media. grids [media, 3] int64, CPU: time, height and width in patches.
 
-    positions = get_vision_position_ids(grids, vision.merge_size)  # [patches, 2]
-    axis_dim = vision.hidden_size // vision.num_heads // 2
-    frequencies = 1.0 / vision.rope_base ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim)
-    planes = (positions.unsqueeze(-1).float() * frequencies).flatten(1)  # those of height, then those of width
+    Its tensors are computed on the device, to which the host sends a row for each frame. Computed on the host, they took
+    longer than the tower's kernels (16 cores, NVIDIA H200).
+    """
+    frames = [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
+    lengths = [height * width for height, width in frames]
+    starts = [0, *accumulate(lengths)]
+    total, side = starts[-1], vision.merge_size
+    rows = torch.tensor([[*frame, start] for frame, start in zip(frames, starts, strict=False)], dtype=torch.int64)
+    full = _blocks(lengths, device)
+    patches = torch.arange(total, device=device)
+    frame_of = torch.searchsorted(full.cu_seqlens[1:], patches, right=True)
+    height, width, start = to_device(rows.view(-1, 3), device)[frame_of].unbind(1)
+    square, within = (patches - start) // side**2, patches % side**2  # a frame is of full squares
+    square_row, square_column = square // (width // side), square % (width // side)
+    row, column = square_row * side + within // side, square_column * side + within % side
+
     windows = patch_order = feature_order = taps = tap_weights = None
     if vision.window:
-        index, bounds = get_vision_window_index(grids, vision.merge_size, vision.window, vision.patch_size)
-        square = vision.merge_size**2
-        patch_order = (index.unsqueeze(1) * square + torch.arange(square)).flatten()
-        windows = _blocks(bounds, device)
-        planes, feature_order = planes[patch_order], index.argsort()
+        size = vision.window // side // vision.patch_size  # of a window, in squares
+        shapes = [_window_lengths(*frame, side, size) for frame in frames]
+        firsts = torch.tensor([0, *accumulate(map(len, shapes))][:-1], dtype=torch.int64)
+        window = square_row // size * -(-width // (side * size)) + square_column // size
+        window += to_device(firsts, device)[frame_of]
+        patch_order = window.argsort(stable=True)
+        feature_order = (patch_order[:: side**2] // side**2).argsort()
+        windows = _blocks([length for shape in shapes for length in shape], device)
     if vision.grid_side:
-        taps, tap_weights = get_vision_interpolation_indices_and_weights(
-            grids, vision.grid_side, "bilinear", align_corners=True, spatial_merge_size=vision.merge_size
-        )
-    angles = planes.unsqueeze(1)
-    on_device = [
-        None if tensor is None else to_device(tensor, device)
-        for tensor in (angles.cos(), angles.sin(), patch_order, feature_order, taps, tap_weights)
-    ]
-    cos, sin, patch_order, feature_order, taps, tap_weights = on_device
-    assert cos is not None
-    assert sin is not None
-    full = _blocks(get_vision_cu_seqlens(grids), device)
-    return PatchPlan(cos, sin, full, windows, patch_order, feature_order, taps, tap_weights)
+        row_taps, row_weights = _interpolate(row, height, vision.grid_side)
+        column_taps, column_weights = _interpolate(column, width, vision.grid_side)
+        taps = (row_taps.unsqueeze(2) * vision.grid_side + column_taps.unsqueeze(1)).flatten(1)
+        tap_weights = (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).flatten(1)
+
+    positions = torch.stack((row, column), dim=1)  # of the rope: planes of height, then those of width
+    if patch_order is not None:
+        positions = positions[patch_order]
+    axis_dim = vision.hidden_size // vision.num_heads // 2
+    exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32, device=device) / axis_dim
+    angles = (positions.unsqueeze(2).float() * (1.0 / vision.rope_base**exponents)).flatten(1).unsqueeze(1)
+    return PatchPlan(angles.cos(), angles.sin(), full, windows, patch_order, feature_order, taps, tap_weights)
 
 
-def _blocks(bounds: Tensor, device: torch.device) -> Blocks:
-    return Blocks([end - start for start, end in pairwise(bounds.tolist())], to_device(bounds.to(torch.int32), device))
+def _blocks(lengths: list[int], device: torch.device) -> Blocks:
+    return Blocks(lengths, to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device))
+
+
+def _window_lengths(height: int, width: int, side: int, size: int) -> list[int]:
+    """Return the patches of a frame's windows of size x size squares; those at its end are smaller."""
+    rows, columns = (
+        [min(size, squares - first) for first in range(0, squares, size)] for squares in (height // side, width // side)
+    )
+    return [row * column * side**2 for row in rows for column in columns]
+
+
+def _interpolate(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Return taps and weights of linear interpolation: [patches, 2] each.
+
+    index: of the patch on an axis of `size` patches, whose ends are the ends of the table's `side` rows
+    """
+    place = index.float() * (side - 1) / (size - 1).clamp(min=1)
+    first = place.floor()
+    taps = torch.stack((first, first + 1), dim=1).long().clamp(max=side - 1)
+    second_weight = place - first
+    return taps, torch.stack((1 - second_weight, second_weight), dim=1)
 
 
 class Linear(nn.Linear):
-    """Linear layer of which every rank holds all, and whose ranks have different inputs."""
+    """Linear layer of which every rank holds all, and whose ranks have different inputs: x [rows, in] -> [rows, out]."""
 
     parallel_mode = None  # lora/attach.py: it does not communicate
 
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.weight.requires_grad and has_main_grad(self.weight):
+            return linear(x, self.weight, self.bias)
+        return super().forward(x)
+
 
 def _norm(vision: Vision, size: int, config: TransformerConfig, device: torch.device) -> nn.Module:
-    norm = RMSNorm if vision.normalization == "RMSNorm" else nn.LayerNorm
+    norm = RMSNorm if vision.normalization == "RMSNorm" else LayerNorm
     return norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
 
 
@@ -124,7 +161,7 @@ def make_attention(vision: Vision, config: TransformerConfig) -> Attention:
     module = DotProductAttention(vision.num_heads, head_dim, attn_mask_type="padding", qkv_format="thd")
 
     def attend_by_engine(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-        ends, longest = blocks.cu_seqlens, max(blocks.lengths)
+        ends, longest = blocks.cu_seqlens, -(-max(blocks.lengths) // LENGTH_STEP) * LENGTH_STEP
         output = module(
             query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
         )
@@ -149,6 +186,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
     return torch.cat(outputs)
 
 
+def _with_residual(output: Tensor | tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of a norm of x, and the residual: the norm's second result if its kernel returns one."""
+    return output if isinstance(output, tuple) else (output, x)
+
+
 class TowerLayer(nn.Module):
     def __init__(self, vision: Vision, config: TransformerConfig, device: torch.device, attention: Attention):
         super().__init__()
@@ -158,6 +200,7 @@ class TowerLayer(nn.Module):
         self.num_heads, self.gated = vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
         self.norm1, self.norm2 = (_norm(vision, size, config, device) for _ in range(2))
+        self.norm1.has_residual = self.norm2.has_residual = True
         self.linear_qkv = linear(size, 3 * size)
         self.linear_proj = linear(size, size)
         self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)
@@ -165,9 +208,11 @@ class TowerLayer(nn.Module):
 
     def forward(self, x: Tensor, plan: PatchPlan, blocks: Blocks) -> Tensor:
         """x [patches, hidden_size] -> the same shape."""
-        query, key, value = self._heads(self.linear_qkv(self.norm1(x)), plan)
+        normed, x = _with_residual(self.norm1(x), x)
+        query, key, value = self._heads(self.linear_qkv(normed), plan)
         x = x + self.linear_proj(self.attention(query, key, value, blocks).flatten(1))
-        hidden = self.linear_fc1(self.norm2(x))
+        normed, x = _with_residual(self.norm2(x), x)
+        hidden = self.linear_fc1(normed)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = self.activation(gate) * up

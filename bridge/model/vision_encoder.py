@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -183,7 +185,8 @@ class VisionEncoder:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         begin = _now()
-        yield
+        with torch.profiler.record_function("vision tower"):
+            yield
         if self._is_timed:
             self._spans.append(TowerPass(begin, _now()))
 
@@ -241,23 +244,34 @@ class VisionEncoder:
     def _normalize(self, batch: MediaInputs) -> Tensor:
         """Return this rank's patches as the tower takes them: [patches, channels * frames * side * side]."""
         settings, device = self.settings, runtime.device()
-        assert self.normalization is not None
         area = settings.patch_size**2
-        shape = (-1, settings.channels, settings.temporal_patch_size, area)
-        images, videos = (to_device(pixels, device) for pixels in (batch.image_pixels, batch.video_pixels))
-        images = images.view(-1, settings.channels, 1, area).expand(-1, -1, settings.temporal_patch_size, -1)
-        # As transformers' processors, which multiply mean and deviation by 255 instead of dividing the pixels.
+        mean, std = self._pixel_statistics
+        parts = []
+        for pixels, frames in ((batch.image_pixels, 1), (batch.video_pixels, settings.temporal_patch_size)):
+            if pixels.numel():
+                planes = to_device(pixels, device).view(-1, settings.channels, frames, area).float()
+                planes = planes.sub_(mean).div_(std).to(self.config.params_dtype)
+                parts.append(planes.expand(-1, -1, settings.temporal_patch_size, -1).flatten(1))
+        empty = torch.empty(0, settings.channels * settings.temporal_patch_size * area, device=device)
+        return torch.cat(parts) if parts else empty
+
+    @cached_property
+    def _pixel_statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of pixels in 0..255: [1, channels, 1, 1] each.
+
+        As in transformers' processors, which multiply them by 255 instead of dividing the pixels.
+        """
+        assert self.normalization is not None
         mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=device).mul(255.0).view(1, -1, 1, 1)
+            torch.tensor(values, dtype=torch.float32, device=runtime.device()).mul(255.0).view(1, -1, 1, 1)
             for values in self.normalization
         )
-        dtype = self.config.params_dtype
-        parts = [((part.float() - mean) / std).to(dtype).flatten(1) for part in (images, videos.view(shape))]
-        return torch.cat(parts)
+        return mean, std
 
     def _plan_exchange(self, batch: MediaInputs) -> _Exchange:
-        counts = batch.grids.prod(1) // self.settings.merge_size**2
-        owners = batch.encoders.repeat_interleave(counts)
+        counts = (batch.grids.prod(1) // self.settings.merge_size**2).numpy()
+        # NumPy's repeat, since torch's starts a thread for each core, which cost more than the tower's kernels.
+        owners = torch.from_numpy(np.repeat(batch.encoders.numpy(), counts))
         indices = torch.empty_like(owners)  # index of each feature among those of its owner
         for owner in range(self.ranks):
             is_owned = owners == owner

@@ -1,4 +1,4 @@
-"""The fused RMSNorm against the formula in double precision."""
+"""The fused RMSNorm and LayerNorm against formulas in double precision."""
 
 import pytest
 import torch
@@ -49,3 +49,39 @@ def test_agrees_with_the_formula(device, shape, zero_centred, beside):
         results.append((made[0].detach(), made[1].detach(), x.grad, factor.grad))
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("shape", [(70, 72), (5, 3, 1152), (3, 5000), (0, 64)], ids=["rows", "planes", "wide", "none"])
+def test_layer_norm_agrees_with_torch(device, shape, has_residual):
+    from megaswift.bridge.kernels.norm import layer_norm, layer_norm_with_residual
+
+    torch.manual_seed(0)
+    size = shape[-1:]
+    inputs = [torch.randn(*shape, device=device) * 3 + 7, *(torch.randn(*size, device=device) for _ in range(2))]
+    slopes = torch.randn(2, *shape, device=device)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        x, weight, bias = (tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs)
+        if dtype == torch.float64:
+            output, residual = torch.nn.functional.layer_norm(x, size, weight, bias, EPS), x
+        elif has_residual:
+            output, residual = layer_norm_with_residual(x, weight, bias, EPS)
+        else:
+            output, residual = layer_norm(x, weight, bias, EPS), x
+        ((output * slopes[0]).sum() + (residual * slopes[1]).sum() * has_residual).backward()
+        results.append((output.detach(), x.grad, weight.grad, bias.grad))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=5e-5)
+
+
+def test_a_frozen_layer_norm(device):
+    from megaswift.bridge.kernels.norm import layer_norm
+
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 40, device=device), *torch.randn(2, 40, device=device)
+    x.requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    layer_norm(x, weight, bias, EPS).sum().backward()
+    torch.nn.functional.layer_norm(exact, (40,), weight.double(), bias.double(), EPS).sum().backward()
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=2e-5)

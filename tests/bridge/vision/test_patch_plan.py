@@ -1,0 +1,73 @@
+"""Plans of patches against the functions of transformers, for images, videos and both."""
+
+import random
+
+import pytest
+import torch
+from megaswift.bridge.layers.vision_tower import plan_patches
+from megaswift.bridge.mapping.param_mapping import Vision
+from torch.testing import assert_close
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+
+def make_vision(**settings) -> Vision:
+    return Vision(
+        num_layers=1, hidden_size=48, ffn_hidden_size=64, num_heads=2, output_size=32, patch_size=14,
+        temporal_patch_size=2, **{"merge_size": 2, **settings},
+    )  # fmt: skip
+
+
+def random_grids(seed: int, side: int) -> torch.Tensor:
+    """Return grids of images and videos, some of one square, some thin, some larger than several windows."""
+    rng = random.Random(seed)
+    sizes = [(rng.choice([1, 1, 2, 3]), rng.randint(1, 14) * side, rng.randint(1, 14) * side) for _ in range(6)]
+    return torch.tensor([(1, side, side), (2, side, 9 * side), *sizes])
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_and_taps_equal_transformers(seed: int, side: int) -> None:
+    vision, grids = make_vision(merge_size=side, grid_side=7), random_grids(seed, side)
+    plan = plan_patches(grids, vision, torch.device("cpu"))
+    positions = get_vision_position_ids(grids, side)
+    frequencies = 1 / 10000.0 ** (torch.arange(0, 12, 2) / 12)
+    angles = (positions.unsqueeze(-1) * frequencies).flatten(1).unsqueeze(1)
+    assert_close(plan.cos, angles.cos(), atol=1e-6, rtol=0)
+    assert_close(plan.sin, angles.sin(), atol=1e-6, rtol=0)
+    bounds = get_vision_cu_seqlens(grids)
+    assert plan.full.cu_seqlens.equal(bounds)
+    assert plan.full.lengths == bounds.diff().tolist()
+    assert plan.taps is not None
+    assert plan.tap_weights is not None
+    taps, weights = get_vision_interpolation_indices_and_weights(
+        grids, 7, "bilinear", align_corners=True, spatial_merge_size=side
+    )
+    # Taps with a weight of zero may differ: compare what the patches take from each row of the table.
+    shares, expected = (
+        torch.zeros(len(taps), 49).scatter_add_(1, index, weight)
+        for index, weight in ((plan.taps, plan.tap_weights), (taps, weights))
+    )
+    assert_close(shares, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("pixels", [56, 112])
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_equal_transformers(seed: int, pixels: int) -> None:
+    vision, grids = make_vision(window=pixels), random_grids(seed, 2)
+    plan = plan_patches(grids, vision, torch.device("cpu"))
+    index, bounds = get_vision_window_index(grids, 2, pixels, 14)
+    patch_order = (index.unsqueeze(1) * 4 + torch.arange(4)).flatten()
+    assert plan.windows is not None
+    assert plan.windows.cu_seqlens.equal(bounds)
+    assert plan.windows.lengths == bounds.diff().tolist()
+    assert plan.patch_order is not None
+    assert plan.patch_order.equal(patch_order)
+    assert plan.feature_order is not None
+    assert plan.feature_order.equal(index.argsort())
+    rows = get_vision_position_ids(grids, 2)[patch_order, 0]
+    assert_close(plan.cos[:, 0, 0], rows.float().cos(), atol=1e-6, rtol=0)  # the first frequency is 1
