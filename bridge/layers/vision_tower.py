@@ -30,8 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Transformer Engine chooses a kernel and cuDNN compiles a plan for each longest length: there must be few of them.
-LENGTH_STEP = 1024
+# On a GPU the patches are padded to a multiple of this many squares, and the longest length is rounded up to a multiple:
+# for each new shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
+SQUARES_STEP, LENGTH_STEP = 128, 1024
 
 TOWER_MODULES = "patch_embed", "position_embeddings", "layers"
 MERGERS = "merger", "deep_mergers"
@@ -62,18 +63,25 @@ class PatchPlan:
     # Bilinear interpolation of the learned position embeddings: four rows for each patch, and their weights.
     taps: Tensor | None  # [patches, 4] int64
     tap_weights: Tensor | None  # [patches, 4] fp32
+    padding: int = 0  # patches at the end that are of no medium, and a block by themselves
 
 
-def plan_patches(grids: Tensor, vision: Vision, device: torch.device) -> PatchPlan:
+def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_step: int | None = None) -> PatchPlan:
     """Return the plan of media. grids [media, 3] int64, CPU: time, height and width in patches.
+
+    squares_step: the patches are padded to a multiple of it; None: to one of SQUARES_STEP on a GPU
 
     Its tensors are computed on the device, to which the host sends a row for each frame. Computed on the host, they took
     longer than the tower's kernels (16 cores, NVIDIA H200).
     """
     frames = [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
+    side, step = vision.merge_size, squares_step or (SQUARES_STEP if device.type == "cuda" else 1)
+    padding = -sum(height * width for height, width in frames) % (step * side**2)
+    if padding:
+        frames.append((side, padding // side))
     lengths = [height * width for height, width in frames]
     starts = [0, *accumulate(lengths)]
-    total, side = starts[-1], vision.merge_size
+    total = starts[-1]
     rows = torch.tensor([[*frame, start] for frame, start in zip(frames, starts, strict=False)], dtype=torch.int64)
     full = _blocks(lengths, device)
     patches = torch.arange(total, device=device)
@@ -105,7 +113,8 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device) -> PatchPl
     axis_dim = vision.hidden_size // vision.num_heads // 2
     exponents = torch.arange(0, axis_dim, 2, dtype=torch.float32, device=device) / axis_dim
     angles = (positions.unsqueeze(2).float() * (1.0 / vision.rope_base**exponents)).flatten(1).unsqueeze(1)
-    return PatchPlan(angles.cos(), angles.sin(), full, windows, patch_order, feature_order, taps, tap_weights)
+    cos, sin = angles.cos(), angles.sin()
+    return PatchPlan(cos, sin, full, windows, patch_order, feature_order, taps, tap_weights, padding)
 
 
 def _blocks(lengths: list[int], device: torch.device) -> Blocks:
@@ -299,9 +308,9 @@ class VisionTower(nn.Module):
     def encode(self, patches: Tensor, plan: PatchPlan) -> list[Tensor]:
         """Return what the mergers take: the output of the last layer, then those of `deep_layers`.
 
-        patches [patches, channels * frames * side * side], normalized -> [patches, hidden_size] each
+        patches [patches, channels * frames * side * side], normalized -> [patches + padding, hidden_size] each
         """
-        x = self.patch_embed(patches)
+        x = self.patch_embed(F.pad(patches, (0, 0, 0, plan.padding)) if plan.padding else patches)
         if self.position_embeddings is not None:
             assert plan.taps is not None
             assert plan.tap_weights is not None
@@ -323,7 +332,9 @@ class VisionTower(nn.Module):
         [1 + deep layers, features, output_size]
         """
         features = torch.stack([merger(x) for merger, x in zip([self.merger, *self.deep_mergers], states, strict=True)])
-        return features if plan.feature_order is None else features[:, plan.feature_order]
+        if plan.feature_order is not None:
+            features = features[:, plan.feature_order]
+        return features[:, : features.shape[1] - plan.padding // self.vision_settings.merge_size**2]
 
 
 class VisionPart(nn.Module):

@@ -1,10 +1,12 @@
 """Plans of patches against the functions of transformers, for images, videos and both."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from megaswift.bridge.layers.vision_tower import plan_patches
+from megaswift.bridge.layers.vision_tower import VisionPart, plan_patches
 from megaswift.bridge.mapping.param_mapping import Vision
 from torch.testing import assert_close
 from transformers.vision_utils import (
@@ -53,6 +55,31 @@ def test_positions_and_taps_equal_transformers(seed: int, side: int) -> None:
         for index, weight in ((plan.taps, plan.tap_weights), (taps, weights))
     )
     assert_close(shares, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{"grid_side": 5}, {"window": 56, "full_layers": (1,)}], ids=["taps", "windows"])
+def test_padding_changes_neither_features_nor_gradients(settings: dict) -> None:
+    vision = replace(make_vision(deep_layers=(0,), **settings), num_layers=3)
+    config = SimpleNamespace(params_dtype=torch.float64, attention_kernel="torch")
+    torch.manual_seed(0)
+    tower = VisionPart(vision, config, torch.device("cpu")).vision  # type: ignore[arg-type]
+    for parameter in tower.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    grids = random_grids(0, 2)
+    patches = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 14 * 14, dtype=torch.float64)
+    results = []
+    for step in (1, 37):
+        plan = plan_patches(grids, vision, torch.device("cpu"), step)
+        assert (len(patches) + plan.padding) % (4 * step) == 0
+        features = tower.merge(tower.encode(patches, plan), plan)
+        tower.zero_grad()
+        (features * torch.linspace(-1, 1, features.numel(), dtype=torch.float64).view_as(features)).sum().backward()
+        results.append((features.detach(), [parameter.grad for parameter in tower.parameters()]))
+    (features, gradients), (padded_features, padded_gradients) = results
+    assert plan.padding
+    assert_close(padded_features, features, atol=1e-9, rtol=1e-9)
+    for padded, gradient in zip(padded_gradients, gradients, strict=True):
+        assert_close(padded, gradient, atol=1e-7, rtol=1e-7)
 
 
 @pytest.mark.parametrize("pixels", [56, 112])
