@@ -30,8 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# On a GPU the patches are padded to a multiple of this many squares, and the longest length is rounded up to a multiple:
-# for each new shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
+# On a GPU the squares of patches are padded to a multiple, and the longest length is rounded up to one: for each new
+# shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
 SQUARES_STEP, LENGTH_STEP = 128, 1024
 
 TOWER_MODULES = "patch_embed", "position_embeddings", "layers"
@@ -71,8 +71,8 @@ def plan_patches(grids: Tensor, vision: Vision, device: torch.device, squares_st
 
     squares_step: the patches are padded to a multiple of it; None: to one of SQUARES_STEP on a GPU
 
-    Its tensors are computed on the device, to which the host sends a row for each frame. Computed on the host, they took
-    longer than the tower's kernels (16 cores, NVIDIA H200).
+    Its tensors are computed on the device, to which the host sends a row for each frame. Computed on the host, they
+    took longer than the tower's kernels (16 cores, NVIDIA H200).
     """
     frames = [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
     side, step = vision.merge_size, squares_step or (SQUARES_STEP if device.type == "cuda" else 1)
@@ -142,7 +142,7 @@ def _interpolate(index: Tensor, size: Tensor, side: int) -> tuple[Tensor, Tensor
 
 
 class Linear(nn.Linear):
-    """Linear layer of which every rank holds all, and whose ranks have different inputs: x [rows, in] -> [rows, out]."""
+    """Linear layer of which every rank holds all, and whose ranks have different inputs: x [rows, in]."""
 
     parallel_mode = None  # lora/attach.py: it does not communicate
 
@@ -152,9 +152,13 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
-def _norm(vision: Vision, size: int, config: TransformerConfig, device: torch.device) -> nn.Module:
+def _norm(
+    vision: Vision, size: int, config: TransformerConfig, device: torch.device, *, has_residual: bool = False
+) -> nn.Module:
     norm = RMSNorm if vision.normalization == "RMSNorm" else LayerNorm
-    return norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
+    module = norm(size, eps=vision.eps, dtype=config.params_dtype, device=device)
+    module.has_residual = has_residual
+    return module
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Blocks], Tensor]
@@ -208,8 +212,7 @@ class TowerLayer(nn.Module):
         linear = partial(Linear, dtype=config.params_dtype, device=device)
         self.num_heads, self.gated = vision.num_heads, vision.gated
         self.activation = ACTIVATIONS[vision.activation]
-        self.norm1, self.norm2 = (_norm(vision, size, config, device) for _ in range(2))
-        self.norm1.has_residual = self.norm2.has_residual = True
+        self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
         self.linear_qkv = linear(size, 3 * size)
         self.linear_proj = linear(size, size)
         self.linear_fc1 = linear(size, 2 * ffn_size if vision.gated else ffn_size)

@@ -252,8 +252,8 @@ VARIANTS = {
     "lora": "--tuner_type lora --merge_lora false",
 }
 MIN_SPEEDUPS = {"local": 0.95}  # lowest relative speed, on every row
-# ms-swift, by its attention. Its vision tower uses FlashAttention with `flash`, which needs flash-attn, and else loops
-# over the pictures in each layer.
+# ms-swift, by its attention. Its vision tower uses FlashAttention only with `flash`, and else loops over the pictures
+# in each layer.
 PEERS = {"peer": "--attention_backend fused", "peer-flash": "--attention_backend flash"}
 BASELINES = {"ours": "peer", "peer-flash": "peer"} | dict.fromkeys(
     [name for name in VARIANTS if name != "ours"], "ours"

@@ -8,7 +8,7 @@ no recomputation, the fused cross entropy, permute fusion (experts) and overlaps
 (`qwen3_vl` with pictures, which needs qwen-vl-utils and av) gives the same tokens as the checkpoint's own template, but
 also trains on the newline after each document. It packs and shuffles with other algorithms, so the documents of a step
 differ. Fill of packs and lengths of documents are the same, and so is the work. It does not pad a pack that is not
-full. `peer-flash` needs flash-attn.
+full. `peer-flash` runs FlashAttention-2: flash-attn, or without it PyTorch's kernels (flash_attn_interface.py).
 """
 
 import importlib.metadata
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flash_attn_interface import write_flash_attn
 from rows import PEERS, VARIANTS, Row
 
 LEARNING = "--lr 1e-5 --lr_decay_style constant"
@@ -80,8 +81,11 @@ def environment(system: str, caches: Path, *, gpus: int, site: Path | None) -> d
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
     }
-    if system in PEERS and site:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    if system in PEERS:
+        folders = [str(site) if site else None, os.environ.get("PYTHONPATH")]
+        if system == "peer-flash" and not importlib.util.find_spec("flash_attn"):
+            folders.insert(0, str(write_flash_attn(caches / "flash_attn")))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     # With PYTHONDONTWRITEBYTECODE every process would compile PyTorch's sources again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return inherited | variables
