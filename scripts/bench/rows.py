@@ -198,7 +198,7 @@ ROWS = {
     "vl-4b-trained": Row(
         "Qwen3-VL-4B, trained tower",
         QWEN3_VL_4B,
-        1,
+        2,
         16,
         steps=8,
         documents=2000,
@@ -221,7 +221,7 @@ ROWS = {
     "vl-moe-trained": Row(
         "Qwen3-VL-30B-A3B, 8 layers, trained tower",
         QWEN3_VL_MOE,
-        1,
+        2,
         16,
         documents=2000,
         pictures=PICTURES,
