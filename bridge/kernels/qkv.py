@@ -33,13 +33,12 @@ class HeadLayout:
     zero_centred: bool = False  # the norms multiply by 1 + weight
     interleaved: bool = False  # planes are neighbouring dimensions; else one from each half of the rotated dimensions
     view_value: bool = False  # the value is a view of the input, not a copy
-    padded_dim: int | None = None  # the heads of the results are padded with zeros to this dimension
 
 
 def split_heads(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, rotary: tuple[Tensor, Tensor] | None, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key, value and gate: [sequence, batch, heads, dim], or padded_dim except for the gate.
+    """Return query, key, value and gate: [sequence, batch, heads, dim].
 
     Query and gate have groups * queries heads, key and value have groups.
 
@@ -65,16 +64,14 @@ class _SplitHeads(torch.autograd.Function):
     ):
         sequence, batch, _ = qkv.shape
         grouped = qkv.view(sequence, batch, layout.groups, -1, layout.dim)
-        new = qkv.new_zeros if layout.padded_dim else qkv.new_empty
-        head = layout.padded_dim or layout.dim
-        query = new(sequence, batch, layout.groups * layout.queries, head)
-        key = new(sequence, batch, layout.groups, head)
-        value = grouped[..., -1, :] if layout.view_value else new(key.shape)
+        query = qkv.new_empty(sequence, batch, layout.groups * layout.queries, layout.dim)
+        key = qkv.new_empty(sequence, batch, layout.groups, layout.dim)
+        value = grouped[..., -1, :] if layout.view_value else torch.empty_like(key)
         gate = grouped[..., layout.queries : 2 * layout.queries, :] if layout.gated else None
         grid, constants = _launch(layout, sequence * batch, q_weight, cos, *FORWARD)
         _forward[grid](
             qkv, query, key, value, q_weight, k_weight, cos, sin, sequence * batch, batch, *_strides(cos), layout.eps,
-            COPY=not layout.view_value, HEAD=head, **constants,
+            COPY=not layout.view_value, **constants,
         )  # fmt: skip
         ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
         ctx.shape, ctx.layout = qkv.shape, layout
@@ -231,15 +228,15 @@ def _forward(
     qkv, query, key, value, q_weight, k_weight, cos, sin, tokens, batch, seq_stride, batch_stride, plane_stride, eps,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, TURNING: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, PLANES: tl.constexpr,
-    BLOCK: tl.constexpr, COPY: tl.constexpr, HEAD: tl.constexpr,
+    BLOCK: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     start, group = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1)
     row = tl.arange(0, BLOCK)[:, None]
     valid = start + row < tokens
     WIDTH: tl.constexpr = (QUERIES * (2 if GATED else 1) + 2) * DIM
     qkv += (start * GROUPS + group) * WIDTH
-    query += (start * GROUPS + group) * QUERIES * HEAD
-    key += (start * GROUPS + group) * HEAD
+    query += (start * GROUPS + group) * QUERIES * DIM
+    key += (start * GROUPS + group) * DIM
     cos, sin = _angles(cos, sin, start + row, valid, batch, seq_stride, batch_stride, plane_stride, TURNING, PLANES)
     w1, w2 = _weights(q_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     for head in range(QUERIES):
@@ -247,18 +244,16 @@ def _forward(
             qkv + head * DIM, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK
         )  # fmt: skip
         x1, x2 = _norm_and_rotate(x1, x2, w1, w2, cos, sin, eps, DIM, TURNING, NORM)
-        _store(
-            query + head * HEAD, GROUPS * QUERIES * HEAD, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK
-        )
+        _store(query + head * DIM, GROUPS * QUERIES * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
     qkv += WIDTH - 2 * DIM
     w1, w2 = _weights(k_weight, NORM, ZERO_CENTRED, DIM, TURNING, INTERLEAVED, PLANES)
     x1, x2 = _load(qkv, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
     x1, x2 = _norm_and_rotate(x1, x2, w1, w2, cos, sin, eps, DIM, TURNING, NORM)
-    _store(key, GROUPS * HEAD, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
+    _store(key, GROUPS * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
     if COPY:
-        value += (start * GROUPS + group) * HEAD
+        value += (start * GROUPS + group) * DIM
         x1, x2 = _load(qkv + DIM, GROUPS * WIDTH, row, valid, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
-        _store(value, GROUPS * HEAD, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
+        _store(value, GROUPS * DIM, row, valid, x1, x2, DIM, TURNING, INTERLEAVED, PLANES, BLOCK)
 
 
 @triton.jit

@@ -33,8 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # On a GPU the squares of patches are padded to a multiple, and the longest length is rounded up to one: for each new
 # shape cuBLAS and Transformer Engine search for a kernel, which takes longer than the kernel.
 SQUARES_STEP, LENGTH_STEP = 128, 1024
-# cuDNN's backward pass of heads of other dimensions takes 30 % longer than that of 128 dimensions (9.x, NVIDIA H200).
-FAST_HEAD_DIMS, PADDED_HEAD_DIM = (64, 128), 128
 
 TOWER_MODULES = "patch_embed", "position_embeddings", "layers"
 MERGERS = "merger", "deep_mergers"
@@ -173,19 +171,14 @@ def make_attention(vision: Vision, config: TransformerConfig) -> Attention:
     from transformer_engine.pytorch import DotProductAttention  # pyright: ignore[reportMissingImports]
 
     head_dim = vision.hidden_size // vision.num_heads
-    modules = {
-        dim: DotProductAttention(
-            vision.num_heads, dim, attn_mask_type="padding", qkv_format="thd", softmax_scale=head_dim**-0.5
-        )
-        for dim in (head_dim, PADDED_HEAD_DIM)
-    }
+    module = DotProductAttention(vision.num_heads, head_dim, attn_mask_type="padding", qkv_format="thd")
 
     def attend_by_engine(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
         ends, longest = blocks.cu_seqlens, -(-max(blocks.lengths) // LENGTH_STEP) * LENGTH_STEP
-        output = modules[query.shape[-1]](
+        output = module(
             query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        return output.view(query.shape)[..., :head_dim]
+        return output.view(query.shape)
 
     return attend_by_engine
 
@@ -218,8 +211,6 @@ class TowerLayer(nn.Module):
         size, ffn_size = vision.hidden_size, vision.ffn_hidden_size
         linear = partial(Linear, dtype=config.params_dtype, device=device)
         self.num_heads, self.gated = vision.num_heads, vision.gated
-        head_dim = size // vision.num_heads
-        self.pads_heads = attention is not attend and head_dim < PADDED_HEAD_DIM and head_dim not in FAST_HEAD_DIMS
         self.activation = ACTIVATIONS[vision.activation]
         self.norm1, self.norm2 = (_norm(vision, size, config, device, has_residual=True) for _ in range(2))
         self.linear_qkv = linear(size, 3 * size)
@@ -242,16 +233,14 @@ class TowerLayer(nn.Module):
         return x + self.linear_fc2(hidden)
 
     def _heads(self, qkv: Tensor, plan: PatchPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values: [patches, heads, head_dim or PADDED_HEAD_DIM] each.
+        """Return rotated queries and keys, and values: [patches, heads, head_dim] each.
 
         qkv [patches, heads * 3 * head_dim]
         """
         if usable(qkv):
             from ..kernels.qkv import HeadLayout, split_heads
 
-            padded_dim = PADDED_HEAD_DIM if self.pads_heads and self.linear_qkv.weight.requires_grad else None
-            dim = qkv.shape[1] // (3 * self.num_heads)
-            layout = HeadLayout(self.num_heads, queries=1, dim=dim, padded_dim=padded_dim)
+            layout = HeadLayout(self.num_heads, queries=1, dim=qkv.shape[1] // (3 * self.num_heads))
             query, key, value, _ = split_heads(qkv.unsqueeze(1), None, (plan.cos, plan.sin), layout)
             return query.squeeze(1), key.squeeze(1), value.squeeze(1)
         query, key, value = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)

@@ -11,7 +11,6 @@ CASES = {
     "norms, half turns by neighbours": {"norm": True, "interleaved": True, "planes": 4, "view": True},
     "norms, nothing turns": {"norm": True, "planes": 0, "view": True},
     "one query a group, half turns": {"queries": 1, "planes": 4},
-    "heads padded": {"norm": True, "gated": True, "planes": 6, "dim": 12, "padded": 20},
     "frozen norms, gates": {"norm": True, "frozen": True, "gated": True, "view": True},
 }
 
@@ -61,22 +60,17 @@ def test_split_heads(case, shape, device, monkeypatch):
     angles = random(shape[1], shape[0], planes).transpose(0, 1) * 9 if planes else None
     expected = plain(mixed, weights, angles, groups, queries, dim, gated, 1e-2, case["zero"], interleaved)
 
-    if padded := case.get("padded"):
-        expected = *(F.pad(x, (0, padded - dim)) for x in expected[:3]), *expected[3:]
-
     def here(x):
         return x.detach().to(device, torch.float32).requires_grad_(x.requires_grad)
 
     inputs = [here(mixed), *map(here, weights or ())]
-    heads = qkv.HeadLayout(
-        groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False), padded
-    )
+    heads = qkv.HeadLayout(groups, queries, dim, gated, 1e-2, case["zero"], interleaved, case.get("view", False))
     turns = None if angles is None else (here(angles.cos()), here(angles.sin()))
     found = qkv.split_heads(inputs[0], (inputs[1], inputs[2]) if weights else None, turns, heads)
     assert (found[3] is not None) == gated
     found = [x for x in found if x is not None]
     # Their gradients come with strides of their own, as a view's would.
-    slopes = [random(*x.shape[:2], 2 * x.shape[2], x.shape[3])[:, :, ::2] for x in expected]
+    slopes = [random(*x.shape[:2], 2 * x.shape[2], dim)[:, :, ::2] for x in expected]
     asked = 1 + 2 * (weights is not None and trained)
     grads = torch.autograd.grad(found, inputs[:asked], [here(x) for x in slopes])
     exact = torch.autograd.grad(expected, [mixed, *(weights or ())][:asked], slopes)
