@@ -8,6 +8,7 @@ from .sample import RuleSample
 
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 BOXED = re.compile(r"\\boxed\{([^}]+)\}")
+MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[|####|<answer>|\n")  # of an answer within other text
 PHRASE = re.compile(r"answer is", re.IGNORECASE)
 # Scores of multiple choice by (is correct, is boxed).
 CHOICE_SCORES = {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0}
@@ -36,7 +37,7 @@ class MathRule:
     def __call__(self, samples: Sequence[RuleSample]) -> list[float | None]:
         """Return the scores; None for a row without an answer, or with one that math-verify cannot read."""
         solved = [sample for sample in samples if sample.truth is not None]
-        verdicts = iter(self._pool([(_first(sample.truth), sample.answer) for sample in solved]))
+        verdicts = iter(self._pool([(_boxed(_first(sample.truth)), sample.answer) for sample in solved]))
         results = [None if sample.truth is None else next(verdicts) for sample in samples]
         return [None if result is None else float(result) for result in results]
 
@@ -44,6 +45,11 @@ class MathRule:
 def _first(truth: object) -> str:
     """Return an answer as text: the first one of a list."""
     return str(truth[0]) if isinstance(truth, list) and truth else str(truth)
+
+
+def _boxed(truth: str) -> str:
+    r"""Return a bare answer in \boxed, since math-verify does not read `(1, 2)` or `3x^2` without a mark of LaTeX."""
+    return truth if MARKED.search(truth) else rf"\boxed{{{truth}}}"
 
 
 def score_choice(samples: Sequence[RuleSample]) -> list[float | None]:

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import threading
 import types
@@ -22,6 +23,7 @@ BYTES = 2 << 30  # address space of a test
 FILE_BYTES = 16 << 20  # output of a test
 RESULT = 3  # file descriptor of the result file
 PR_SET_PDEATHSIG = 1
+CAPABILITY_VERSION = 0x20080522  # of the structures of capset(2)
 # Names that programs of contests use without importing them.
 PRELUDE = """
 import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, time
@@ -58,7 +60,8 @@ def enter_limits(seconds: int, input_file: int, output_file: int, result_file: i
 
     seconds: processor time, after which the kernel kills the process
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     os.chdir("/")
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -78,6 +81,9 @@ def enter_limits(seconds: int, input_file: int, output_file: int, result_file: i
         signal.signal(name, signal.SIG_DFL)
     os.environ.clear()
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    # Without capabilities: those of root could raise the limits again.
+    if libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "the capabilities of a program's process cannot be dropped")
     install_filter()
 
 

@@ -54,7 +54,7 @@ class Sandbox:
     def __init__(self) -> None:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._max_workers = min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // local_world_size))
-        self._idle: list[_Worker] = []
+        self._idle: list[_SandboxWorker] = []
 
     def __call__(self, requests: Sequence[Request], seconds: float) -> list[Verdicts | None]:
         """Return which tests each program passes; None for programs that were not run within these seconds.
@@ -63,9 +63,11 @@ class Sandbox:
         """
         verdicts: list[Verdicts | None] = [None] * len(requests)
         deadline = time.monotonic() + seconds
-        workers = [self._idle.pop() if self._idle else _Worker() for _ in range(min(self._max_workers, len(requests)))]
+        workers = [
+            self._idle.pop() if self._idle else _SandboxWorker() for _ in range(min(self._max_workers, len(requests)))
+        ]
         queue = iter(enumerate(requests))
-        busy: dict[_Worker, int] = {}  # worker -> index of its program
+        busy: dict[_SandboxWorker, int] = {}  # worker -> index of its program
         try:
             for worker in workers:
                 busy |= _send_next(worker, queue)
@@ -76,13 +78,13 @@ class Sandbox:
                         verdicts[i] = worker.receive()
                     except EOFError:  # the worker died, for example of too little memory
                         verdicts[i] = [False] * len(requests[i][1])
-                        workers[workers.index(worker)] = worker = _Worker()
+                        workers[workers.index(worker)] = worker = _SandboxWorker()
                     busy |= _send_next(worker, queue)
                 for worker in [worker for worker in busy if worker.is_late]:
                     i = busy.pop(worker)
                     worker.kill()
                     verdicts[i] = [False] * len(requests[i][1])
-                    workers[workers.index(worker)] = worker = _Worker()
+                    workers[workers.index(worker)] = worker = _SandboxWorker()
                     busy |= _send_next(worker, queue)
         finally:
             for worker in busy:
@@ -91,14 +93,14 @@ class Sandbox:
         return verdicts
 
 
-def _send_next(worker: "_Worker", queue: Iterator[tuple[int, Request]]) -> dict["_Worker", int]:
+def _send_next(worker: "_SandboxWorker", queue: Iterator[tuple[int, Request]]) -> dict["_SandboxWorker", int]:
     for i, (program, tests) in queue:
         worker.send(program, tests)
         return {worker: i}
     return {}
 
 
-class _Worker:
+class _SandboxWorker:
     def __init__(self) -> None:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD
         self._process = subprocess.Popen(
