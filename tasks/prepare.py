@@ -63,9 +63,10 @@ def _converted(recipe: Recipe, split: str, rows: "Iterator[JsonObject] | list[Js
         try:
             yield recipe(row, split, index)
         except (KeyError, TypeError) as error:
+            problem = f"lacks the column {error}" if isinstance(error, KeyError) else "has a column that is no text"
             raise ValueError(
-                f"{recipe.dataset} {split} row {index + 1}: has the columns {', '.join(row)}, not {error} as text. "
-                "Set --local_dataset_path to a copy of the dataset itself."
+                f"{recipe.dataset} {split} row {index + 1}: {problem}; it has {', '.join(row)}. Set "
+                "--local_dataset_path to a copy of the dataset itself."
             ) from None
         except ValueError as error:
             raise ValueError(f"{recipe.dataset} {split} row {index + 1}: {error}. Fix the dataset.") from None

@@ -8,7 +8,7 @@ from ...templates.json_types import JsonObject
 from ..options.rewards import RewardOptions
 from ..system.plugins import DaemonExecutor
 from .registry import reward
-from .reward_fn import RewardError
+from .reward_fn import BUILT_IN, RewardError
 from .rules.answers import MathRule, score_choice, score_gsm8k
 from .rules.code import CodeRule
 from .rules.ifeval import score_ifeval
@@ -90,7 +90,8 @@ class BySource:
         self, completions: Sequence[str], messages: Sequence[Sequence[JsonObject]], **columns: Sequence[object]
     ) -> list[float | None]:
         """Return the scores. The rules of a batch run at the same time."""
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        names = [name for name in columns if name not in BUILT_IN]
+        rows = [{name: columns[name][i] for name in names} for i in range(len(completions))]
         groups: dict[str, list[int]] = {}  # rule -> numbers of its completions
         for i, row in enumerate(rows):
             if (source := source_of(row)) is not None:

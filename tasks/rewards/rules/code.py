@@ -28,7 +28,7 @@ class CodeRule:
 
     def __call__(self, samples: Sequence[RuleSample]) -> list[float | None]:
         """Return the scores; None for a row without tests. Raises ValueError for tests of an unknown form."""
-        tests = [list(tests_of(sample)) for sample in samples]
+        tests = [list(row_tests(sample)) for sample in samples]
         tested = [i for i, cases in enumerate(tests) if cases]
         verdicts = self._sandbox([(program_of(samples[i].answer), tests[i]) for i in tested], self._seconds)
         scores: list[float | None] = [None] * len(samples)
@@ -45,7 +45,7 @@ def program_of(answer: str) -> str:
     return (in_python or [block for _, block in blocks] or [answer])[-1]
 
 
-def tests_of(sample: RuleSample) -> Iterator[ProgramTest]:
+def row_tests(sample: RuleSample) -> Iterator[ProgramTest]:
     """Yield the tests of a row; its columns may hold JSON.
 
     `test_cases` (ROLL): objects with `stdin` and `expected_stdout`, or with `assert_code`; with `test_case_function`
@@ -61,8 +61,8 @@ def tests_of(sample: RuleSample) -> Iterator[ProgramTest]:
         function = function if isinstance(function, str) and function not in ("", "None") else None
         for case in cases or truth:
             yield _case(case, function)
-    elif truth is not None:
-        raise ValueError(f"its tests have an unknown form: {str(truth)[:100]!r}")
+    elif sample.truth is not None:
+        raise ValueError(f"its tests have an unknown form: {str(sample.truth)[:100]!r}")
 
 
 def _contest_tests(table: dict[str, Any]) -> Iterator[ProgramTest]:
