@@ -7,7 +7,7 @@ from ..math_verify_pool import MathVerifyPool
 from .sample import RuleSample
 
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
-BOXED = re.compile(r"\\boxed\{([^}]+)\}")
+BOX = r"\boxed{"
 MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[|####|<answer>|\n")  # of an answer within other text
 PHRASE = re.compile(r"answer is", re.IGNORECASE)
 # Scores of multiple choice by (is correct, is boxed).
@@ -62,7 +62,20 @@ def score_choice(samples: Sequence[RuleSample]) -> list[float | None]:
 
 
 def _score_choice(sample: RuleSample) -> float:
-    boxes = BOXED.findall(sample.answer)
-    text = boxes[-1] if boxes else PHRASE.split(sample.answer)[-1]
+    box = last_box(sample.answer)
+    text = PHRASE.split(sample.answer)[-1] if box is None else box
     letter = next((character for character in text if character.isupper()), "")
-    return CHOICE_SCORES[letter == str(sample.truth).strip()[0], bool(boxes)]
+    return CHOICE_SCORES[letter == str(sample.truth).strip()[0], box is not None]
+
+
+def last_box(text: str) -> str | None:
+    r"""Return what stands in the last \boxed that is not empty, up to its first closing brace; None without one.
+
+    One pass, since a regular expression takes quadratic time for boxes that are not closed.
+    """
+    content, start = None, text.find(BOX)
+    while start >= 0 and (end := text.find("}", start)) >= 0:
+        first = start + len(BOX)
+        content = text[first:end] or content
+        start = text.find(BOX, end if end > first else first)
+    return content

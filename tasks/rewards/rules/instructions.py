@@ -2,12 +2,13 @@
 
 Each checker takes the response and the instruction's arguments by their published names. Two differences from the
 benchmark's own program: sentences end at punctuation, without NLTK's trained model, and languages are told apart by
-script and frequent words (language.py).
+script and frequent words (language.py). A policy's text may be long and degenerate, so every checker takes linear time.
 """
 
+import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .language import language_of
@@ -22,7 +23,6 @@ ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|[A-
 POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 WORD = re.compile(r"\w+")
 TOKEN = re.compile(r"\w+(?:[-'\u2019.&]\w+)*")
-MARKDOWN_FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*(?:```)?\Z", re.DOTALL | re.IGNORECASE)
 
 
 def satisfies(count: int, relation: str, bound: int) -> bool:
@@ -49,12 +49,20 @@ def count_sentences(text: str) -> int:
     """Return the number of sentences. Abbreviations, initials and decimal points end none."""
     count, start = 0, 0
     for end in SENTENCE_END.finditer(text):
-        sentence = text[start : end.end()]
-        if end.group().startswith(".") and ABBREVIATION.search(sentence.rstrip(CLOSING)):
+        if end.group().startswith(".") and ABBREVIATION.search(text, max(end.start() - 6, 0), end.start() + 1):
             continue
-        count += bool(WORD.search(sentence))
+        count += bool(WORD.search(text, start, end.end()))
         start = end.end()
-    return count + bool(WORD.search(text[start:]))
+    return count + bool(WORD.search(text, start))
+
+
+def enclosed(text: str, opening: str, closing: str) -> Iterator[str]:
+    """Yield what stands between marks of the same line."""
+    for line in text.split("\n"):
+        start = line.find(opening)
+        while start >= 0 and (end := line.find(closing, start + len(opening))) >= 0:
+            yield line[start + len(opening) : end]
+            start = line.find(opening, end + len(closing))
 
 
 def occurrences(word: str, text: str) -> int:
@@ -108,7 +116,7 @@ def has_first_word_of_paragraph(text: str, num_paragraphs: int, nth_paragraph: i
 
 
 def has_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    return sum(1 for _ in enclosed(text, "[", "]")) >= num_placeholders
 
 
 def has_postscript(text: str, postscript_marker: str) -> bool:
@@ -120,7 +128,10 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 def has_bullets(text: str, num_bullets: int) -> bool:
     """Return whether a text has exactly this number of lines that begin with `-`, or with a single `*`."""
-    return len(re.findall(r"^\s*(?:\*[^*\n]|-)", text, re.MULTILINE)) == num_bullets
+    lines = [line.lstrip() for line in text.split("\n")]
+    return (
+        sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines) == num_bullets
+    )
 
 
 def is_constrained_response(text: str) -> bool:
@@ -143,16 +154,19 @@ def has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 def is_json(text: str) -> bool:
     """Return whether a text is JSON, which may be in a Markdown fence."""
-    fence = MARKDOWN_FENCE.match(text.strip())
+    content = text.strip()
+    if content.startswith("```"):
+        content = content.removeprefix("```").removesuffix("```")
+        content = content[4:] if content[:4].lower() == "json" else content
     try:
-        json.loads(fence[1] if fence else text)
+        json.loads(content)
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def has_title(text: str) -> bool:
-    return any(title.strip("<> \t") for title in re.findall(r"<<[^\n]+>>", text))
+    return any(title.strip("<> \t") for title in enclosed(text, "<<", ">>"))
 
 
 def has_two_responses(text: str) -> bool:
@@ -236,8 +250,8 @@ NAMED_CHECKERS: dict[str, Checker] = {
     ),
     "verify_postscript": lambda text, postscript_marker: bool(text.partition(postscript_marker)[2].strip()),
     "validate_placeholders": lambda text, N: has_placeholders(text, N),
-    "verify_bullet_points": lambda text, N: len(re.findall(r"^\s*[*-]", text, re.MULTILINE)) == N,
-    "validate_title": lambda text: re.search(r"<<.*?>>", text) is not None,
+    "verify_bullet_points": lambda text, N: sum(line.lstrip().startswith(("*", "-")) for line in text.split("\n")) == N,
+    "validate_title": lambda text: any(True for _ in enclosed(text, "<<", ">>")),
     "validate_choice": lambda text, options: any(text.strip() == option.strip() for option in options),
     "validate_highlighted_sections": lambda text, N: len(re.findall(r"\*.*?\*", text)) >= N,
     "validate_sections": lambda text, N, section_splitter: (
@@ -275,7 +289,7 @@ def follows(text: str, instruction: str, arguments: dict[str, Any]) -> bool:
     if instruction not in checkers:
         raise ValueError(f"no such instruction: {instruction}")
     checker = checkers[instruction]
-    parameters = checker.__code__.co_varnames[1 : checker.__code__.co_argcount]
+    _, *parameters = inspect.signature(checker).parameters  # the first is the text
     if missing := [name for name in parameters if arguments.get(name) is None]:
         raise ValueError(f"the instruction {instruction} lacks {', '.join(missing)}")
     return checker(text, **{name: _whole(arguments[name]) for name in parameters})

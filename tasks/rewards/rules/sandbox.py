@@ -5,6 +5,7 @@ compares its output. A program cannot start processes, so killing its process en
 file is a worker: it reads a program with its tests as a JSON line, and writes which tests the program passes.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, TypeGuard
 
-from .program_child import Execution, enter_limits, execute
+from .program_child import PRELUDE, Execution, enter_limits, execute
 
 CPU_SECONDS = 5  # of a test
 WALL_SECONDS = 10.0  # of a test, for a program that waits
@@ -130,8 +131,9 @@ class _SandboxWorker:
 
     def send(self, program: str, tests: Sequence[ProgramTest]) -> None:
         self._started = time.monotonic()
-        self._stdin.write(json.dumps([program, [asdict(test) for test in tests]]).encode() + b"\n")
-        self._stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # of a worker that died: `receive` says so
+            self._stdin.write(json.dumps([program, [asdict(test) for test in tests]]).encode() + b"\n")
+            self._stdin.flush()
 
     def receive(self) -> Verdicts:
         """Return the verdicts. Raises EOFError if the worker died."""
@@ -253,6 +255,7 @@ def check_limits() -> str:
 
 
 def main() -> None:
+    exec(PRELUDE, {})  # its modules are then in memory, and each test's process begins with them
     print(check_limits(), flush=True)
     for line in sys.stdin:
         program, tests = json.loads(line)

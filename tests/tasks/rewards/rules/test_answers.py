@@ -1,9 +1,12 @@
 """Scores of final answers: facts of verl's and ROLL's rules, and GSM8K's form by brute force."""
 
+import re
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megaswift.tasks.rewards.rules.answers import MathRule, score_choice, score_gsm8k
+from megaswift.tasks.rewards.rules.answers import MathRule, last_box, score_choice, score_gsm8k
 from megaswift.tasks.rewards.rules.sample import RuleSample
 
 
@@ -84,6 +87,18 @@ def test_gsm8k_by_brute_force(text, truth):
 )
 def test_multiple_choice(completion, truth, score):
     assert score_choice([sample(completion, truth)]) == [score]
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "}", "A", "{", "x"]), max_size=12).map("".join))
+def test_the_last_box_by_a_regular_expression(text):
+    boxes = re.findall(r"\\boxed\{([^}]+)\}", text)
+    assert last_box(text) == (boxes[-1] if boxes else None)
+
+
+def test_boxes_that_are_not_closed_take_linear_time():
+    start = time.process_time()
+    assert score_choice([sample("\\boxed{" * 100_000, "B")]) == [-1.0]
+    assert time.process_time() - start < 5
 
 
 def test_mathematics():

@@ -1,6 +1,7 @@
 """IFEval's instructions: answers that follow each, and answers that do not."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -202,6 +203,17 @@ def test_words_by_brute_force(words, separator):
 def test_rows_that_cannot_be_checked(instruction, arguments, problem):
     with pytest.raises(ValueError, match=problem):
         follows("text", instruction, arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "<<", "*", "* ", "A. ", "\n", " ", "-\n", "***", "a", "``` ", "<<a>> ", "P. ", '"', "一。"]
+)
+def test_long_and_degenerate_texts_take_linear_time(text):
+    """Quadratic time would be minutes."""
+    start = time.process_time()
+    for instruction, arguments, *_ in (*FACTS, *NAMED_FACTS):
+        follows(text * (300_000 // len(text)), instruction, arguments)
+    assert time.process_time() - start < 30
 
 
 def score(completion: str, **columns: object) -> float | None:

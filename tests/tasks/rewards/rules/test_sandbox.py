@@ -105,8 +105,15 @@ def test_programs_have_no_capabilities(box):
 
 def test_programs_do_not_see_keys(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    program = "import os\nprint('HF_TOKEN' in os.environ, 'secret' in open('/proc/self/environ').read())"
-    assert Sandbox()([(program, [script("", "False False")])], 60) == [[True]]
+    program = "import os\nprint(len(os.environ), 'secret' in open('/proc/self/environ').read())"
+    assert Sandbox()([(program, [script("", "0 False")])], 60) == [[True]]
+
+
+def test_output_has_a_limit(box):
+    text = "a" * (17 << 20)
+    assert box([(f"print('a' * {len(text)})", [script("", text)])], 60) == [[False]]
+    text = "a" * (15 << 20)
+    assert box([(f"print('a' * {len(text)})", [script("", text)])], 60) == [[True]]
 
 
 def run_worker(program: str, tests: int = 1, **limits: float) -> tuple[list[bool], float, float]:
