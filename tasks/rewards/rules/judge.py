@@ -55,8 +55,9 @@ class JudgeRule:
         """Return the scores. Raises RewardError if the server does not answer."""
         deadline = time.monotonic() + 0.9 * self._timeout
         limits = httpx.Limits(max_connections=CONCURRENCY)
+        uses_proxies = self._url.startswith("https://")  # HTTP_PROXY of a cluster does not reach its own nodes
         with (
-            httpx.Client(headers=self._headers, limits=limits, trust_env=False) as client,
+            httpx.Client(headers=self._headers, limits=limits, trust_env=uses_proxies) as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(samples))) as pool,
         ):
             self._model = self._model or self._served_model(client, deadline)

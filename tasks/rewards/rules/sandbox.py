@@ -247,11 +247,14 @@ def _equal_words(word: str, expected: str) -> bool:
 
 def check_limits() -> str:
     """Return "ready" if a program's process is limited on this machine, else the reason."""
+    reason = "its kernel has no system-call filter (seccomp), which limits them"
     forks = "import os\ntry:\n    os.fork()\nexcept PermissionError:\n    print('limited')"
     with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as result:
-        is_run = run(Execution(forks), text, output, result)
-        is_limited = _read(output) == "limited\n"
-    return "ready" if is_run and is_limited else "its kernel has no system-call filter (seccomp), which limits them"
+        try:
+            is_limited = run(Execution(forks), text, output, result) and _read(output) == "limited\n"
+        except OSError as error:  # before Linux 5.3
+            return f"its kernel cannot wait for them ({error.strerror})"
+    return "ready" if is_limited else reason
 
 
 def main() -> None:
