@@ -89,9 +89,12 @@ def _pair(text: Json, expected: Json, function: str | None) -> ProgramTest:
     """Return the test of an input and an output: text of a script, or arguments and result of a function."""
     if not function:
         return ProgramTest(text=_joined(text), expected=_joined(expected))
-    arguments = [json.loads(line) for line in text.split("\n") if line.strip()] if isinstance(text, str) else text
+    try:
+        arguments = [json.loads(line) for line in text.split("\n") if line.strip()] if isinstance(text, str) else text
+    except ValueError:
+        arguments = None
     if not isinstance(arguments, list):
-        raise ValueError(f"the arguments of {function} are no list: {str(text)[:100]!r}")
+        raise ValueError(f"the arguments of {function} are neither a list nor JSON lines: {str(text)[:100]!r}")
     result = parsed_json(expected)
     return ProgramTest(
         function=function.rpartition(".")[2],

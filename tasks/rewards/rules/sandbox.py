@@ -159,7 +159,7 @@ def passes(program: str, test: ProgramTest) -> bool:
     """Return whether a program passes a test."""
     execution = Execution(program, test.function, test.arguments, test.assertions)
     with tempfile.TemporaryFile() as text, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as result:
-        text.write(test.text.encode(errors="surrogateescape"))
+        text.write(test.text.encode(errors="replace"))
         text.flush()
         text.seek(0)
         if test.assertions is not None:

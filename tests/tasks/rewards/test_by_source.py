@@ -74,6 +74,19 @@ def test_rules_of_further_sources():
     assert [None if value != value else value for value in values] == [1.0, 1.0, None, 1.0]
 
 
+def test_a_judge(judge):
+    rows = [
+        ({"tag": "RLVR", "ground_truth": "Paris"}, "Paris", 1.0),
+        ({"tag": "RLVR", "ground_truth": "Paris"}, "Rome", 0.0),
+        ({"tag": "math", "ground_truth": "1"}, "1", 1.0),
+    ]
+    options = {"judge_server": judge.url, "judge_prompt": "{response}|{reference}"}
+    assert scores(rows, **options).rewards.tolist() == [score for *_, score in rows]
+    judge.statuses = [401]
+    with pytest.raises(RewardError, match=rf"^--judge_server {judge.url}: no verdict \(it replied with status 401"):
+        scores(rows, judge_model="judge-7b", **options)
+
+
 def test_the_judge_needs_a_server():
     with pytest.raises(RewardError, match=r"by_source: --judge_server: missing, and the rule judge asks it. Set"):
         scores([({"tag": "RLVR", "ground_truth": "Paris"}, "Paris", None)])

@@ -76,7 +76,8 @@ def test_tests_of_a_row(columns, tests):
         ({"ground_truth": {"tests": []}}, "unknown form"),
         ({"test_cases": [{"input": 1}]}, "a test has an unknown form"),
         ({"ground_truth": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
-        ({"ground_truth": {"inputs": [7], "outputs": [1], "fn_name": "f"}}, "arguments of f are no list: '7'"),
+        ({"ground_truth": {"inputs": [7], "outputs": [1], "fn_name": "f"}}, "arguments of f are neither .* lines: '7'"),
+        ({"ground_truth": {"inputs": ["a"], "outputs": [1], "fn_name": "f"}}, "arguments of f are neither .*: 'a'"),
     ],
 )
 def test_tests_of_unknown_form(columns, problem):

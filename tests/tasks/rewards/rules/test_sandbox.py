@@ -54,6 +54,8 @@ PROGRAMS = [  # program, tests, verdicts
     ("import os\nos._exit(0)", [ProgramTest(assertions="assert False"), call("f", (), 1)], [False, False]),
     ("import sys\nsys.exit(0)", [ProgramTest(assertions="assert False"), call("f", (), 1)], [False, False]),
     ("raise KeyboardInterrupt", [NO_OUTPUT], [False]),
+    ("print('\ud800')", [script("\ud800", "?")], [False]),  # half a character
+    ("print(input())", [script("\ud800", "?")], [True]),
 ]
 
 
