@@ -21,6 +21,7 @@ from ..tasks.options import (
     OrpoOptions,
     PrecomputeOptions,
     PtOptions,
+    RecipeOptions,
     ReferenceOptions,
     RerankerOptions,
     RmOptions,
@@ -99,6 +100,7 @@ def page() -> str:
                 *_infer(),
                 *_rollout(),
                 *_export(),
+                *_prepare(),
                 *_different_defaults(),
                 *_legacy(),
                 *_foreign(),
@@ -172,6 +174,11 @@ def _export() -> Iterator[str]:
     yield "## swift export, megatron export\n"
     yield f"`megatron export` also has {names}, as above.\n"
     yield from _groups(flags_of(ExportOptions).values())
+
+
+def _prepare() -> Iterator[str]:
+    yield "## swift prepare\n"
+    yield from _table(HEADINGS, map(_row, flags_of(RecipeOptions).values()))
 
 
 def _groups(flags: Iterable[Flag]) -> Iterator[str]:

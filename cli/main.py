@@ -38,6 +38,7 @@ class Command:
     task: str = ""  # module in tasks/ whose `run(options, sources)` is the command
     by: str = ""  # flag that selects one of `types`; read before other flags
     types: Mapping[str, "Command"] = field(default_factory=dict)  # the first is the default
+    positional: str = ""  # flag that the first word sets, if it is no flag
 
     @property
     def kinds(self) -> "Mapping[str, Command]":
@@ -87,6 +88,12 @@ COMMANDS = {
         "infer": Command("Chat with a model, or run it on a dataset.", "InferOptions", "infer"),
         "export": Command("Convert checkpoints to megatron-core's format and back.", "ExportOptions", "convert.export"),
         "rollout": Command("Serve a model for the rollouts of a training run.", "RolloutOptions", "rollout.serve"),
+        "prepare": Command(
+            "Write a public dataset as Parquet files for rewards by source: gsm8k, math or deepscaler.",
+            "RecipeOptions",
+            "prepare",
+            positional="recipe",
+        ),
     },
 }
 ALSO = "--version prints the version, `doctor` checks this machine."
@@ -177,7 +184,7 @@ def _main(program: str, argv: list[str]) -> int:
         words = [name, "--help"] if name else ["--help"]
         return _typer(program, name, selected)(words, prog_name=program, standalone_mode=False)
     start = _run_export if name == "export" else _run_training if program == "megatron" else _run_in_process
-    argv = _with_saved_args(program, argv)
+    argv = _expanded(program, argv)
     return start(_select(commands[name], argv[1:]), *read_options(program, argv), [program, *argv])
 
 
@@ -194,10 +201,14 @@ def _select(command: Command, words: list[str]) -> Command:
     return command.types[value or first]
 
 
-def _with_saved_args(program: str, argv: list[str]) -> list[str]:
-    """Return a command line with `--load_args true` of a training command expanded."""
+def _expanded(program: str, argv: list[str]) -> list[str]:
+    """Return a command line with its first word as a flag, and `--load_args true` of a training command expanded."""
+    from .parse import CONFIG_FILE
     from .saved_args import expand_load_args
 
+    flag = COMMANDS[program][argv[0]].positional
+    if flag and len(argv) > 1 and not argv[1].startswith("-") and not argv[1].endswith(CONFIG_FILE):
+        argv = [argv[0], f"--{flag}", *argv[1:]]
     trains = program == "megatron" and argv[0] in ("pt", "sft", "rlhf")
     return [argv[0], *expand_load_args(argv[1:])] if trains else argv
 
@@ -209,7 +220,7 @@ def read_options(program: str, argv: list[str]) -> tuple[Options, Sources, list[
     """
     from .parse import from_argv, from_config, ignores_unknown, resolve
 
-    argv = _with_saved_args(program, argv)
+    argv = _expanded(program, argv)
     name = argv[0]
     selected = _select(COMMANDS[program][name], argv[1:])
     options = _options(selected)
@@ -290,9 +301,10 @@ def _run_export(command: Command, options: Options, sources: Sources, notes: lis
 
 
 def _run_in_process(command: Command, options: Options, sources: Sources, notes: list[str], argv: list[str]) -> int:
-    from .checks.common import check_infer, check_rollout
+    from .checks.common import check_infer, check_recipe, check_rollout
 
-    _print_notes([*notes, *(check_infer if argv[1] == "infer" else check_rollout)(options)])
+    check = {"infer": check_infer, "rollout": check_rollout, "prepare": check_recipe}[argv[1]]
+    _print_notes([*notes, *check(options)])
     return _run(command, options, sources)
 
 

@@ -36,7 +36,10 @@ class DataOptions:
         bool, "Shuffle so that the samples of a step are of similar length: even work for all ranks."
     ] = False
     data_seed: Annotated[int, "Seed of every shuffle and of the split.", "[0, inf)"] = 42
-    columns: Annotated[dict[str, str], 'Columns to rename, as JSON: \'{"old": "new"}\'.'] = field(default_factory=dict)
+    columns: Annotated[
+        dict[str, str],
+        'Columns to rename, as JSON: \'{"old": "new"}\'. A dotted name is a value of a nested column.',
+    ] = field(default_factory=dict)
     strict: Annotated[bool, "Stop at the first unusable row, instead of dropping and reporting it."] = False
     dataset_num_proc: Annotated[int, "Number of tokenizing processes.", "(0, inf)"] = 1
     load_from_cache_file: Annotated[

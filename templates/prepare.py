@@ -29,6 +29,7 @@ from .dataset.selection import select_rows, split_rows
 from .dataset.sources import open_sources
 from .dataset.store import DroppedRows, TokenFile, TokenStore, record_batch
 from .dataset.tokenize import Encoder, Row
+from .formats.columns import nested_names
 from .formats.medium import Medium
 from .formats.presets import ConvertedRow
 from .formats.schemas import PROMPTED, Stage
@@ -179,7 +180,7 @@ def _check_columns(columns: Collection[str], sources: Iterable[Iterator[Row]]) -
     names: set[str] = set()
     for rows in sources:
         for _, _, row in islice(rows, CHECKED_ROWS):
-            names |= row.source_columns if isinstance(row, ConvertedRow) else row.keys()
+            names.update(row.source_columns if isinstance(row, ConvertedRow) else nested_names(row))
     for name in columns:
         if name not in names:
             raise ValueError(

@@ -21,7 +21,7 @@ ORDER = {
     "bridge": "option_groups options runtime kernels patches parallel mapping families layers model lora checkpoint",
     "templates": "plural machine cache json_types tokenizer options formats media chat_template dataset batching "
     "prepare",
-    "tasks": "options system losses distributed multi_turn turns rewards observability run train "
+    "tasks": "options system prepare losses distributed multi_turn turns rewards observability run train "
     "reference convert rollout supervised preference rl distillation infer_metrics infer_media infer_data infer",
     "cli": "flags foreign_flags accepted_flags unsupported_flags legacy_flags parse saved_args checks flags_doc doctor "
     "launch torchrun dry_run main",

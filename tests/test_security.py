@@ -36,6 +36,16 @@ HELD = {
     "answers are compared in processes with limits of time and memory": [
         "tasks/rewards/test_functions.py::test_answers_that_cannot_be_computed_are_wrong_and_cost_seconds"
     ],
+    "start processes, open files for writing or change them, connect, signal other processes": [
+        "tasks/rewards/rules/test_sandbox.py::test_programs_do_no_harm"
+    ],
+    "take more than 2 GiB or 5 s of CPU": [
+        "tasks/rewards/rules/test_sandbox.py::test_programs_do_no_harm",
+        "tasks/rewards/rules/test_sandbox.py::test_an_endless_loop_ends",
+    ],
+    "without a system-call filter no program runs": [
+        "tasks/rewards/rules/test_sandbox.py::test_a_machine_without_limits_is_an_error"
+    ],
     "read files, or get anything without the key": [
         f"{INPUT}::test_no_file_is_read_by_a_claim",
         f"{INPUT}::test_weights_come_from_the_memory_of_the_run_alone",

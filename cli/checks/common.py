@@ -9,7 +9,7 @@ from pathlib import Path
 from ...bridge.option_groups import flag_value, group_of
 from ...bridge.options import Fp8Options, ParallelOptions, RecomputeOptions
 from ...tasks.observability.reporters import require_reporters
-from ...tasks.options import InferOptions, RolloutOptions, SftOptions
+from ...tasks.options import InferOptions, RecipeOptions, RolloutOptions, SftOptions
 from ...tasks.options.groups import TEMPERATURES, CompletionOptions, LoggingOptions
 from ...tasks.run.planning import ProcessLayout, shard_bytes
 from ...tasks.run.resume import requested_checkpoint
@@ -125,6 +125,19 @@ def check_rollout(options: RolloutOptions) -> list[str]:
     check_key("api_key", options.api_key)
     if options.vllm_enable_return_routed_experts and model is not None and not count_experts(model):
         raise UsageError("--vllm_enable_return_routed_experts true: the model has no experts. Remove it.")
+    return []
+
+
+def check_recipe(options: RecipeOptions) -> list[str]:
+    """Raise UsageError for unusable options of `swift prepare`. Return notes for the user."""
+    for name, value in (("recipe", options.recipe), ("local_dir", options.local_dir)):
+        if not value:
+            raise UsageError(f"--{name}: missing. Set it, as in swift prepare gsm8k --local_dir data/gsm8k.")
+    folder = Path(options.local_dir or "").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--local_dir {folder}: it is a file. Set a folder.")
+    if (path := options.local_dataset_path) and not Path(path).expanduser().exists():
+        raise UsageError(f"--local_dataset_path {path}: no such file or folder. Fix the path.")
     return []
 
 

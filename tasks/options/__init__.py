@@ -40,6 +40,7 @@ from .groups import (
 from .multi_turn import TurnOptions
 from .plugins import PluginOptions
 from .policy import PolicyLossOptions
+from .recipes import RecipeOptions as RecipeOptions  # the option class of `swift prepare`
 from .rewards import RewardOptions
 from .rollout import EngineOptions
 from .rollout import RolloutOptions as RolloutOptions  # the option class of `swift rollout`

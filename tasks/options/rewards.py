@@ -10,7 +10,8 @@ class RewardOptions:
 
     reward_funcs: Annotated[
         list[str],
-        "Reward functions: accuracy, format, cosine, repetition, soft_overlong, reward_model, or a plugin's.",
+        "Reward functions: accuracy, by_source, format, cosine, repetition, soft_overlong, reward_model, or those of "
+        "plugins.",
     ] = field(default_factory=list)
     reward_weights: Annotated[
         list[float],
@@ -23,6 +24,20 @@ class RewardOptions:
     ] = None
     reward_model: Annotated[str | None, "A reward model: a folder, or a hub id."] = None
     reward_timeout: Annotated[float, "Timeout of a reward in seconds; then the run fails.", "(0, 1e9]"] = 60.0
+    source_rules: Annotated[
+        dict[str, str],
+        'by_source: rules of further sources (also patterns), as JSON: \'{"source": "math"}\'. Rules: gsm8k, math, '
+        "crossthinkqa, ifeval, code, code_share, judge, none.",
+    ] = field(default_factory=dict)
+    judge_server: Annotated[
+        str | None, "by_source: URL of an OpenAI-compatible server, which the rule judge asks (key: JUDGE_API_KEY)."
+    ] = None
+    judge_model: Annotated[str | None, "judge: name of the model. Default: the only one of the server."] = None
+    judge_prompt: Annotated[
+        str | None,
+        "judge: prompt with {question}, {reference} and {response}, or a .txt file with it. The reply's last YES or NO "
+        "counts, or `Score: N` of 10.",
+    ] = None
     cosine_min_len_value_wrong: Annotated[
         float, "cosine: reward of a wrong completion of length 0.", "(-inf, inf)"
     ] = -0.5

@@ -7,12 +7,13 @@ from typing import Any
 
 from ..options.rewards import RewardOptions
 from ..system.plugins import instantiate, is_plugins, unknown_name_error
-from . import functions
+from . import by_source, functions
 from .math_verify_threads import allow_time_limits_in_threads
 from .registry import orms
 from .reward_fn import Reward
 
 MODEL, GYM = "reward_model", "gym_reward"
+BUILT_IN_MODULES = functions.__name__, by_source.__name__
 
 
 def reward_names(options: RewardOptions) -> list[str]:
@@ -45,7 +46,7 @@ def check_rewards(options: RewardOptions) -> None:
     if not options.reward_timeout > 0:
         raise ValueError(f"--reward_timeout {options.reward_timeout}: set seconds above 0")
     for name in names:
-        if getattr(orms.get(name), "__module__", None) == functions.__name__:
+        if getattr(orms.get(name), "__module__", None) in BUILT_IN_MODULES:
             instantiate(orms[name], options)  # checks its flags; a user's class may be expensive to make
 
 
@@ -66,7 +67,10 @@ def signatures(options: RewardOptions) -> list[Reward]:
     rewards = []
     for name in reward_names(options):
         entry: Any = orms.get(name) or (lambda messages: messages)  # a reward model
-        rewards.append(Reward(name, partial(entry.__call__, None) if isinstance(entry, type) else entry))
+        function: Any = partial(entry.__call__, None) if isinstance(entry, type) else entry
+        if alternatives := getattr(entry, "required_alternatives", ()):
+            function.required_alternatives = alternatives
+        rewards.append(Reward(name, function))
     return rewards
 
 

@@ -71,18 +71,23 @@ class Reward:
         self._completions = "completions" if takes_completions else positional[0]
         built_in = {*BUILT_IN, self._completions}
         self.required_columns = [p.name for p in keywords if p.default is p.empty and p.name not in built_in]
+        # Groups of columns of which one is enough: an attribute of the function.
+        self.required_alternatives: list[tuple[str, ...]] = [
+            *((name,) for name in self.required_columns),
+            *getattr(function, "required_alternatives", ()),
+        ]
         self.trainer_state: TrainerState | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._coroutine: Awaitable | None = None  # the awaited coroutine
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the function requires a column that the dataset lacks."""
-        for name in self.required_columns:
-            if name not in columns:
+        for names in self.required_alternatives:
+            if set(columns).isdisjoint(names):
                 available = ", ".join(sorted(columns)) or "none"
                 raise ValueError(
-                    f"--reward_funcs {self.name}: it requires the column {name}, and the dataset has {available}. "
-                    f'Add it, or rename one (--columns \'{{"old": "{name}"}}\')'
+                    f"--reward_funcs {self.name}: it requires the column {' or '.join(names)}, and the dataset has "
+                    f'{available}. Add it, or rename one (--columns \'{{"old": "{names[0]}"}}\')'
                 )
 
     def __call__(self, samples: Sequence[RewardSample]) -> object:

@@ -73,6 +73,8 @@ def score(
         call.join(max(0.0, deadline - time.monotonic()))
         if call.is_alive():
             raise _timeout_error(call, timeout)
+        if isinstance(call.error, RewardError):  # its message says it all
+            raise call.error
         if call.error is not None:
             raise _exception_error(call, timeout) from call.error
     by_function = {call.reward.name: call.reward.values(call.result, samples) for call in calls}

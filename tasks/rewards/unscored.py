@@ -27,10 +27,12 @@ def check_columns(rewards: Sequence[Reward], data: Prepared, *, evaluates: bool)
             continue
         scored = np.zeros(len(store), bool)
         for reward in rewards:
-            scored |= np.all([np.ones(len(store), bool), *map(store.has, reward.required_columns)], axis=0)
+            groups = [np.any([store.has(name) for name in names], axis=0) for names in reward.required_alternatives]
+            scored |= np.all([np.ones(len(store), bool), *groups], axis=0)
         if scored.all():
             continue
-        columns = ", ".join(sorted({name for reward in rewards for name in reward.required_columns}))
+        groups = {" or ".join(names) for reward in rewards for names in reward.required_alternatives}
+        columns = ", ".join(sorted(groups))
         names, missing = " ".join(reward.name for reward in rewards), int((~scored).sum())
         if missing == len(scored):
             raise ValueError(

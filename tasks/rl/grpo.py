@@ -42,7 +42,7 @@ from .completion_text import CompletionTexts
 from .episode import Episode, as_bytes, from_bytes, from_tensors, gather_by_document, sequences_of, to_tensors
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
-from .reward_scorer import RewardScorer
+from .reward_scorer import RewardScorer, check_reward_columns
 from .rollout_metrics import (
     COMPLETIONS,
     RolloutMetrics,
@@ -58,7 +58,7 @@ ENTROPY_TOLERANCE = 1e-5  # nats
 
 def run(options: GrpoOptions, sources: dict[str, str]) -> int:
     """Run the task and return its exit code. sources: where each option's value came from, for args.json."""
-    return train(options, sources, make_grpo)
+    return train(options, sources, make_grpo, check_reward_columns)
 
 
 def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tuple[Objective, list[str]]:

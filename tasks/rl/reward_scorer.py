@@ -10,7 +10,7 @@ from ...bridge.checkpoint import hub
 from ..distributed.collectives import broadcast_from_rank0, gloo_group, local_rank0_first, rank0_only
 from ..options import GrpoOptions
 from ..options.rewards import RewardOptions
-from ..rewards.load import load_rewards, reward_names, reward_weights
+from ..rewards.load import load_rewards, reward_names, reward_weights, signatures
 from ..rewards.model import ModelReward
 from ..rewards.reward_fn import Reward, RewardSample, TrainerState
 from ..rewards.scoring import Scores, score
@@ -90,6 +90,19 @@ class RewardScorer:
         if note := self.monitor.check(samples, scores.rewards):
             notify(f"note: {note}")
         return scores
+
+
+def check_reward_columns(run: Run) -> None:
+    """Raise ValueError on every rank if a reward function requires columns that no row has. Loads no model."""
+    options = run.options
+    assert isinstance(options, GrpoOptions)
+
+    def check() -> None:
+        load_plugins(options.plugins.external_plugins)
+        check_columns(signatures(options.rewards), run.data, evaluates=options.training.eval_iters != 0)
+
+    if reward_weights(options.rewards):
+        rank0_only(check)
 
 
 def _model(folder: Path | None) -> ModelReward | None:

@@ -38,14 +38,30 @@ from .tuner import choose_trained
 MakeObjective = Callable[[Run, Model, Any, Any], tuple[Objective, list[str]]]
 
 
-def train(options: SftOptions, sources: dict[str, str], make_objective: MakeObjective) -> int:
-    """Train by the options, and return the exit code. `sources`: origin of each option's value, for args.json."""
+def train(
+    options: SftOptions,
+    sources: dict[str, str],
+    make_objective: MakeObjective,
+    check_data: Callable[[Run], None] | None = None,
+) -> int:
+    """Train by the options, and return the exit code.
+
+    sources: origin of each option's value, for args.json
+    check_data: raises ValueError, before any model is loaded, for data that the task cannot use
+    """
     with oom_hints(options), interruptible():
-        return _train(options, sources, make_objective)
+        return _train(options, sources, make_objective, check_data)
 
 
-def _train(options: SftOptions, sources: dict[str, str], make_objective: MakeObjective) -> int:
+def _train(
+    options: SftOptions,
+    sources: dict[str, str],
+    make_objective: MakeObjective,
+    check_data: Callable[[Run], None] | None,
+) -> int:
     run = open_run(options, sources)
+    if check_data:
+        check_data(run)
     train, val = train_batches(run), eval_batches(run)
     notes = restore_data_position(run, train)
     max_steps = last_step(run, train)

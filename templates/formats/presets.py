@@ -11,6 +11,7 @@ from typing import Any
 
 from ..json_types import JsonObject
 from . import preset_rows as rows
+from .columns import has_column, renamed
 from .preset_rows import Converter
 from .schemas import ArrowRow, UnusableRow, drop_missing, row_errors
 
@@ -73,11 +74,11 @@ class DatasetPreset:
     def __call__(self, row: JsonObject, columns: Mapping[str, str]) -> ConvertedRow:
         """Return the converted row. `columns` (those of --columns) are renamed before."""
         names = {**self.columns, **columns}
-        renamed = drop_missing(ArrowRow((names.get(column, column), value) for column, value in row.items()))
-        converted = ConvertedRow(renamed)
-        converted.source_columns = frozenset(row)
+        new_row = drop_missing(renamed(ArrowRow(row), names))
+        converted = ConvertedRow(new_row)
+        converted.source_columns = frozenset(row) | {name for name in columns if has_column(row, name)}
         if self.convert and self._reads <= {names.get(column, column) for column in row}:
-            values = {name: renamed.get(name) for name in self._reads}
+            values = {name: new_row.get(name) for name in self._reads}
             try:
                 with row_errors():
                     added = self._converted(values)
@@ -211,4 +212,4 @@ def rename_columns(row: JsonObject, columns: Mapping[str, str]) -> JsonObject:
         if row.refusal:
             raise row.refusal
         return row
-    return type(row)((columns.get(column, column), value) for column, value in row.items()) if columns else row
+    return renamed(row, columns) if columns else row

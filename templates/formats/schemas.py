@@ -4,6 +4,7 @@ The format is detected by the columns:
 - `messages` (role, content) or `conversations` (sharegpt: from, value; or pairs of human, assistant)
 - `instruction`, `input`, `output`
 - `query`, `response` and their aliases, with `history` and `system`
+- `prompt` as a list of messages, as in verl's data, where no answer is needed
 - `text`: plain text, for pre-training
 
 paired_rows.py converts rows of several documents and rows with a label.
@@ -157,7 +158,10 @@ def to_conversation(row: JsonObject, *, answered: bool = True, strict: bool = Tr
     if not strict:
         numbers = {name: str(row[name]) for name in RESPONSE if isinstance(row.get(name), int | float)}
         row = row | numbers
-    if messages := message_list(row):
+    messages = message_list(row)
+    if messages is None and not answered and isinstance(row.get("prompt"), list):
+        messages = message_list(row, ("prompt",))
+    if messages:
         conversation = from_messages(messages)
     elif (query := _query(row, strict)) is not None and (
         (response := _one_of(row, RESPONSE, strict)) is not None or not answered

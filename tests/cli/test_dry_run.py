@@ -98,6 +98,26 @@ def test_columns_that_rewards_want(model, tmp_path, capsys):
     assert dry(capsys, grpo(model, none, "--reward_funcs format"))[0] == 0
 
 
+def test_sources_that_rewards_want(model, tmp_path, capsys):
+    data = tmp_path / "a.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}} for _ in range(2)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = dry(capsys, grpo(model, data, "--reward_funcs by_source"))
+    assert (code, "by_source: it requires the column data_source or tag, and the dataset has prompt" in said) == (
+        1,
+        True,
+    )
+    rows[0]["tag"] = "math"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = dry(capsys, grpo(model, data, "--reward_funcs by_source"))
+    assert (code, "by_source cannot score 1 of the 2 rows to train on, which lack data_source or tag" in said) == (
+        0,
+        True,
+    )
+    code, said = dry(capsys, grpo(model, data, "--reward_funcs by_source --judge_server nowhere"))
+    assert (code, "error: --judge_server nowhere: not a URL. Set one" in said) == (2, True)
+
+
 def test_classes_of_rewards_are_not_made(model, tmp_path, capsys):
     @reward("dear")
     class Dear:

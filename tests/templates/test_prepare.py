@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from megaswift.templates import prepare as module
 from megaswift.templates.machine import process_scope
@@ -319,6 +321,20 @@ def test_columns(tmp_path, make_tokenizer):
     columns = {"frage": "query", "antwort": "response"}
     options = PrepareOptions(dataset=[str(tmp_path / "data.csv")], columns=columns)
     assert numbers(prepare(options, make_tokenizer(), stage="sft").train, make_tokenizer()) == [1]
+
+
+def test_dotted_columns(tmp_path, make_tokenizer):
+    row = {"prompt": [{"role": "user", "content": "row 1?"}], "reward_model": {"style": "rule", "ground_truth": "7"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data.parquet")
+    columns = {"reward_model.ground_truth": "solution"}
+    options = PrepareOptions(dataset=[str(tmp_path / "data.parquet")], columns=columns)
+    prepared = prepare(options, make_tokenizer(), stage="prompts")
+    assert prepared.columns == ["prompt", "reward_model", "solution"]
+    assert prepared.train.columns(0)["solution"] == "7"
+    options = PrepareOptions(dataset=options.dataset, columns={"reward_model.truth": "solution"})
+    problem = r"--columns reward_model\.truth: .* Use one of prompt, reward_model, reward_model\.ground_truth"
+    with pytest.raises(ValueError, match=problem):
+        prepare(options, make_tokenizer(), stage="prompts")
 
 
 def test_a_second_call_is_silent(data, make_tokenizer, caplog, capfd):

@@ -82,7 +82,10 @@ def test_a_reward_model_comes_last_where_it_is_not_named():
     [
         (RewardOptions(), "--reward_funcs: completions need a reward"),
         (RewardOptions(reward_funcs=["acuracy"]), "--reward_funcs acuracy: .*The nearest is accuracy"),
-        (RewardOptions(reward_funcs=["zzz"]), "no such reward. Use one of accuracy, format, .*--external_plugins"),
+        (
+            RewardOptions(reward_funcs=["zzz"]),
+            "no such reward. Use one of by_source, accuracy, format, .*--external_plugins",
+        ),
         (RewardOptions(reward_funcs=["format", "format"]), "format occurs twice"),
         (RewardOptions(reward_funcs=[MODEL]), "--reward_funcs reward_model: set --reward_model"),
         (

@@ -166,3 +166,26 @@ def test_plain_text():
 def test_a_prompt_has_columns_for_rewards():
     """That an answer is another column's matter too does not keep a row from being asked."""
     assert to_prompt({"problem": "q", "solution": "long proof ... 42", "answer": "42"}).messages == TURN[:1]
+
+
+@pytest.mark.parametrize("more", [{}, {"answer": "a"}, {"response": 7}, {"data_source": "s", "tag": "t"}])
+def test_a_prompt_may_be_a_list_of_messages(more):
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert to_prompt({"prompt": prompt} | more).messages == prompt
+    assert to_prompt({"prompt": [*prompt, {"role": "assistant", "content": "a"}]} | more).messages == prompt
+    assert to_prompt({"messages": TURN, "prompt": prompt}).messages == TURN[:1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [([], "its column prompt is an empty list"), (["q"], "its column prompt is not a list of messages"),
+     ([{"role": "system", "content": "s"}], "it has no prompt"), ([{"content": "q"}], "a message has no role")],
+)  # fmt: skip
+def test_lists_that_are_no_prompts(prompt, problem):
+    with pytest.raises(UnusableRow, match=problem):
+        to_prompt({"prompt": prompt})
+
+
+def test_a_row_to_learn_from_needs_a_text_as_prompt():
+    with pytest.raises(UnusableRow, match="its prompt is a list, where text is expected"):
+        to_conversation({"prompt": TURN[:1], "response": "a"})
