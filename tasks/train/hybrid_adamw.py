@@ -199,6 +199,7 @@ class HybridAdamW(AdamW):
         """Update the states of a bucket's pieces, and their parameters or copies, all on one device."""
         rows: dict[int, list[TensorRow]] = {}
         narrow: list[tuple[StateTensor, Tensor]] = []
+        rounded: list[tuple[StateTensor, Tensor, Tensor | None]] = []
         offset = 0
         for piece, gradient, parameter, copy in zip(bucket, *tensors, strict=True):
             values = {} if parameter is None else {"param": parameter}
@@ -208,6 +209,10 @@ class HybridAdamW(AdamW):
                     values[kind] = workspace.take(kind, offset, piece.size)
                     state.read(values[kind])
                     narrow.append((state, values[kind]))
+            if (master := piece.states.get("param")) is not None and master.values.dtype != torch.float32:
+                # The copy is of the master that is stored, so that a resumed run has the same.
+                rounded.append((master, values["param"], copy))
+                copy = None
             row = (values["param"], gradient, values["exp_avg"], values["exp_avg_sq"], copy)
             rows.setdefault(piece.group, []).append(row)
             offset += piece.size
@@ -215,6 +220,10 @@ class HybridAdamW(AdamW):
             self._step_rows(f"{name}, group {number}", self.param_groups[number], group_rows, grad_scale, found_inf)
         for state, values in narrow:
             state.write(values)
+        for master, values, copy in rounded:
+            master.read(values)
+            if copy is not None:
+                copy.copy_(values)
 
     def plain_state(self, parameter: Tensor) -> tuple[dict[str, Tensor], list[tuple[StateTensor, Tensor]]]:
         """Return a parameter's state, flat: views, and of scaled types fp32 copies on the host.
