@@ -37,7 +37,7 @@ def _check_optimizer(options: SftOptions, sources: Mapping[str, str]) -> None:
         )
     if options.build.fp8_param_gather:
         raise UsageError(f"{flags[0]} cannot be used with --fp8_param_gather true. Remove one of them.")
-    if optimizer.optimizer_cpu_offload and flag_value(options, "offload_optimizer"):
+    if optimizer.optimizer_cpu_offload and flag_value(options, "offload_optimizer", False):
         raise UsageError(
             "--optimizer_cpu_offload true cannot be used with --offload_optimizer true: the state is on the host at "
             "all times. Remove one of them."

@@ -1,34 +1,53 @@
 """tests.layouts.worker with small buckets, and offload of activations of every size: tiny models then use several.
 
-"loses_bucket" of a job: the weights of the first bucket do not return from the host. "copies" of a result: number of
-tensors that went to the host.
+"loses_bucket" of a job: the weights of the first bucket do not return from the host. A result also has
+"copies": number of tensors that went to the host in forward passes
+"built", "peak": bytes of the GPU's memory after the optimizer was built, and at most until then
+"elements": number of trained parameters
 """
 
+import gc
+
+import torch
 from megaswift.bridge.layers import activation_offload
 from megaswift.tasks.train import hybrid_adamw
 
 from tests.layouts import worker
 
-hybrid_adamw.BUCKET = 1024
+hybrid_adamw.BUCKET = 2**18 if torch.cuda.is_available() else 2**10
 activation_offload.MIN_BYTES = 0
 
 
 def run(job: dict) -> dict:
-    send = hybrid_adamw.HostPipeline._send
-    if job.pop("loses_bucket", False):
-        hybrid_adamw.HostPipeline._send = lambda self, number: send(self, number) if number else None
-    copies: list[activation_offload._SavedTensor] = []
-    begin = activation_offload._SavedTensor.__init__
+    send, begin, open_training = (
+        hybrid_adamw.HostPipeline._send,
+        activation_offload._SavedTensor.__init__,
+        worker.open_training,
+    )
+    counts = {"copies": 0}
 
-    def counted(self, *args) -> None:
+    def count(self, *args) -> None:
         begin(self, *args)
-        copies.append(self)
+        counts["copies"] += 1
 
-    activation_offload._SavedTensor.__init__ = counted
+    def measure(*args):
+        training = open_training(*args)
+        if torch.cuda.is_available():
+            counts.update(built=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated())
+        counts["elements"] = sum(parameter.numel() for parameter in training.model.chunks[0].parameters())
+        return training
+
+    if job.get("loses_bucket"):
+        hybrid_adamw.HostPipeline._send = lambda self, number: send(self, number) if number else None
+    activation_offload._SavedTensor.__init__, worker.open_training = count, measure
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
-        return worker.run(job) | {"copies": len(copies)}
+        return worker.run(job) | counts
     finally:
-        hybrid_adamw.HostPipeline._send, activation_offload._SavedTensor.__init__ = send, begin
+        hybrid_adamw.HostPipeline._send = send
+        activation_offload._SavedTensor.__init__, worker.open_training = begin, open_training
 
 
 if __name__ == "__main__":
