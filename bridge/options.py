@@ -271,7 +271,7 @@ class ParallelOptions(LayoutOptions):
 
 @dataclass
 class RecomputeOptions:
-    """Recompute (activation checkpointing)"""
+    """Activations: recompute (checkpointing) and offload"""
 
     recompute_granularity: Annotated[
         Literal["full", "selective", "none"], "Recompute whole layers, some modules, or nothing."
@@ -284,6 +284,10 @@ class RecomputeOptions:
         list[Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]],
         "selective: the modules to recompute.",
     ] = field(default_factory=lambda: ["core_attn"])
+    cpu_offloading: Annotated[bool, "Keep the activations of layers in host memory until their backward pass."] = False
+    cpu_offloading_num_layers: Annotated[
+        int, "--cpu_offloading: the first N layers of each pipeline stage.", "[0, inf)"
+    ] = 0
 
 
 @dataclass

@@ -52,6 +52,10 @@ NO_EFFECT = {
     "overlap_param_gather_with_optimizer_step": "the numbers are the same; gathering overlaps the forward pass",
     "distrib_optim_fully_reshardable_mem_efficient": "the optimizer's state is saved without gathering it",
     "use_precision_aware_optimizer": "the optimizer's states have the types of their own flags",
+    **_because("the host's step is torch's, and overlaps its copies",
+               "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"),
+    **_because("activations of a layer move while another computes",
+               "cpu_offloading_activations", "cpu_offloading_double_buffering"),
     "move_model_batches": "weights are sent tensor by tensor",
     # start of the processes
     "local_rank": "torchrun sets it",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import patches, runtime
 from ..families import family_of
+from ..layers.activation_offload import offload_activations
 from ..layers.embedding import AccumulatingEmbedding
 from ..layers.mtp import MtpBlock
 from ..layers.pooling import ScoreHead
@@ -62,6 +63,8 @@ def build_model(
     config.separates_norms = adapters  # type: ignore[attr-defined]
     stages = options.virtual_pipeline_model_parallel_size
     chunks = [_build_chunk(config, architecture, kernels, stage) for stage in (range(stages) if stages else [None])]
+    if options.cpu_offloading:
+        offload_activations(chunks, options.cpu_offloading_num_layers)
     ropes = tuple(make_rotary_rule(rope, runtime.device()) for rope in architecture.ropes)
     groups = current_groups()
     encoder = _build_encoder(chunks, config, architecture, groups) if vision else None

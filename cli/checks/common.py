@@ -22,6 +22,7 @@ from .data import check_data, check_media, check_paths, check_system
 from .extra_kwargs import check_core_settings, check_engine_settings
 from .generation import as_flag, check_key
 from .lora import check_adapters, check_base, check_tuner, set_base_model
+from .memory import check_memory
 from .model import (
     WEIGHT_FILES,
     HfConfig,
@@ -65,6 +66,7 @@ def check_training(
     _check_schedule(options)
     _check_recompute(options.build)
     check_muon(options, model, sources)
+    check_memory(options, sources)
     _check_overlap(options)
     _check_fp8(options, gpus)
     check_pipeline(options.build)

@@ -172,6 +172,17 @@ ROWS = {
         layout=OVERLAP,
         min_speedup={"ours": 1.1},
     ),
+    "8b-offload": Row(
+        "Qwen3-8B, optimizer on the host",
+        QWEN3 | SIZES["8b"],
+        1,
+        16,
+        steps=6,
+        layout="--optimizer_cpu_offload true",
+        # megatron-core's optimizer on the host has no other form.
+        peer="--optimizer_offload_fraction 1 --use_precision_aware_optimizer true",
+        min_speedup={"ours": 2.0},
+    ),
     "30b": Row(
         "Qwen3-30B-A3B",
         QWEN3_MOE | {"num_hidden_layers": 48},

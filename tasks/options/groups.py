@@ -94,6 +94,22 @@ class OptimizerOptions:
         "Muon under tensor parallelism: each rank iterates on the whole matrix, its shard with all-reduces, or its "
         "shard alone, which is another update in each layout.",
     ] = "duplicated"
+    optimizer_cpu_offload: Annotated[bool, "Keep AdamW's state in host memory, and update it there."] = False
+    optimizer_offload_fraction: Annotated[
+        float, "Share of the parameters whose state --optimizer_cpu_offload keeps on the host.", "[0, 1]"
+    ] = 1.0
+    exp_avg_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "fp8"],
+        "AdamW: type of the first moment; fp16 and fp8 have a scale per 256 values.",
+    ] = "fp32"
+    exp_avg_sq_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16", "fp8"],
+        "AdamW: type of the second moment; fp16 and fp8 hold its root.",
+    ] = "fp32"
+    main_params_dtype: Annotated[
+        Literal["fp32", "fp16"],
+        "AdamW: type of half-precision weights' masters; fp16 has a scale per 256 values.",
+    ] = "fp32"
     lorap_lr_ratio: Annotated[
         float | None, "LoRA+: ratio of the B matrices' learning rate to --lr (2 to 16).", "(0, inf)"
     ] = None

@@ -38,6 +38,20 @@ def used_gib() -> float:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
+def available_host_memory() -> float:
+    """Return the bytes of host memory that are free or can be freed, also within a container's limit."""
+    meminfo, limit, usage = (
+        Path(path) for path in ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+    )
+    if not meminfo.exists():
+        return float("inf")
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    if limit.exists() and usage.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(usage.read_text()))
+    return available
+
+
 def set_unmapped(count: int) -> None:
     """Set the number of reserved bytes that a sleeping vLLM has unmapped, which torch still counts."""
     global _peak, _unmapped

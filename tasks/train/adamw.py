@@ -52,17 +52,27 @@ class AdamW(torch.optim.Optimizer):
             (p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], self.copies.get(p))  # pyright: ignore
             for p in parameters
         ]
-        if not rows:
-            return
+        if rows:
+            self._step_rows(number, group, rows, self.grad_scale, self.found_inf)
+
+    def _step_rows(
+        self,
+        name: int | str,
+        group: dict[str, Any],
+        rows: list[TensorRow],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update rows of one group's parameters, all on one device. name: key of their address table"""
         settings = {name: group[name] for name in ("step", "lr", "betas", "eps", "weight_decay")}
         zero = rows[0][1].new_zeros(())
-        settings["grad_scale"] = zero + 1 if self.grad_scale is None else self.grad_scale
-        settings["found_inf"] = zero if self.found_inf is None else self.found_inf
+        settings["grad_scale"] = zero + 1 if grad_scale is None else grad_scale
+        settings["found_inf"] = zero if found_inf is None else found_inf
         if fused.usable(zero):
             from ...bridge.kernels import adamw as kernels
 
             half_dtype = next((copy.dtype for *_, copy in rows if copy is not None), torch.bfloat16)
-            kernels.adamw(self._table(number, rows), half_dtype, **settings)
+            kernels.adamw(self._table(name, rows), half_dtype, **settings)
         else:
             _torch_adamw(rows, **settings)
 

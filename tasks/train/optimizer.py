@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -32,8 +32,10 @@ from ...bridge.parallel import ProcessGroups
 from ...templates.plural import plural
 from ..options.groups import OptimizerOptions, ScheduleOptions
 from .adamw import AdamW
+from .hybrid_adamw import HybridAdamW, StatePlacement, check_host_memory, empty_masters
 from .layer_wise import ParameterOwners
 from .muon import Matrix, Muon, find_matrices
+from .state_tensor import StateTensor
 
 
 class TowerModule(NamedTuple):
@@ -154,18 +156,39 @@ def build_optimizer(
         key = ParamKey(predicate=ParamPredicate(name="muon", fn=lambda parameter: parameter in matrices))
         groups[key] = {"max_lr": max_lr, "min_lr": min_lr, "muon": True}  # pyright: ignore[reportArgumentType]
     owners = ParameterOwners(model) if options.optimizer == "dist_muon" else None
-    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext():
+    placement = _state_placement(options, dtype)
+    masters = nullcontext() if placement.is_plain else empty_masters()
+    with warnings.catch_warnings(), owners.only_own() if owners else nullcontext(), masters:
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # where all dense weights are frozen
         optimizer = get_megatron_optimizer(config, list(chunks), groups, use_gloo_process_groups=False)
     if tower:
         rates = _tower_rates(vision, schedule) if vision else {}
-        optimizer = _add_tower(optimizer, tower, config, groups | rates)
+        with nullcontext() if placement.is_plain else empty_masters():
+            optimizer = _add_tower(optimizer, tower, config, groups | rates)
+    if placement.host_fraction:
+        sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+        check_host_memory(placement, sum(sizes), has_masters=dtype != torch.float32)
     for part in chained_optimizers(optimizer):
-        _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options)
+        _replace_optimizer(part, in_fp8=model.config.fp8_param, matrices=matrices, options=options, placement=placement)
     if owners:
         _send_after_steps(optimizer, owners)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _state_placement(options: OptimizerOptions, dtype: torch.dtype) -> StatePlacement:
+    """Return where AdamW's states are, and in which types. Raises ValueError for types of masters without masters."""
+    if options.main_params_dtype != "fp32" and dtype == torch.float32:
+        raise ValueError(
+            f"--main_params_dtype {options.main_params_dtype}: weights in fp32 have no masters. Remove it, or set "
+            "--torch_dtype bfloat16"
+        )
+    return StatePlacement(
+        options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0,
+        options.exp_avg_dtype,
+        options.exp_avg_sq_dtype,
+        options.main_params_dtype,
+    )
 
 
 def _tower_rates(options: VisionOptions, schedule: ScheduleOptions) -> dict[Any, Any]:
@@ -206,7 +229,14 @@ def _send_after_steps(optimizer: Any, owners: ParameterOwners) -> None:
         part.has_own_parameters, part.grad_stats_parallel_group = True, dist.group.WORLD
 
 
-def _replace_optimizer(part: Any, *, in_fp8: bool, matrices: dict[Tensor, Matrix], options: OptimizerOptions) -> None:
+def _replace_optimizer(
+    part: Any,
+    *,
+    in_fp8: bool,
+    matrices: dict[Tensor, Matrix],
+    options: OptimizerOptions,
+    placement: StatePlacement,
+) -> None:
     """Replace the torch optimizer within a megatron-core optimizer by one that never waits for the device.
 
     megatron-core's waits for the gradient norm, and depends on whether Transformer Engine is installed.
@@ -232,8 +262,10 @@ def _replace_optimizer(part: Any, *, in_fp8: bool, matrices: dict[Tensor, Matrix
     if matrices:
         updated = {main: matrices[param] for param, main in _params_with_masters(part) if param in matrices}
         part.optimizer = Muon(groups, copies, updated, options, **settings)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
+    elif placement.is_plain:
         part.optimizer = AdamW(groups, copies, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        part.optimizer = HybridAdamW(groups, copies, placement, **settings)  # pyright: ignore[reportAttributeAccessIssue]
     if not in_fp8:  # AdamW writes the copies; megatron-core writes FP8 weights
         part._copy_main_params_to_model_params = lambda: None
 
@@ -326,10 +358,16 @@ class Shard(NamedTuple):
     # fp32 [elements]: the optimizer's state by name, and "param", the fp32 master of a parameter in another dtype
     state: dict[str, Tensor]
     sharded: bool  # whether data-parallel ranks hold different elements, else each holds all
+    copies: Sequence[tuple[StateTensor, Tensor]] = ()  # those of `state` that are copies, and their originals
+
+    def store(self) -> None:
+        """Bring changes of the state into the optimizer, where it is not a view."""
+        for state, values in self.copies:
+            state.write(values.to(state.values.device))
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """Yield the optimizer's state on this rank, as views."""
+    """Yield the optimizer's state on this rank: views, or fp32 copies of states in scaled types."""
     for part in chained_optimizers(optimizer):
         if part.optimizer is None:
             continue
@@ -337,6 +375,10 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
         sharded = is_distributed or getattr(part, "has_own_parameters", False)
         for parameter, main in _params_with_masters(part):
             start = part._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
+            if isinstance(part.optimizer, HybridAdamW):
+                state, copies = part.optimizer.plain_state(main)
+                yield Shard(parameter, start, state, sharded, copies)
+                continue
             state = part.optimizer.state[main] | ({"param": main} if parameter.dtype != torch.float32 else {})
             yield Shard(parameter, start, {name: value.detach().view(-1) for name, value in state.items()}, sharded)
 
@@ -361,7 +403,9 @@ def _params_with_masters(part: Any) -> Iterator[tuple[Any, Tensor]]:
 def copy_masters_to_model(optimizer: MegatronOptimizer, chunks: list[DistributedDataParallel]) -> None:
     """Copy the fp32 masters to the model's parameters, on every rank."""
     for part in chained_optimizers(optimizer):
-        if part.optimizer is not None and not isinstance(part, FP32Optimizer):
+        if isinstance(part.optimizer, HybridAdamW):
+            part.optimizer.write_copies()
+        elif part.optimizer is not None and not isinstance(part, FP32Optimizer):
             type(part)._copy_main_params_to_model_params(part)  # _replace_optimizer may disable the instance's method
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:

@@ -10,7 +10,7 @@ they hold regions of whole tensors (shard_regions.py). The rest is loaded from t
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...bridge.checkpoint.shard_regions import ShardRegion, TrainedParams, load_regions
 from ...bridge.mapping.fp8 import read_scales, set_scales
 from ..distributed.collectives import run_on_all_ranks
-from .optimizer import chained_optimizers, copy_masters_to_model, shards
+from .optimizer import Shard, chained_optimizers, copy_masters_to_model, shards
 from .step import TrainState
 
 OPTIMIZER, RNG, FP8 = "optimizer/", "rng/", "fp8/"
@@ -42,7 +42,11 @@ def rank_tensors(training: TrainState, hf_config: dict[str, Any], *, optimizer: 
     """
     tensors = {}
     if optimizer:
-        tensors |= {region.label: region.values for region in _regions(training, hf_config) if region.first}
+        tensors |= {
+            region.label: region.values
+            for region in _regions(training, hf_config, shards(training.optimizer))
+            if region.first
+        }
         for name, module in _fp8_modules(training):
             tensors |= {f"{name}/{kind}": scale for kind, scale in read_scales(module).items()}
     return tensors | (_rng_tensors() if rng else {})
@@ -72,13 +76,16 @@ def load_optimizer(
     """
 
     def read() -> None:
+        targets = list(shards(training.optimizer))
         try:
-            load_regions(_regions(training, hf_config), sorted(folder.glob("rank-*.safetensors")))
+            load_regions(_regions(training, hf_config, targets), sorted(folder.glob("rank-*.safetensors")))
         except ValueError as error:
             raise ValueError(
                 f"{folder}: {error}. Its run trained other parameters, with another optimizer, or in another dtype: "
                 "give the options of that run, or --no_load_optim true to begin with a fresh optimizer"
             ) from None
+        for shard in targets:
+            shard.store()
 
     run_on_all_ranks(read)
     if same_layout:  # before the masters are copied, which quantizes them to FP8 with these scales
@@ -110,11 +117,11 @@ def load_rng(folder: Path, rank: int) -> None:
     })  # fmt: skip
 
 
-def _regions(training: TrainState, hf_config: dict[str, Any]) -> Iterator[ShardRegion]:
-    """Yield the regions of all tensors in this rank's optimizer state."""
+def _regions(training: TrainState, hf_config: dict[str, Any], targets: Iterable[Shard]) -> Iterator[ShardRegion]:
+    """Yield the regions of all tensors in shards of this rank's optimizer state."""
     model = training.model
     trained_params = TrainedParams(model.parts, hf_config, model.lora.plan if model.lora else None)
-    for parameter, start, state, sharded in shards(training.optimizer):
+    for parameter, start, state, sharded, _ in targets:
         if state:
             views = {f"{OPTIMIZER}{name}/": view for name, view in state.items()}
             yield from trained_params.regions(parameter, start, views, sharded=sharded)

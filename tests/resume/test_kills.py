@@ -24,6 +24,8 @@ MOMENTS = [
     "kill:remove",
 ]
 ASYNC = f"{LAYOUTS['EP2']} {DROPOUT} {LORA} --async_save true"
+HOST = "--optimizer_cpu_offload true --optimizer_offload_fraction 0.5 --torch_dtype bfloat16"
+HOST = f"{LAYOUTS['DP2']} {DROPOUT} {HOST} --exp_avg_dtype bf16 --exp_avg_sq_dtype fp8 --async_save true"
 
 
 def check(chain: Chain) -> None:
@@ -37,6 +39,7 @@ def check(chain: Chain) -> None:
     [
         pytest.param("DP2, best kept", f"{LAYOUTS['DP2']} {DROPOUT} {BEST}", "qwen3", MOMENTS, marks=pytest.mark.long),
         pytest.param("EP2 LoRA async", ASYNC, "qwen3_moe", MOMENTS[::2], id="EP2 LoRA async"),
+        pytest.param("DP2, optimizer on the host", HOST, "qwen3", MOMENTS[::2], marks=pytest.mark.long),
         pytest.param("EP2 LoRA async all", ASYNC, "qwen3_moe", MOMENTS, marks=pytest.mark.long, id="at all moments"),
     ],
 )

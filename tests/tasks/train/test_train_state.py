@@ -22,6 +22,9 @@ BOUND = 1e-5  # relative
 BF16 = {"torch_dtype": "bfloat16"}
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.02}
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "lr": 3e-4}
+HOST = {"optimizer_cpu_offload": True}
+NARROW = BF16 | HOST | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "optimizer_offload_fraction": 0.5}
+SCALED = BF16 | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS = {
     "one process": (1, {}),
@@ -65,6 +68,10 @@ WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
         WHOLE: (WHOLE, ONE, "TP2 SP ETP2"), ONE: (ONE, WHOLE), "TP2 SP EP2": ("TP2 SP EP2", WHOLE, PP2),
     }),
     "Muon bf16": ("qwen3_moe", MUON | BF16, {WHOLE: (WHOLE, ONE), DP: (DP,)}),
+    "host": ("qwen2", HOST, {ZERO1: (ZERO1, ONE, TP2)}),
+    "host, moments in bf16": ("qwen2", NARROW, {ZERO1: (ZERO1, DP)}),
+    "scaled states": ("qwen2", SCALED | HOST, {ZERO1: (ZERO1,)}),
+    "scaled states on the device": ("qwen2", SCALED, {DP: (DP,)}),
     "dropout": ("qwen2", DROPOUT, {ZERO1: (ZERO1,), TP2: (TP2,), PP2: (PP2,)}),
     "adapters, one KV head": ("one KV head", {}, {
         TP2: (TP2, ONE), "TP4 SP": ("TP4 SP", TP2, PP2), ZERO1: (ZERO1, "TP4 SP"),
@@ -76,7 +83,9 @@ WAYS: dict[str, tuple[str, dict, dict[str, tuple[str, ...]]]] = {
 }  # fmt: skip
 FAULTS = {"one row off": ("tied", PP2, {"planted": True}), "other random numbers": ("dropout", TP2, {"same": False})}
 SAME_AS_TRANSFORMERS = (TP2, PP2, ZERO1)  # where "tied" goes on in, from TP2
-ROUNDED = ("bf16", "fp16", "SGD bf16", "Muon bf16", "adapters, DoRA bf16")  # where layouts differ by more than BOUND
+SCALED_WAYS = ("scaled states", "scaled states on the device")
+# Where layouts differ by more than BOUND.
+ROUNDED = ("bf16", "fp16", "SGD bf16", "Muon bf16", "adapters, DoRA bf16", "host, moments in bf16", *SCALED_WAYS)
 GONE_ON = [(way, old, new) for way, (_, _, layouts) in WAYS.items() for old in layouts for new in layouts[old]]
 # Each way of training once in the same layout and once in another; the other pairs are long.
 DEFAULT = {
@@ -85,6 +94,8 @@ DEFAULT = {
     ("experts", "EP2", "EP2"), ("experts", "EP2", ONE),
     ("bf16", ZERO1, ZERO1), ("fp16", DP, DP), ("SGD", DP, DP),
     ("Muon", WHOLE, WHOLE), ("Muon", WHOLE, "TP2 SP ETP2"), ("dropout", TP2, TP2),
+    ("host", ZERO1, ZERO1), ("host", ZERO1, TP2), ("host, moments in bf16", ZERO1, ZERO1),
+    ("scaled states", ZERO1, ZERO1),
     ("adapters, one KV head", TP2, TP2), ("adapters, one KV head", TP2, ONE), ("adapters, tied", PP2, TP2),
     ("adapters, experts", "EP2", "EP2"),
 }  # fmt: skip

@@ -1,0 +1,98 @@
+"""State of an optimizer in narrow types: bf16, or fp16 and FP8 with a scale per block of values.
+
+A scale is a power of two, so that values that were read and are written again stay the same: a resume is exact.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # values that share a scale
+STATE_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+# Largest value of a scaled type as (mantissa, exponent) of frexp, and its smallest positive value.
+_LARGEST = {torch.float16: (0.5, 16), torch.float8_e4m3fn: (0.875, 9)}
+_SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
+# The square of the smallest value is then a normal fp32 number in either type, and so is each scale's inverse.
+MIN_EXPONENT, MAX_EXPONENT = -38, 100
+
+
+class StateTensor(NamedTuple):
+    """Flat tensor in fp32, bf16, or a scaled type.
+
+    Arguments:
+        values: [elements]
+        exponents: int8 [blocks], binary logarithms of the blocks' scales; None: not scaled
+        is_root: store square roots, whose range is half as wide; positive values never become 0
+    """
+
+    values: Tensor
+    exponents: Tensor | None = None
+    is_root: bool = False
+
+    @classmethod
+    def zeros(cls, size: int, dtype: torch.dtype, device: torch.device, *, is_root: bool = False) -> "StateTensor":
+        """Return zeros. is_root: store square roots if the type is scaled."""
+        values = torch.zeros(size, dtype=dtype, device=device)
+        if dtype not in _LARGEST:
+            return cls(values)
+        return cls(values, torch.zeros(-(-size // BLOCK), dtype=torch.int8, device=device), is_root)
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.exponents is not None
+
+    def part(self, start: int, stop: int) -> "StateTensor":
+        """Return a view of elements. start: a multiple of BLOCK"""
+        exponents = None if self.exponents is None else self.exponents[start // BLOCK : -(-stop // BLOCK)]
+        return StateTensor(self.values[start:stop], exponents, self.is_root)
+
+    def read(self, target: Tensor) -> None:
+        """Copy the values into `target`, fp32 [elements]."""
+        target.copy_(self.values)
+        if self.exponents is None:
+            return
+        for block, exponents in _blocks(target, self.exponents):
+            block.mul_(_powers_of_two(exponents))
+        if self.is_root:
+            target.square_()
+
+    def write(self, source: Tensor) -> None:
+        """Store the values of `source`, fp32 [elements], rounded to nearest even."""
+        if self.exponents is None:
+            self.values.copy_(source)
+            return
+        dtype = self.values.dtype
+        source = source.sqrt() if self.is_root else source.clone()
+        for block, exponents in _blocks(source, self.exponents):
+            exponents.copy_(_exponents(block, dtype))
+            block.mul_(_powers_of_two(-exponents))
+        if self.is_root:
+            source = torch.where(source > 0, source.clamp(min=_SMALLEST[dtype]), source)
+        self.values.copy_(source)
+
+
+def _blocks(flat: Tensor, exponents: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the full blocks of a flat tensor with their exponents, and the last block if it is shorter."""
+    blocks = len(flat) // BLOCK
+    full = flat[: blocks * BLOCK].view(blocks, BLOCK), exponents[:blocks, None]
+    rest = flat[None, blocks * BLOCK :], exponents[blocks:, None]
+    return [part for part in (full, rest) if part[0].numel()]
+
+
+def _exponents(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the least exponents with which the values of each block fit into the type: int8 [blocks, 1]."""
+    largest_mantissa, largest_exponent = _LARGEST[dtype]
+    mantissas, exponents = torch.frexp(blocks.abs().amax(1, keepdim=True))
+    exponents = exponents - largest_exponent + (mantissas > largest_mantissa).int()
+    return exponents.clamp(MIN_EXPONENT, MAX_EXPONENT).to(torch.int8)
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^exponents, fp32, exactly: torch.ldexp computes them by pow."""
+    return ((exponents.int() + 127) << 23).view(torch.float32)

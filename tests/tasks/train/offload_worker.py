@@ -1,0 +1,54 @@
+"""tests.layouts.worker with small buckets, and offload of activations of every size: tiny models then use several.
+
+"loses_bucket" of a job: the weights of the first bucket do not return from the host. A result also has
+"copies": number of tensors that went to the host in forward passes
+"built", "peak": bytes of the GPU's memory after the optimizer was built, and at most until then
+"elements": number of trained parameters
+"""
+
+import gc
+
+import torch
+from megaswift.bridge.layers import activation_offload
+from megaswift.tasks.train import hybrid_adamw
+
+from tests.layouts import worker
+
+hybrid_adamw.BUCKET = 2**18 if torch.cuda.is_available() else 2**10
+activation_offload.MIN_BYTES = 0
+
+
+def run(job: dict) -> dict:
+    send, begin, open_training = (
+        hybrid_adamw.HostPipeline._send,
+        activation_offload._SavedTensor.__init__,
+        worker.open_training,
+    )
+    counts = {"copies": 0}
+
+    def count(self, *args) -> None:
+        begin(self, *args)
+        counts["copies"] += 1
+
+    def measure(*args):
+        training = open_training(*args)
+        if torch.cuda.is_available():
+            counts.update(built=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated())
+        counts["elements"] = sum(parameter.numel() for parameter in training.model.chunks[0].parameters())
+        return training
+
+    if job.get("loses_bucket"):
+        hybrid_adamw.HostPipeline._send = lambda self, number: send(self, number) if number else None
+    activation_offload._SavedTensor.__init__, worker.open_training = count, measure
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return worker.run(job) | counts
+    finally:
+        hybrid_adamw.HostPipeline._send = send
+        activation_offload._SavedTensor.__init__, worker.open_training = begin, open_training
+
+
+if __name__ == "__main__":
+    worker.main(run)
