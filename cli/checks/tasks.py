@@ -22,7 +22,7 @@ from ...tasks.options import (
     SeqClsOptions,
     SftOptions,
 )
-from ...tasks.run.planning import ProcessLayout, teacher_layout
+from ...tasks.run.planning import ProcessLayout, role_layout
 from ...templates.formats.schemas import POOLED, UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
@@ -39,7 +39,8 @@ from .generation import (
 from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
 from .model import HfConfig, check_divisible, count_experts, supported_config
 from .plugins import check_plugins
-from .teacher import check_teacher, to_teacher_flags
+from .roles import to_role_flags
+from .teacher import check_teacher
 from .vllm_lora import check_vllm_lora
 
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # DPO losses that read --label_smoothing
@@ -321,7 +322,7 @@ def _check_teacher(options: GkdOptions | GrpoOptions, layout: ProcessLayout) -> 
     flag = check_teacher(options, layout.world)
     if flag is None:  # a server has it
         return
-    parallel = teacher_layout(options)
+    parallel = role_layout(options, "teacher")
     layout = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
     teacher_options = replace(
         parallel or options,
@@ -333,7 +334,7 @@ def _check_teacher(options: GkdOptions | GrpoOptions, layout: ProcessLayout) -> 
     try:
         _check_model(teacher_options, layout, flag, "teacher")
     except UsageError as error:
-        raise UsageError(to_teacher_flags(str(error)) if parallel else str(error)) from None
+        raise UsageError(to_role_flags(str(error), "teacher") if parallel else str(error)) from None
 
 
 def _check_model(options: SftOptions, layout: ProcessLayout, flag: str, role: str) -> None:

@@ -87,7 +87,10 @@ class PolicyLoss:
             )
         )  # fmt: skip
         assert rollout_log_probs is not None
-        advantages = to_device(grouping.labels[:, 0], values.device)[completions.sample]
+        if extras.advantages is None:
+            advantages = to_device(grouping.labels[:, 0], values.device)[completions.sample]
+        else:
+            advantages = to_device(extras.advantages, values.device)[0]
         self.stats.add_mismatch(
             (values.detach() if old_log_probs is None else old_log_probs) - rollout_log_probs, completions.mask
         )
