@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ...bridge.option_groups import flag_value
-from ...tasks.options import GkdOptions, GrpoOptions
+from ...tasks.options import GkdOptions, GrpoOptions, PpoOptions, TeacherOptions
 from ...tasks.options.policy import PolicyLossOptions
 from ...tasks.rollout.addresses import server_urls
 from ..flags import UsageError, show, usage_errors
@@ -15,6 +15,10 @@ from .model import SAFETENSORS, HfConfig, count_experts, read_model_config
 type GeneratingOptions = GrpoOptions | GkdOptions
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")
+# PPO takes its advantages from a critic, not from a comparison of completions or a teacher.
+GRPO_ONLY = (
+    "advantage_estimator", "scale_rewards", "dynamic_sample", "teacher_kl_coef", *TeacherOptions.__dataclass_fields__,
+)  # fmt: skip
 # flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "tau_pos": ("loss_type", ("sapo",)),
@@ -26,6 +30,7 @@ ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "fipo_safety_threshold": ("loss_type", ("fipo",)),
     "delta": ("loss_type", CLIPPED_LOSSES),
     "max_resample_times": ("dynamic_sample", (True,)),
+    **dict.fromkeys(GRPO_ONLY, ("rlhf_type", ("grpo",))),
     "rollout_importance_sampling_threshold": (
         "rollout_importance_sampling_mode",
         ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -85,7 +90,7 @@ def _check_sizes(options: GrpoOptions) -> None:
             f"--num_generations {group}: does not divide the {generated} completions of a rollout (--global_batch_size "
             "x --steps_per_generation). Set a divisor."
         )
-    if group == 1:
+    if group == 1 and not isinstance(options, PpoOptions):
         _check_single_completions(options)
 
 

@@ -24,6 +24,7 @@ METRICS = {  # metrics of evaluations, by task
     "kto": ("loss", *REWARDS, *LOG_PROBS, "kl"),
     "rm": ("loss", *REWARDS, "rewards/accuracies"),
     "grpo": ("reward", "completions/mean_length", "completions/clipped_ratio"),
+    "ppo": ("reward", "completions/mean_length", "completions/clipped_ratio"),
     "gkd": ("loss", "jsd", "nll_loss"),
     "seq_cls": ("loss", "accuracy", "mse"),
     "embedding": ("loss", "accuracy"),

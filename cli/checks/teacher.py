@@ -15,7 +15,9 @@ def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | No
     if isinstance(options, GrpoOptions):
         if len(models) > 1:
             raise UsageError(f"{models[0]} and {models[1]}: set one of them.")
-        _check_advantages(options, models[0])
+        check_token_advantages(options, models[0])
+        if options.dynamic_sample and not (options.rewards.reward_funcs or options.rewards.reward_model):
+            raise UsageError("--dynamic_sample true: compares rewards. Set --reward_funcs, or remove it.")
         check_role_layout(options, "teacher", processes)
         return models[0]
     if not models:
@@ -36,8 +38,8 @@ def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | No
     return models[0]
 
 
-def _check_advantages(options: GrpoOptions, flag: str) -> None:
-    """Raise UsageError for options that need the same advantage at all tokens of a completion, or rewards."""
+def check_token_advantages(options: GrpoOptions, flag: str) -> None:
+    """Raise UsageError for options that need one advantage for a completion; with `flag` each token has its own."""
     policy, problem = options.policy, "needs one advantage for all tokens of a completion"
     if policy.loss_type in ("real", "fipo"):
         raise UsageError(
@@ -48,8 +50,6 @@ def _check_advantages(options: GrpoOptions, flag: str) -> None:
             f"--off_policy_sequence_mask_delta {policy.off_policy_sequence_mask_delta} cannot be used with {flag}: it "
             f"{problem}. Remove one of them."
         )
-    if options.dynamic_sample and not (options.rewards.reward_funcs or options.rewards.reward_model):
-        raise UsageError("--dynamic_sample true: compares rewards. Set --reward_funcs, or remove it.")
 
 
 def _check_server(options: GkdOptions, flag: str) -> None:

@@ -23,20 +23,22 @@ from .groups import (
     CheckpointOptions,
     CompletionOptions,
     ConversionOptions,
+    CriticOptions,
     DistillationOptions,
     GenerationOptions,
     LoggingOptions,
     OptimizerOptions,
     PrecomputeOptions,
     ProfileOptions,
-    ReferenceOptions,
     ResumeOptions,
+    RolloutReferenceOptions,
     SamplingOptions,
     ScheduleOptions,
     TeacherOptions,
     TokenLossOptions,
     TrainingOptions,
 )
+from .groups import ReferenceOptions as ReferenceOptions  # the base of several groups
 from .multi_turn import TurnOptions
 from .plugins import PluginOptions
 from .policy import PolicyLossOptions
@@ -46,10 +48,10 @@ from .rollout import RolloutOptions as RolloutOptions  # the option class of `sw
 
 # Flags that select the option class of a command. Each class has its own value as the default.
 RlhfType = Annotated[
-    Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "gkd"],
+    Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "ppo", "gkd"],
     "Algorithm: preference pairs with a reference (dpo) or without (orpo, simpo, cpo), desirable and undesirable "
-    "answers (kto), a reward model (rm), rewards of generated completions (grpo), or distillation (gkd). Each has "
-    "its own flags: see --rlhf_type kto --help.",
+    "answers (kto), a reward model (rm), rewards of generated completions (grpo; ppo: with a critic), or distillation "
+    "(gkd). Each has its own flags: see --rlhf_type kto --help.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
@@ -225,7 +227,7 @@ class GrpoOptions(SftOptions):
     usual_metric = "reward"
     generates = rolls_out = True
     rlhf_type: RlhfType = "grpo"
-    reference: ReferenceOptions = group(ReferenceOptions)
+    reference: RolloutReferenceOptions = group(RolloutReferenceOptions)
     sampling: SamplingOptions = group(SamplingOptions)
     rewards: RewardOptions = group(RewardOptions)
     multi_turn: TurnOptions = group(TurnOptions)
@@ -279,6 +281,25 @@ class GrpoOptions(SftOptions):
         policy = self.policy
         if policy.epsilon_high is None:
             policy.epsilon_high = 5.0 if policy.loss_type == "cispo" else policy.epsilon
+
+
+@dataclass
+class PpoOptions(GrpoOptions):
+    """PPO"""
+
+    rlhf_type: RlhfType = "ppo"
+    critic: CriticOptions = group(CriticOptions)
+    sampling: SamplingOptions = group(SamplingOptions, num_generations=1)
+    policy: PolicyLossOptions = group(PolicyLossOptions, loss_type="dapo")
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.05
+    kl_in_reward: Annotated[
+        bool, "Subtract the KL divergence from the reward of each token; false: add it to the loss."
+    ] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta:
+            self.kl_in_reward = False  # there is no reference
 
 
 @dataclass

@@ -327,6 +327,59 @@ class PrecomputeOptions(ReferenceOptions):
 
 
 @dataclass
+class RolloutReferenceOptions(ReferenceOptions):
+    """Reference model of what is generated"""
+
+    ref_tensor_model_parallel_size: Annotated[
+        int | None, "TP of the reference, with SP. Default, also below: the policy's.", "[1, inf)"
+    ] = None
+    ref_pipeline_model_parallel_size: Annotated[int | None, "PP of the reference.", "[1, inf)"] = None
+    ref_context_parallel_size: Annotated[int | None, "CP of the reference.", "[1, inf)"] = None
+    ref_expert_model_parallel_size: Annotated[int | None, "EP of the reference.", "[1, inf)"] = None
+    ref_expert_tensor_parallel_size: Annotated[int | None, "ETP of the reference.", "[1, inf)"] = None
+
+
+@dataclass
+class CriticOptions:
+    """Critic"""
+
+    critic_model: Annotated[
+        str | None,
+        "Model that the critic starts from, a folder or a hub id: a reward model (--rlhf_type rm), or a language "
+        "model, which gets a head of zeros. Default: the initial model.",
+    ] = None
+    mcore_critic_model: Annotated[str | None, "The same as a megatron-core checkpoint, instead of --critic_model."] = (
+        None
+    )
+    critic_lr: Annotated[
+        float, "Peak learning rate of the critic. Its schedule is the policy's otherwise.", "[0, inf)"
+    ] = 1e-5
+    critic_warmup: Annotated[int, "Steps at the start that train only the critic.", "[0, inf)"] = 0
+    gamma: Annotated[float, "Discount of later rewards.", "[0, 1]"] = 1.0
+    lam: Annotated[
+        float, "Lambda of generalized advantage estimation; 1: the return less the value, 0: one step.", "[0, 1]"
+    ] = 0.95
+    cliprange_value: Annotated[
+        float, "Clipping range of a value around that before the steps on a generated batch.", "(0, inf)"
+    ] = 0.2
+    whiten_advantages: Annotated[
+        bool, "Scale advantages to mean 0 and deviation 1 over all generated tokens of a batch."
+    ] = True
+    critic_tensor_model_parallel_size: Annotated[
+        int | None, "TP of the critic, with SP. Default, also below: the policy's.", "[1, inf)"
+    ] = None
+    critic_pipeline_model_parallel_size: Annotated[int | None, "PP of the critic.", "[1, inf)"] = None
+    critic_context_parallel_size: Annotated[int | None, "CP of the critic.", "[1, inf)"] = None
+    critic_expert_model_parallel_size: Annotated[int | None, "EP of the critic.", "[1, inf)"] = None
+    critic_expert_tensor_parallel_size: Annotated[int | None, "ETP of the critic.", "[1, inf)"] = None
+    offload_critic: Annotated[
+        bool | None,
+        "Keep the critic's weights and optimizer state in host memory between uses. Default: true if vLLM shares its "
+        "GPUs.",
+    ] = None
+
+
+@dataclass
 class CompletionOptions:
     """Completions"""
 

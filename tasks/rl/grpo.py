@@ -152,9 +152,7 @@ class Grpo:
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             trainer.step(self.next_batches(trainer))
-            self.metrics.add_policy_stats(
-                self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
-            )
+            self.add_step_metrics()
             if self.async_rollout:
                 self.async_rollout.raise_if_failed()
 
@@ -333,20 +331,22 @@ class Grpo:
         metrics.add(episodes, group_size)
         return {f"eval_{name}": value for name, value in metrics.means().items() if not depends_on_machine(name)}
 
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the rollouts since the last log line. Every rank calls it."""
+    def add_step_metrics(self) -> None:
+        """Add the statistics of the last step, unless they have been added. Every rank calls it."""
         self.metrics.add_policy_stats(
             self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
         )
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the rollouts since the last log line. Every rank calls it."""
+        self.add_step_metrics()
         return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state of the loop for a checkpoint, with the batch in generation."""
         with suppress(Exception):  # the error ends the run at the next step; this checkpoint stays complete
             self.wait_for_async_rollout()
-        self.metrics.add_policy_stats(
-            self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
-        )
+        self.add_step_metrics()
         counters = {
             "asked": self.worker.sampler.num_sampled,
             "generations": self.generations,
