@@ -278,7 +278,7 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
                 raise UsageError(f"{as_flag(field, options)}: no teacher. Set --teacher_model, or remove it.")
     if not options.beta:
         for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
-            if flag_value(options, name):
+            if flag_value(options, name) and (is_set_by_user(name, sources) or not isinstance(options, PpoOptions)):
                 raise UsageError(
                     f"{as_flag(name, options)} cannot be used with --beta 0, which has no reference. Remove one of "
                     "them."

@@ -87,7 +87,7 @@ def check_task(
             yield from _check_reference(options, layout, model)
             _check_reference_layout(options, layout)
             if isinstance(options, PpoOptions):
-                _check_critic(options, layout, model, sources)
+                _check_critic(options, layout, model)
         case GkdOptions():
             check_generation(options, sources)
             check_engine_settings(options)
@@ -346,13 +346,9 @@ def _check_reference_layout(options: GrpoOptions, layout: ProcessLayout) -> None
     check_role_layout(options, "ref", layout.world)
 
 
-def _check_critic(
-    options: PpoOptions, layout: ProcessLayout, model: HfConfig | None, sources: Mapping[str, str]
-) -> None:
+def _check_critic(options: PpoOptions, layout: ProcessLayout, model: HfConfig | None) -> None:
     """Raise UsageError for options that PPO's advantages exclude, and for a critic that does not fit the policy."""
     check_token_advantages(options, "--rlhf_type ppo")
-    if not options.beta and is_set_by_user("kl_in_reward", sources):
-        raise UsageError("--kl_in_reward cannot be used with --beta 0, which has no reference. Remove one of them.")
     check_role_layout(options, "critic", layout.world)
     critic = options.critic
     flags = [f"--{name} {value}" for name in CRITIC_MODELS if (value := getattr(critic, name))]

@@ -296,11 +296,6 @@ class PpoOptions(GrpoOptions):
         bool, "Subtract the KL divergence from the reward of each token; false: add it to the loss."
     ] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.beta:
-            self.kl_in_reward = False  # there is no reference
-
 
 @dataclass
 class GkdOptions(SftOptions):

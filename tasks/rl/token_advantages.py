@@ -21,7 +21,7 @@ def compute_token_advantages(episodes: Sequence[Episode], options: PpoOptions) -
         is_scored = not np.isnan(episode.reward)
         is_drawn = (episode.loss_mask > 0) & is_scored
         kl = None
-        if options.kl_in_reward and is_scored:
+        if options.beta and options.kl_in_reward and is_scored:
             assert episode.old_log_probs is not None
             assert episode.ref_log_probs is not None
             kl = episode.old_log_probs - episode.ref_log_probs  # k1, as in TRL's PPO
