@@ -19,6 +19,7 @@ from ..tasks.options import (
     KtoOptions,
     MegatronExportOptions,
     OrpoOptions,
+    PpoOptions,
     PrecomputeOptions,
     PtOptions,
     RecipeOptions,
@@ -130,7 +131,7 @@ def _tasks() -> Iterator[str]:
 def _preferences() -> Iterator[str]:
     kinds = flags_of(DpoOptions)["rlhf_type"].metavar
     yield f"## megatron rlhf --rlhf_type {kinds}\n\nDefault: dpo. Each has the flags of sft, and its own.\n"
-    yield from _added_flags("dpo, kto, grpo: the reference model", ReferenceOptions)
+    yield from _added_flags("dpo, kto, grpo, ppo: the reference model", ReferenceOptions)
     yield from _added_flags("dpo, kto: the reference model", PrecomputeOptions, ReferenceOptions)
     yield from _added_flags("dpo", DpoOptions, SftOptions, PrecomputeOptions)
     yield from _added_flags("orpo", OrpoOptions, SftOptions)
@@ -138,9 +139,10 @@ def _preferences() -> Iterator[str]:
     yield from _added_flags("simpo alone", SimpoOptions, CpoOptions)
     yield from _added_flags("kto", KtoOptions, SftOptions, PrecomputeOptions)
     yield from _added_flags("rm", RmOptions, SftOptions)
-    yield from _added_flags("grpo, gkd: completions", CompletionOptions, SftOptions)
-    yield from _added_flags("grpo, gkd: engines", EngineOptions, SftOptions)
-    yield from _added_flags("grpo", GrpoOptions, SftOptions, ReferenceOptions, CompletionOptions, EngineOptions)
+    yield from _added_flags("grpo, ppo, gkd: completions", CompletionOptions, SftOptions)
+    yield from _added_flags("grpo, ppo, gkd: engines", EngineOptions, SftOptions)
+    yield from _added_flags("grpo, ppo", GrpoOptions, SftOptions, ReferenceOptions, CompletionOptions, EngineOptions)
+    yield from _added_flags("ppo", PpoOptions, GrpoOptions)
     yield from _added_flags("gkd", GkdOptions, SftOptions, CompletionOptions, EngineOptions)
 
 

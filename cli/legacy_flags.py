@@ -24,6 +24,9 @@ RENAMED = {
     "manual_gc_interval": "manual_gc_steps",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "cliprange": "epsilon",
+    "kl_coef": "beta",
+    "num_ppo_epochs": "num_iterations",
     "max_logprob_gap": "max_sampling_logp_difference",
     "wait_for_server": "server_reconnect_timeout",
 }

@@ -69,6 +69,7 @@ PREFERENCES = {
     "kto": Command("KTO, on unpaired desirable or undesirable responses.", "KtoOptions", "preference.preference"),
     "rm": Command("Train a reward model on chosen/rejected pairs.", "RmOptions", "preference.preference"),
     "grpo": Command("GRPO: reinforcement learning with rewards of generated completions.", "GrpoOptions", "rl.grpo"),
+    "ppo": Command("PPO: the same with a critic, a model of the values of tokens.", "PpoOptions", "rl.ppo"),
     "gkd": Command(
         "GKD: distillation of a teacher, also on the student's own completions.", "GkdOptions", "distillation.gkd"
     ),

@@ -7,6 +7,9 @@ by transformers or (`--engine vllm`, if installed) by vLLM, in the process or in
 rewards of the first steps are below 0.3, those of the last steps above 0.8 (0.7 with an adapter: the frozen embeddings
 keep every probability below 0.87), and the checkpoint's answers, by transformers, are as good.
 
+ppo: the same with one completion of a prompt, and a critic, which must explain 0.3 of the variance of the last returns.
+ppo_layouts: in two processes, with the critic in another parallel layout than the policy.
+
 gkd: a teacher says two words in either order. A random student learns its distributions, half of the time on the
 student's completions. It fails unless the student's loss on held-out answers is within 15 % of the teacher's.
 """
@@ -28,7 +31,8 @@ import torch
 from learn import PAIRS, WORDS, answer_log_probs, both_orders, make_model, tokens_of, train, write_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.7, "server": 0.8}
+BEFORE, AFTER = 0.3, {"grpo": 0.8, "lora": 0.7, "server": 0.8, "ppo": 0.8, "ppo_layouts": 0.8}
+EXPLAINED = 0.3  # share of the variance of returns that a critic explains at last
 BIN = Path(sys.executable).parent
 # With 8 completions per prompt and a learning rate of 3e-3, the right answer to a question can become improbable before
 # it is sampled: the rewards then stay at 0.53 on a CPU with AVX2, and reach 0.97 on another CPU.
@@ -36,6 +40,11 @@ GRPO = (
     "rlhf --rlhf_type grpo --external_plugins exact.py --reward_funcs exact --num_generations 16 "
     "--global_batch_size 256 --micro_batch_size 128 --max_completion_length 3 --temperature 1 "
     "--beta 0 --train_iters 200 --lr 1e-3"
+)
+# One completion of a prompt. Its advantage is over what the critic expects, which begins with a head of zeros.
+PPO = (
+    GRPO.replace("rlhf_type grpo", "rlhf_type ppo").replace("num_generations 16", "num_generations 1")
+    + " --critic_lr 1e-3 --critic_warmup 5"
 )
 # Not `accuracy`, which accepts "1 + 2" for 3, so that the model would learn to repeat the question.
 EXACT = """
@@ -50,7 +59,10 @@ RUNS = {
     "grpo": GRPO,
     "lora": GRPO + " --tuner_type lora --lora_rank 16 --lora_alpha 128 --target_modules all-linear",
     "server": GRPO + " --vllm_mode server",
+    "ppo": PPO,
+    "ppo_layouts": PPO + " --critic_pipeline_model_parallel_size 2",  # policy DP2, critic PP2
 }
+PROCESSES = {"ppo_layouts": "2"}
 
 
 def sums() -> list[tuple[str, int]]:
@@ -71,21 +83,24 @@ def write_sums(folder: Path) -> None:
     (folder / "exact.py").write_text(EXACT)
 
 
-def megatron(folder: Path, line: str, output: str) -> Path:
+def megatron(folder: Path, line: str, output: str, processes: str = "1") -> Path:
     """Run `megatron {line}` and return its checkpoint."""
     words = f"{line} --output_dir {output} --add_version false --dataloader_num_workers 0 --no_save_optim true"
     print(f"$ megatron {words}", flush=True)
-    process = subprocess.run([BIN / "megatron", *words.split()], cwd=folder, capture_output=True, text=True)
+    environment = os.environ | {"NPROC_PER_NODE": processes}
+    process = subprocess.run(
+        [BIN / "megatron", *words.split()], cwd=folder, capture_output=True, text=True, env=environment
+    )
     if process.returncode:
         raise SystemExit(process.stdout[-3000:] + process.stderr[-5000:])
     (checkpoint,) = (folder / output).glob("checkpoint-*[0-9]")
     return checkpoint
 
 
-def rewards(folder: Path) -> list[float]:
-    """Return the mean reward of each step of a run."""
+def logged(folder: Path, name: str) -> list[float]:
+    """Return a number of each step of a run, where it was logged."""
     rows = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
-    return [row["reward"] for row in rows if "reward" in row]
+    return [row[name] for row in rows if name in row]
 
 
 @torch.no_grad()
@@ -175,16 +190,24 @@ def main(folder: Path, names: list[str], engine: str) -> int:
             with server(folder, str(base), engine) as (port, _):
                 checkpoint = megatron(folder, f"{line} --vllm_server_port {port}", name)
         else:
-            checkpoint = megatron(folder, f"{line} --use_vllm {str(engine == 'vllm').lower()}", name)
+            line = f"{line} --use_vllm {str(engine == 'vllm').lower()}"
+            checkpoint = megatron(folder, line, name, PROCESSES.get(name, "1"))
         merged = checkpoint.with_name(f"{checkpoint.name}-merged")
-        step_rewards, after = rewards(checkpoint.parent), answer_probability(merged if merged.exists() else checkpoint)
+        step_rewards, after = (
+            logged(checkpoint.parent, "reward"),
+            answer_probability(merged if merged.exists() else checkpoint),
+        )
         first, last = sum(step_rewards[:3]) / 3, sum(step_rewards[-5:]) / 5
         has_learned = first < BEFORE and last > AFTER[name] and after > AFTER[name]
+        explained = logged(checkpoint.parent, "critic/explained_variance")[-5:]
+        if explained:
+            print(f"{name}: the critic explains {sum(explained) / 5:.3f} of the variance of returns")
+            has_learned = has_learned and sum(explained) / 5 > EXPLAINED
         is_good = is_good and has_learned
         seconds = time.perf_counter() - start_time
         numbers = "".join(f"{number:>10.3f}" for number in (first, last, before, after))
-        table.append(f"{name:<10}{numbers}{seconds:>10.0f}{'' if has_learned else '  WRONG'}")
-    print(f"\n{'':<10}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
+        table.append(f"{name:<12}{numbers}{seconds:>10.0f}{'' if has_learned else '  WRONG'}")
+    print(f"\n{'':<12}{'reward':>10}{'at last':>10}{'p(right)':>10}{'at last':>10}{'seconds':>10}", *table, sep="\n")
     return 0 if is_good else 1
 
 

@@ -37,6 +37,15 @@ def test_rewards_climb(tmp_path: Path) -> None:
     learn(tmp_path, "grpo", script="learn_rl.py")
 
 
+def test_rewards_climb_with_a_critic(tmp_path: Path) -> None:
+    learn(tmp_path, "ppo", script="learn_rl.py")
+
+
+@pytest.mark.long
+def test_rewards_climb_with_a_critic_in_another_layout(tmp_path: Path) -> None:
+    learn(tmp_path, "ppo_layouts", script="learn_rl.py")
+
+
 @pytest.mark.long
 def test_rewards_climb_with_an_adapter_and_by_a_server(tmp_path: Path) -> None:
     learn(tmp_path, "lora", "server", script="learn_rl.py")

@@ -6,7 +6,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from ..layers.logprobs import OutputMatrix, label_log_probs, log_probs_and_entropies
@@ -20,13 +24,14 @@ from .model import LastStage
 class LogProbs:
     """Log-probabilities of the labels, fp32 [rows, local length], 0 outside of `loss_positions`.
 
-    temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, without
-    gradients; not with multi-token prediction. With multi-token prediction and `loss_weights`: [1 + depths, rows, local
-    length], those of each depth times their weights.
+    temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, with
+    gradients if `trains_entropy`; not with multi-token prediction. With multi-token prediction and `loss_weights`:
+    [1 + depths, rows, local length], those of each depth times their weights.
     """
 
     temperature: float = 1.0
     entropies: bool = False
+    trains_entropy: bool = False
 
     def __call__(self, stage: LastStage) -> Tensor:
         model, inputs, documents = stage.model, stage.inputs, stage.documents
@@ -47,7 +52,8 @@ class LogProbs:
         output = replace(_output_matrix(stage), positions=positions)
         temperature = stage.model.architecture.logits_scale * self.temperature
         if self.entropies:
-            return torch.stack(log_probs_and_entropies(hidden, output, labels, temperature=temperature))
+            settings = {"temperature": temperature, "trains_entropy": self.trains_entropy}
+            return torch.stack(log_probs_and_entropies(hidden, output, labels, **settings))
         return label_log_probs(hidden, output, labels, temperature=temperature)
 
 
@@ -64,6 +70,25 @@ class DocumentScores:
     def __call__(self, stage: LastStage) -> Tensor:
         hidden = last_tokens(stage.hidden_states, self.ends, sequence_parallel=stage.model.config.sequence_parallel)
         return stage.output_layer(hidden)
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Output of a head of one label for every token, fp32 [rows, local length]: a critic's values.
+
+    A token's value depends on it and on those before it, so it is that of the state in which the next one is drawn.
+    """
+
+    def __call__(self, stage: LastStage) -> Tensor:
+        stage.run_hooks()
+        weight, config, group = stage.output_layer.weight, stage.model.config, stage.model.groups.tp
+        assert isinstance(weight, Tensor)
+        if config.sequence_parallel:  # each rank has a part of the tokens: sum the gradients of the weight
+            weight = copy_to_tensor_model_parallel_region(weight, group=group)
+        values = F.linear(stage.hidden_states.float(), weight.float())[..., 0]
+        if config.sequence_parallel:  # each rank computes the whole loss: give it the gradients of its own part
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
+        return values.transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ...bridge.option_groups import flag_value
-from ...tasks.options import GkdOptions, GrpoOptions
-from ...tasks.options.policy import PolicyLossOptions
+from ...tasks.options import GkdOptions, GrpoOptions, PpoOptions, TeacherOptions
 from ...tasks.rollout.addresses import server_urls
-from ..flags import UsageError, show, usage_errors
+from ..flags import UsageError, flags_of, show, usage_errors
 from .model import SAFETENSORS, HfConfig, count_experts, read_model_config
 
 type GeneratingOptions = GrpoOptions | GkdOptions
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")
+# PPO takes its advantages from a critic, not from a comparison of completions or a teacher.
+GRPO_ONLY = (
+    "advantage_estimator", "scale_rewards", "dynamic_sample", "teacher_kl_coef", *TeacherOptions.__dataclass_fields__,
+)  # fmt: skip
 # flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "tau_pos": ("loss_type", ("sapo",)),
@@ -25,7 +28,9 @@ ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "fipo_clip_high_only": ("loss_type", ("fipo",)),
     "fipo_safety_threshold": ("loss_type", ("fipo",)),
     "delta": ("loss_type", CLIPPED_LOSSES),
+    "dual_clip": ("loss_type", CLIPPED_LOSSES),
     "max_resample_times": ("dynamic_sample", (True,)),
+    **dict.fromkeys(GRPO_ONLY, ("rlhf_type", ("grpo",))),
     "rollout_importance_sampling_threshold": (
         "rollout_importance_sampling_mode",
         ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -37,6 +42,7 @@ NOTED_UNLESS = {
     "epsilon_high": ("loss_type", (*CLIPPED_LOSSES, "cispo")),
     "scale_rewards": ("loss_type", (*CLIPPED_LOSSES, "cispo", "sapo")),
 }
+UNGROUPED = ("reinforce_plus_plus", "reinforce")  # estimators that need no other completions of a prompt
 REFERENCE_FLAGS = ("ref_model", "mcore_ref_model", "ref_adapters")
 TEACHER_FLAGS = "teacher_model", "mcore_teacher_model", "teacher_model_server"
 SERVER_FLAGS = (
@@ -85,7 +91,7 @@ def _check_sizes(options: GrpoOptions) -> None:
             f"--num_generations {group}: does not divide the {generated} completions of a rollout (--global_batch_size "
             "x --steps_per_generation). Set a divisor."
         )
-    if group == 1:
+    if group == 1 and not isinstance(options, PpoOptions):
         _check_single_completions(options)
 
 
@@ -96,10 +102,10 @@ def has_teacher(options: GrpoOptions) -> bool:
 
 def _check_single_completions(options: GrpoOptions) -> None:
     """Raise UsageError if the advantage needs several completions of a prompt."""
-    if options.advantage_estimator != "reinforce_plus_plus" and not has_teacher(options):
+    if options.advantage_estimator not in UNGROUPED and not has_teacher(options):
         raise UsageError(
             f"--num_generations 1: --advantage_estimator {options.advantage_estimator} compares completions of one "
-            "prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator reinforce_plus_plus."
+            f"prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator {' or '.join(UNGROUPED)}."
         )
     if options.dynamic_sample:
         raise UsageError(
@@ -272,8 +278,8 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
             if is_set_by_user(field, sources):
                 raise UsageError(f"{as_flag(field, options)}: no teacher. Set --teacher_model, or remove it.")
     if not options.beta:
-        for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
-            if flag_value(options, name):
+        for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model", "kl_estimator"):
+            if flag_value(options, name) and (is_set_by_user(name, sources) or not isinstance(options, PpoOptions)):
                 raise UsageError(
                     f"{as_flag(name, options)} cannot be used with --beta 0, which has no reference. Remove one of "
                     "them."
@@ -287,13 +293,13 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
 
 def _check_real(options: GrpoOptions) -> None:
     """Raise UsageError for options of losses per token, and for groups in several steps."""
-    policy, defaults = options.policy, PolicyLossOptions()
+    flags = flags_of(type(options))
     names = (
         "importance_sampling_level", "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta",
-        "top_entropy_quantile",
+        "top_entropy_quantile", "loss_agg_mode", "whiten_advantages", "advantage_clip",
     )  # fmt: skip
     for name in names:
-        if getattr(policy, name) != getattr(defaults, name):
+        if flag_value(options, name) != flags[name].default:
             raise UsageError(
                 f"{as_flag(name, options)} cannot be used with --loss_type real, whose loss is of a prompt's "
                 "completions. Remove one of them."

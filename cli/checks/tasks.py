@@ -17,15 +17,17 @@ from ...tasks.options import (
     InferOptions,
     KtoOptions,
     OrpoOptions,
+    PpoOptions,
     PrecomputeOptions,
     RolloutOptions,
     SeqClsOptions,
     SftOptions,
 )
-from ...tasks.run.planning import ProcessLayout, teacher_layout
+from ...tasks.run.planning import SIZES, ProcessLayout, RoleName, role_layout
 from ...templates.formats.schemas import POOLED, UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
+from .advantages import check_advantages
 from .extra_kwargs import check_engine_settings
 from .generation import (
     REFERENCE_FLAGS,
@@ -39,12 +41,14 @@ from .generation import (
 from .lora import adapter_config, adapter_flag, adapter_settings, check_base, check_fits
 from .model import HfConfig, check_divisible, count_experts, supported_config
 from .plugins import check_plugins
-from .teacher import check_teacher, to_teacher_flags
+from .roles import check_role_layout, to_role_flags
+from .teacher import check_teacher, check_token_advantages
 from .vllm_lora import check_vllm_lora
 
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")  # DPO losses that read --label_smoothing
 DIFFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm")
 READ_LOSS_SCALE = DpoOptions | OrpoOptions | CpoOptions | KtoOptions | GkdOptions
+CRITIC_MODELS = "critic_model", "mcore_critic_model"
 WithReference = DpoOptions | KtoOptions | GrpoOptions
 # flag -> (flag that selects it, values of that flag with which it is read)
 ONLY_WITH = {
@@ -75,6 +79,7 @@ def check_task(
     match options:
         case GrpoOptions():
             check_generation(options, sources)
+            check_advantages(options, sources)
             check_engine_settings(options)
             check_vllm_lora(options, model)
             check_replay(options, model)
@@ -82,6 +87,9 @@ def check_task(
             if has_teacher(options):
                 _check_teacher(options, layout)
             yield from _check_reference(options, layout, model)
+            _check_reference_layout(options, layout)
+            if isinstance(options, PpoOptions):
+                _check_critic(options, layout, model)
         case GkdOptions():
             check_generation(options, sources)
             check_engine_settings(options)
@@ -139,6 +147,14 @@ def _check_head(options: SftOptions, model: HfConfig | None) -> None:
             f"--num_labels {expected}" if isinstance(options, SeqClsOptions) else f"{task_flag(options)}, of 1 output"
         )
         raise UsageError(f"{flag}: has a head of {outputs} outputs, not that of {task}. Use a model without a head.")
+
+
+def _check_critic_head(critic: HfConfig | None, flag: str) -> None:
+    if critic is not None and (outputs := count_labels(critic)) not in (None, 1):
+        raise UsageError(
+            f"{flag}: has a head of {outputs} outputs, and a critic has 1. Use a reward model (--rlhf_type rm), or a "
+            "language model."
+        )
 
 
 def check_generates(options: InferOptions | RolloutOptions, model: HfConfig | None) -> None:
@@ -311,39 +327,84 @@ def _check_reference_adapter(options: WithReference, model: HfConfig | None) -> 
 
 
 def _check_reference_model(options: WithReference, layout: ProcessLayout, flag: str) -> None:
-    reference_options = replace(
-        options, model=options.reference.ref_model or "", mcore_model=options.reference.mcore_ref_model
-    )
-    _check_model(reference_options, layout, flag, "ref")
+    _check_role_model(options, layout, "ref", flag, options.reference.ref_model, options.reference.mcore_ref_model)
+
+
+def _check_reference_layout(options: GrpoOptions, layout: ProcessLayout) -> None:
+    """Raise UsageError for a layout of a reference that has no weights of its own, or follows the policy's."""
+    if role_layout(options, "ref") is None:
+        return
+    flags = [f"ref_{size}_parallel_size" for size in SIZES]
+    flag = next(as_flag(name, options) for name in flags if flag_value(options, name) is not None)
+    reason = ""
+    if not options.beta:
+        reason = "--beta 0, which has no reference"
+    elif options.reference.sync_ref_model:
+        reason = "--sync_ref_model true, whose reference is updated shard by shard"
+    elif options.tuner.has_adapters and not (options.reference.ref_model or options.reference.mcore_ref_model):
+        reason = f"--tuner_type {options.tuner.tuner_type} without --ref_model: the reference is the model itself"
+    if reason:
+        raise UsageError(f"{flag} cannot be used with {reason}. Remove one of them.")
+    check_role_layout(options, "ref", layout.world)
+
+
+def _check_critic(options: PpoOptions, layout: ProcessLayout, model: HfConfig | None) -> None:
+    """Raise UsageError for options that PPO's advantages exclude, and for a critic that does not fit the policy."""
+    check_token_advantages(options, "--rlhf_type ppo")
+    check_role_layout(options, "critic", layout.world)
+    critic = options.critic
+    flags = [f"--{name} {value}" for name in CRITIC_MODELS if (value := getattr(critic, name))]
+    if len(flags) > 1:
+        raise UsageError(f"{flags[0]} and {flags[1]}: set one of them.")
+    if not flags:
+        flag = f"--mcore_model {options.mcore_model}" if options.mcore_model else f"--model {options.model}"
+        _check_role_model(options, layout, "critic", flag, options.model, options.mcore_model)
+        return
+    config = _check_role_model(options, layout, "critic", flags[0], critic.critic_model, critic.mcore_critic_model)
+    sizes = [(other.get("text_config") or other).get("vocab_size") for other in (config or {}, model or {})]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{flags[0]}: has a vocabulary of {sizes[0]} tokens, and the policy one of {sizes[1]}. Use a critic with "
+            "the policy's tokenizer."
+        )
+
+
+def _check_role_model(
+    options: SftOptions, layout: ProcessLayout, role: RoleName, flag: str, model: str | None, mcore_model: str | None
+) -> HfConfig | None:
+    """Check the model of a role in its layout, and return its config.json; None if not downloaded yet."""
+    parallel = role_layout(options, role)
+    role_options = replace(parallel or options, model=model or "", mcore_model=mcore_model)
+    if role == "teacher":  # --rope_scaling is the student's
+        role_options = replace(role_options, rope_scaling={}, max_model_len=None)
+    sizes = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
+    try:
+        return _check_model(role_options, sizes, flag, role)
+    except UsageError as error:
+        raise UsageError(to_role_flags(str(error), role) if parallel else str(error)) from None
 
 
 def _check_teacher(options: GkdOptions | GrpoOptions, layout: ProcessLayout) -> None:
     flag = check_teacher(options, layout.world)
     if flag is None:  # a server has it
         return
-    parallel = teacher_layout(options)
-    layout = ProcessLayout.of(parallel.build, layout.world) if parallel else layout
-    teacher_options = replace(
-        parallel or options,
-        model=options.teacher.teacher_model or "",
-        mcore_model=options.teacher.mcore_teacher_model,
-        rope_scaling={},
-        max_model_len=None,
+    _check_role_model(
+        options, layout, "teacher", flag, options.teacher.teacher_model, options.teacher.mcore_teacher_model
     )
-    try:
-        _check_model(teacher_options, layout, flag, "teacher")
-    except UsageError as error:
-        raise UsageError(to_teacher_flags(str(error)) if parallel else str(error)) from None
 
 
-def _check_model(options: SftOptions, layout: ProcessLayout, flag: str, role: str) -> None:
-    """Check a reference or teacher like the policy, with the flags of its role in messages."""
+def _check_model(options: SftOptions, layout: ProcessLayout, flag: str, role: RoleName) -> HfConfig | None:
+    """Check the model of a role like the policy, with the flags of the role in messages. Return its config.json."""
     try:
         config = supported_config(options)
-        _check_head(options, config)
+        if role == "critic":
+            _check_critic_head(config, flag)
+        else:
+            _check_head(options, config)
         if config is not None:
             sizes = layout if count_experts(config) else replace(layout, expert=1, expert_tensor=1)
             check_divisible(options.build, sizes, config)
+        return config
     except UsageError as error:
         text = re.sub(
             r"--(mcore_)?(model|adapters)\b", lambda match: f"--{match[1] or ''}{role}_{match[2]}", str(error)

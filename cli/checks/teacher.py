@@ -1,15 +1,11 @@
 """Checks of a teacher: its model, server and layout."""
 
-import re
-from math import lcm
-
 from ...tasks.options import GkdOptions, GrpoOptions
 from ...tasks.rollout.addresses import check_address
-from ...tasks.run.planning import ProcessLayout, length_multiple, teacher_layout
+from ...tasks.run.planning import SIZES
 from ..flags import UsageError, show, usage_errors
 from .generation import check_key
-
-SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"  # teacher_<size>_parallel_size
+from .roles import check_role_layout
 
 
 def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | None:
@@ -19,8 +15,10 @@ def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | No
     if isinstance(options, GrpoOptions):
         if len(models) > 1:
             raise UsageError(f"{models[0]} and {models[1]}: set one of them.")
-        _check_advantages(options, models[0])
-        _check_layout(options, processes)
+        check_token_advantages(options, models[0])
+        if options.dynamic_sample and not (options.rewards.reward_funcs or options.rewards.reward_model):
+            raise UsageError("--dynamic_sample true: compares rewards. Set --reward_funcs, or remove it.")
+        check_role_layout(options, "teacher", processes)
         return models[0]
     if not models:
         raise UsageError(
@@ -36,17 +34,12 @@ def check_teacher(options: GkdOptions | GrpoOptions, processes: int) -> str | No
         raise UsageError("--teacher_model_server_api_key: only for --teacher_model_server. Remove it.")
     if options.seq_kd and options.teacher.mcore_teacher_model:
         raise UsageError(f"--seq_kd true cannot be used with {models[0]}, which cannot generate. Set --teacher_model.")
-    _check_layout(options, processes)
+    check_role_layout(options, "teacher", processes)
     return models[0]
 
 
-def to_teacher_flags(text: str) -> str:
-    """Return text with the flags of the layout replaced by the teacher's."""
-    return re.sub(rf"--({'|'.join(SIZES)})_parallel_size", r"--teacher_\1_parallel_size", text)
-
-
-def _check_advantages(options: GrpoOptions, flag: str) -> None:
-    """Raise UsageError for options that need the same advantage at all tokens of a completion, or rewards."""
+def check_token_advantages(options: GrpoOptions, flag: str) -> None:
+    """Raise UsageError for options that need one advantage for a completion; with `flag` each token has its own."""
     policy, problem = options.policy, "needs one advantage for all tokens of a completion"
     if policy.loss_type in ("real", "fipo"):
         raise UsageError(
@@ -57,8 +50,6 @@ def _check_advantages(options: GrpoOptions, flag: str) -> None:
             f"--off_policy_sequence_mask_delta {policy.off_policy_sequence_mask_delta} cannot be used with {flag}: it "
             f"{problem}. Remove one of them."
         )
-    if options.dynamic_sample and not (options.rewards.reward_funcs or options.rewards.reward_model):
-        raise UsageError("--dynamic_sample true: compares rewards. Set --reward_funcs, or remove it.")
 
 
 def _check_server(options: GkdOptions, flag: str) -> None:
@@ -72,27 +63,3 @@ def _check_server(options: GkdOptions, flag: str) -> None:
     for name in ("offload_teacher_model", *(f"teacher_{size}_parallel_size" for size in SIZES)):
         if value := getattr(options.teacher, name):
             raise UsageError(f"--{name} {show(value)} cannot be used with {flag}: the teacher runs there. Remove it.")
-
-
-def _check_layout(options: GkdOptions | GrpoOptions, processes: int) -> None:
-    data = options.data
-    parallel = teacher_layout(options)
-    if parallel is None:
-        return
-    layout = ProcessLayout.of(parallel.build, processes)
-    for product, sizes in (
-        (layout.tensor * layout.pipeline * layout.context, ("tensor_model", "pipeline_model", "context")),
-        (layout.expert * layout.expert_tensor * layout.pipeline, ("expert_model", "expert_tensor", "pipeline_model")),
-    ):
-        if processes % product:
-            flags = " x ".join(f"--teacher_{size}_parallel_size" for size in sizes)
-            raise UsageError(
-                f"{flags} = {product}: does not divide the number of processes, {processes}. Set sizes that "
-                "divide; unset ones are the student's."
-            )
-    multiple = lcm(2 * layout.context if layout.context > 1 else 1, layout.context * length_multiple(parallel.build))
-    if data.packing and data.packing_length and data.packing_length % multiple:
-        raise UsageError(
-            f"--packing_length {data.packing_length}: not a multiple of {multiple}, by which the teacher's processes "
-            "(--teacher_tensor_model_parallel_size, --teacher_context_parallel_size) split a pack. Set a multiple."
-        )

@@ -5,8 +5,6 @@ each rank that needs it.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,13 +15,11 @@ from torch import Tensor
 
 from ...bridge import runtime
 from ...bridge.model.model import Model
-from ...bridge.parallel import ProcessGroups
 from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import BatchPlan, Sequences
-from ..distributed.collectives import run_on_all_ranks
 from ..distributed.redistribute import LabelPlacement, concat_indices, redistribute
-from ..options import GkdOptions
-from ..run.context import Run, episode_plan
+from ..run.context import episode_plan
+from ..run.roles import Role
 
 
 class TeacherOutputs(Protocol):
@@ -65,28 +61,20 @@ class ReshardedOutputs:
         return outputs
 
 
-class TeacherGroups:
-    """The teacher's process groups, and its forward passes in them. Every rank creates an instance.
+class OwnLayoutOutputs:
+    """Outputs of a teacher in its own layout. Every rank creates an instance.
 
-    Raises ValueError on every rank if the world size does not fit the teacher's layout.
+    model: built in the role's process groups. forward: its outputs for micro batches of its layout.
     """
 
-    def __init__(self, run: Run, options: GkdOptions):
-        self._groups = run_on_all_ranks(lambda: ProcessGroups(options.build))
-        self._run = replace(run, options=options)
-
-    def entered(self) -> AbstractContextManager[None]:
-        return self._groups.entered()
-
-    def set_model(self, model: Model, forward: Callable[[list[Batch]], list[Tensor]], *, top: int | None) -> None:
-        """Set the model, which was built in these groups. `forward`: its outputs for micro batches of its layout."""
-        self._model, self._forward, self._top = model, forward, top
+    def __init__(self, role: Role, model: Model, forward: Callable[[list[Batch]], list[Tensor]], *, top: int | None):
+        self._role, self._model, self._forward, self._top = role, model, forward, top
         split = not top and model.config.sequence_parallel
-        self._placement = LabelPlacement(episode_plan(self._run, model.groups), model.groups, split=split, copies=False)
+        self._placement = LabelPlacement(episode_plan(role.run, model.groups), model.groups, split=split, copies=False)
 
     def __call__(self, sequences: Sequences) -> tuple[list[np.ndarray], Tensor]:
         label_ids = self._placement(sequences)
-        with self.entered():
+        with self._role.entered():
             outputs = self._forward(self._placement.batches(sequences))
         config, local_ids = self._model.config, label_ids[dist.get_rank()]
         dtype, width = (torch.float32, 2 * self._top) if self._top else (config.params_dtype, config.hidden_size)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from torch import Tensor
 
@@ -27,10 +26,10 @@ from ..observability.flops import Flops
 from ..options import GkdOptions
 from ..reference.frozen_model import build_frozen, forward_only, offloaded
 from ..run.context import Run
-from ..run.planning import ProcessLayout, teacher_layout
+from ..run.roles import Role
 from ..train.objective import extras_of
 from .remote_teacher import RemoteTeacher
-from .resharded_teacher import ReshardedOutputs, TeacherGroups
+from .resharded_teacher import OwnLayoutOutputs, ReshardedOutputs
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,24 @@ class Teacher:
             self.resharded = ReshardedOutputs(self.server, plan, student, top=self.top)
             self.location = f", a server ({self.server.reader.kind})"
             return
-        teacher_options = teacher_layout(options)
-        self.location = f", {ProcessLayout.of(teacher_options.build, dist.get_world_size())}" if teacher_options else ""
-        self._groups = TeacherGroups(run, teacher_options) if teacher_options else None
-        with self._groups.entered() if self._groups else nullcontext():
-            self._build(replace(run, options=teacher_options or options), options)
+        role = Role(run, "teacher")
+        self.location = role.note
+        with role.entered():
+            self._build(role.run, options)
         architecture = self.model.architecture
         self.vocab_size, self.scale = min(self.vocab_size, architecture.vocab_size), architecture.logits_scale
         self.flops = Flops.of_model(self.model)
         if self.top and self.top > self.vocab_size:
             raise ValueError(f"--gkd_logits_topk {self.top}: the vocabulary has {self.vocab_size} tokens. Set fewer")
-        if self._groups is None:
+        if not role.has_own_layout:
             if is_pp_last_stage(student.groups.pp) and not self.top:
                 rows, group = len(student.output_matrix()), student.groups.tp
                 self.weight = reshard_rows(self.model.output_matrix(), rows, group)
         else:
-            self._groups.set_model(self.model, self._forward, top=self.top)
-            self.resharded = ReshardedOutputs(self._groups, plan, student, top=self.top)
+            outputs = OwnLayoutOutputs(role, self.model, self._forward, top=self.top)
+            self.resharded = ReshardedOutputs(outputs, plan, student, top=self.top)
             if not self.top:
-                self.weight = self._groups.output_matrix_for(student)
+                self.weight = outputs.output_matrix_for(student)
         offloads = options.teacher.offload_teacher_model and runtime.device().type == "cuda"
         self.on_device: Callable[[], Any] = offloaded(self.model) if offloads else nullcontext
 

@@ -1,4 +1,4 @@
-"""Redistribution of per-token values between two parallel layouts."""
+"""Redistribution of per-token values between two parallel layouts, and to all ranks by document."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -79,6 +79,23 @@ class LabelPlacement:
     def batches(self, sequences: Sequences) -> list[Batch]:
         """Return this rank's micro batches."""
         return self.plan.batches(sequences)
+
+
+def gather_by_document(
+    plan: BatchPlan, groups: ProcessGroupCollection, batches: list[Batch], values: list[Tensor]
+) -> list[np.ndarray]:
+    """Gather per-token values of the ranks' micro batches into arrays per document, on every rank.
+
+    values: [1, local length] of each micro batch on the last pipeline stage, none on the others.
+    """
+    rank_values = plan.label_values_by_document(batches, values) if values and groups.tp.rank() == 0 else {}
+    all_values: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(all_values, rank_values)
+    documents: dict[int, np.ndarray] = {}
+    for rank_values in all_values:
+        for item, label_values in rank_values.items():  # each context-parallel rank has a part, and 0 elsewhere
+            documents[item] = documents[item] + label_values if item in documents else label_values
+    return [documents[item] for item in sorted(documents)]
 
 
 def document_starts(sequences: Sequences) -> np.ndarray:

@@ -19,24 +19,27 @@ from ...bridge.options import (
 )
 from ...templates.formats.schemas import Stage
 from ...templates.options import MediaOptions, PrepareOptions
+from .advantages import AdvantageOptions
 from .groups import (
     CheckpointOptions,
     CompletionOptions,
     ConversionOptions,
+    CriticOptions,
     DistillationOptions,
     GenerationOptions,
     LoggingOptions,
     OptimizerOptions,
     PrecomputeOptions,
     ProfileOptions,
-    ReferenceOptions,
     ResumeOptions,
+    RolloutReferenceOptions,
     SamplingOptions,
     ScheduleOptions,
     TeacherOptions,
     TokenLossOptions,
     TrainingOptions,
 )
+from .groups import ReferenceOptions as ReferenceOptions  # the base of several groups
 from .multi_turn import TurnOptions
 from .plugins import PluginOptions
 from .policy import PolicyLossOptions
@@ -47,10 +50,10 @@ from .rollout import RolloutOptions as RolloutOptions  # the option class of `sw
 
 # Flags that select the option class of a command. Each class has its own value as the default.
 RlhfType = Annotated[
-    Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "gkd"],
+    Literal["dpo", "orpo", "simpo", "cpo", "kto", "rm", "grpo", "ppo", "gkd"],
     "Algorithm: preference pairs with a reference (dpo) or without (orpo, simpo, cpo), desirable and undesirable "
-    "answers (kto), a reward model (rm), rewards of generated completions (grpo), or distillation (gkd). Each has "
-    "its own flags: see --rlhf_type kto --help.",
+    "answers (kto), a reward model (rm), rewards of generated completions (grpo; ppo: with a critic), or distillation "
+    "(gkd). Each has its own flags: see --rlhf_type kto --help.",
 ]
 TaskType = Annotated[
     Literal["causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker"],
@@ -226,24 +229,26 @@ class GrpoOptions(SftOptions):
     usual_metric = "reward"
     generates = rolls_out = True
     rlhf_type: RlhfType = "grpo"
-    reference: ReferenceOptions = group(ReferenceOptions)
+    reference: RolloutReferenceOptions = group(RolloutReferenceOptions)
     sampling: SamplingOptions = group(SamplingOptions)
     rewards: RewardOptions = group(RewardOptions)
     multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
     policy: PolicyLossOptions = group(PolicyLossOptions)
+    advantages: AdvantageOptions = group(AdvantageOptions)
     teacher: TeacherOptions = group(TeacherOptions)
     teacher_kl_coef: Annotated[
         float, "With a teacher: weight of its log-probability over the policy's in each token's advantage.", "[0, inf)"
     ] = 1.0
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.04
     advantage_estimator: Annotated[
-        Literal["grpo", "rloo", "reinforce_plus_plus"], "Baseline that a reward is compared with."
+        Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce"],
+        "Baseline that a reward is compared with; reinforce: none.",
     ] = "grpo"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
         "Scale advantages by the standard deviation of the prompt's rewards (group), of all (batch), or not. "
-        "Default: group (rloo: none, reinforce_plus_plus: batch).",
+        "Default: group (rloo, reinforce: none, reinforce_plus_plus: batch).",
     ] = None  # type: ignore[assignment]
     kl_in_reward: Annotated[bool, "Subtract the KL divergence from the reward instead of adding it to the loss."] = (
         False
@@ -276,10 +281,26 @@ class GrpoOptions(SftOptions):
         if self.rewards.soft_max_length is None:
             self.rewards.soft_max_length = self.sampling.max_completion_length
         if self.scale_rewards is None:
-            self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
+            scales = {"rloo": "none", "reinforce": "none", "reinforce_plus_plus": "batch"}
+            self.scale_rewards = scales.get(self.advantage_estimator, "group")  # type: ignore[assignment]
         policy = self.policy
         if policy.epsilon_high is None:
             policy.epsilon_high = 5.0 if policy.loss_type == "cispo" else policy.epsilon
+
+
+@dataclass
+class PpoOptions(GrpoOptions):
+    """PPO"""
+
+    rlhf_type: RlhfType = "ppo"
+    critic: CriticOptions = group(CriticOptions)
+    sampling: SamplingOptions = group(SamplingOptions, num_generations=1)
+    policy: PolicyLossOptions = group(PolicyLossOptions, loss_type="dapo")
+    advantages: AdvantageOptions = group(AdvantageOptions, whiten_advantages=True)
+    beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.05
+    kl_in_reward: Annotated[
+        bool, "Subtract the KL divergence from the reward of each token; false: add it to the loss."
+    ] = True
 
 
 @dataclass

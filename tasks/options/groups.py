@@ -25,6 +25,7 @@ class TrainingOptions:
         "Steps between evaluations. Default: at each checkpoint.",
         "(0, inf)",
     ] = None
+    eval_on_start: Annotated[bool, "Also evaluate before the first step."] = False
     eval_iters: Annotated[
         int, "Global batches of an evaluation; -1: the whole validation set, 0: no evaluation.", "[-1, inf)"
     ] = -1
@@ -343,6 +344,56 @@ class PrecomputeOptions(ReferenceOptions):
 
 
 @dataclass
+class RolloutReferenceOptions(ReferenceOptions):
+    """Reference model of what is generated"""
+
+    ref_tensor_model_parallel_size: Annotated[
+        int | None, "TP of the reference, with SP. Default, also below: the policy's.", "[1, inf)"
+    ] = None
+    ref_pipeline_model_parallel_size: Annotated[int | None, "PP of the reference.", "[1, inf)"] = None
+    ref_context_parallel_size: Annotated[int | None, "CP of the reference.", "[1, inf)"] = None
+    ref_expert_model_parallel_size: Annotated[int | None, "EP of the reference.", "[1, inf)"] = None
+    ref_expert_tensor_parallel_size: Annotated[int | None, "ETP of the reference.", "[1, inf)"] = None
+
+
+@dataclass
+class CriticOptions:
+    """Critic"""
+
+    critic_model: Annotated[
+        str | None,
+        "Model that the critic starts from, a folder or a hub id: a reward model (--rlhf_type rm), or a language "
+        "model, which gets a head of zeros. Default: the initial model.",
+    ] = None
+    mcore_critic_model: Annotated[str | None, "The same as a megatron-core checkpoint, instead of --critic_model."] = (
+        None
+    )
+    critic_lr: Annotated[
+        float, "Peak learning rate of the critic. Its schedule is the policy's otherwise.", "[0, inf)"
+    ] = 1e-5
+    critic_warmup: Annotated[int, "Steps at the start that train only the critic.", "[0, inf)"] = 0
+    gamma: Annotated[float, "Discount of later rewards.", "[0, 1]"] = 1.0
+    lam: Annotated[
+        float, "Lambda of generalized advantage estimation; 1: the return less the value, 0: one step.", "[0, 1]"
+    ] = 0.95
+    cliprange_value: Annotated[
+        float, "Clipping range of a value around that before the steps on a generated batch.", "(0, inf)"
+    ] = 0.2
+    critic_tensor_model_parallel_size: Annotated[
+        int | None, "TP of the critic, with SP. Default, also below: the policy's.", "[1, inf)"
+    ] = None
+    critic_pipeline_model_parallel_size: Annotated[int | None, "PP of the critic.", "[1, inf)"] = None
+    critic_context_parallel_size: Annotated[int | None, "CP of the critic.", "[1, inf)"] = None
+    critic_expert_model_parallel_size: Annotated[int | None, "EP of the critic.", "[1, inf)"] = None
+    critic_expert_tensor_parallel_size: Annotated[int | None, "ETP of the critic.", "[1, inf)"] = None
+    offload_critic: Annotated[
+        bool | None,
+        "Keep the critic's weights and optimizer state in host memory between uses. Default: true if vLLM shares its "
+        "GPUs.",
+    ] = None
+
+
+@dataclass
 class CompletionOptions:
     """Completions"""
 
@@ -363,6 +414,11 @@ class SamplingOptions(CompletionOptions):
 
     num_generations: Annotated[int, "Completions per prompt.", "[1, inf)"] = 8
     num_generations_eval: Annotated[int, "Completions per prompt in an evaluation.", "[1, inf)"] = 1
+    eval_temperature: Annotated[
+        float | None, "Temperature of sampling in an evaluation; 0: greedy. Default: --temperature.", "[0, 1000]"
+    ] = None
+    eval_top_p: Annotated[float | None, "--top_p of an evaluation. Default: --top_p.", "(0, 1]"] = None
+    eval_top_k: Annotated[int | None, "--top_k of an evaluation. Default: --top_k.", "[-1, inf)"] = None
     generation_batch_size: Annotated[
         int | None,
         "Completions generated at a time. Default: --global_batch_size x --steps_per_generation.",

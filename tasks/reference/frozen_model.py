@@ -20,6 +20,7 @@ from ...bridge.mapping.fp8 import load_as_bf16
 from ...bridge.model.build import build_model
 from ...bridge.model.model import Model
 from ...templates.batching.collator import Batch
+from ...templates.json_types import JsonObject
 from ..distributed.collectives import broadcast_from_rank0, local_rank0_first, run_on_all_ranks
 from ..run.context import Run
 from ..run.load_weights import read_weights
@@ -35,11 +36,7 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
         checked only with a flag
     adapters: adapters to merge into the model
     """
-    options = replace(run.options, **source)
-    folder = local_rank0_first(lambda: _folder(options, typed_flag))
-    hf_config = run_on_all_ranks(lambda: scale_rope(hub.read_config(folder, mcore=bool(options.mcore_model)), options))
-    if typed_flag:
-        broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
+    folder, hf_config = open_source(run, source, typed_flag)
     build_options = replace(run.options.build, recompute_granularity="none", fp8_param_gather=False)
     model = run_on_all_ranks(lambda: build_model(hf_config, build_options, run.dtype, adapters=bool(adapters)))
     with load_as_bf16(model.chunks):
@@ -53,6 +50,16 @@ def build_frozen(run: Run, source: dict[str, Any], typed_flag: str | None, adapt
         chunk.requires_grad_(False)
         chunk.eval()
     return model, folder
+
+
+def open_source(run: Run, source: dict[str, Any], typed_flag: str | None) -> tuple[Path, JsonObject]:
+    """Return the folder and the config.json of a model beside the trained one. Arguments: as of `build_frozen`."""
+    options = replace(run.options, **source)
+    folder = local_rank0_first(lambda: _folder(options, typed_flag))
+    hf_config = run_on_all_ranks(lambda: scale_rope(hub.read_config(folder, mcore=bool(options.mcore_model)), options))
+    if typed_flag:
+        broadcast_from_rank0(lambda: check_vocabulary(run.tokenizer, folder, typed_flag))
+    return folder, hf_config
 
 
 def _folder(options: Any, typed_flag: str | None) -> Path:

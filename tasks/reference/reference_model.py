@@ -7,7 +7,9 @@ without them. Its forward passes run in a pipeline schedule of their own, before
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
@@ -21,9 +23,11 @@ from ...bridge.model.model import Model
 from ...bridge.model.outputs import LogProbs
 from ...templates.batching.collator import Batch
 from ...templates.batching.dataloader import Batches
+from ...templates.batching.episode_batches import Sequences
 from ..observability.flops import Flops
 from ..options.groups import PrecomputeOptions, ReferenceOptions
 from ..run.context import Run
+from ..run.roles import Role
 from ..train.reference_sync import REFERENCE, ReferenceSync
 from ..train.step import TrainState, log_probs
 from .frozen_model import build_frozen, forward_only, offloaded
@@ -96,6 +100,26 @@ def make_reference(run: Run, model: Model, options: ReferenceOptions, train: Bat
     ]
     note = f"reference: {name}, whose log-probabilities were computed before training"
     return Reference(tables[0], tables[-1], None, note)
+
+
+class RolloutReference:
+    """Reference of RL, in the policy's layout or in its own: log-probabilities of generated tokens on every rank.
+
+    Errors reach every rank.
+    """
+
+    def __init__(self, run: Run, model: Model, options: ReferenceOptions, temperature: float):
+        """temperature: divides the logits."""
+        self._role, forward = Role(run, "ref"), partial(token_log_probs, temperature=temperature)
+        with self._role.entered():
+            self._reference_fn, self.flops, name, self.follower = bind_reference(
+                self._role.run, model, options, forward
+            )
+        self.note = f"reference: {name}{self._role.note}"
+
+    def log_probs(self, sequences: Sequences, training: TrainState) -> list[np.ndarray]:
+        """Return the log-probability of each trained token of the documents: float32 [length] each."""
+        return self._role.label_values(sequences, lambda batches: self._reference_fn(batches, training))
 
 
 def bind_reference(

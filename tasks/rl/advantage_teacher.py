@@ -6,31 +6,28 @@ On-policy distillation as RL (https://thinkingmachines.ai/blog/on-policy-distill
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+from torch import Tensor
 
 from ...bridge import runtime
-from ...bridge.parallel import ProcessGroups
+from ...templates.batching.collator import Batch
 from ...templates.batching.episode_batches import Sequences
-from ..distributed.collectives import run_on_all_ranks
 from ..observability.flops import Flops
 from ..options import GrpoOptions
 from ..reference.frozen_model import build_frozen, offloaded
 from ..reference.reference_model import token_log_probs
-from ..run.context import Run, episode_plan
-from ..run.planning import ProcessLayout, teacher_layout
-from .episode import Episode, gather_by_document
+from ..run.context import Run
+from ..run.roles import Role
+from .episode import Episode
 
 
 class AdvantageTeacher:
     """Frozen teacher on every rank, in the policy's layout or in its own. Errors reach every rank."""
 
     def __init__(self, run: Run, options: GrpoOptions):
-        teacher, layout = options.teacher, teacher_layout(options)
-        run = replace(run, options=layout or options)
+        teacher = options.teacher
         name = teacher.teacher_model or teacher.mcore_teacher_model
         flag = "--teacher_model" if teacher.teacher_model else "--mcore_teacher_model"
         source = {
@@ -39,17 +36,14 @@ class AdvantageTeacher:
             "rope_scaling": {},  # --rope_scaling is the policy's
             "max_model_len": None,
         }
-        self._groups = run_on_all_ranks(lambda: ProcessGroups(layout.build)) if layout else None
-        with self._groups.entered() if self._groups else nullcontext():
-            self._model, _ = build_frozen(run, source, f"{flag} {name}", [])
-            self._plan = episode_plan(run, self._model.groups)
+        self._role = Role(run, "teacher")
+        with self._role.entered():
+            self._model, _ = build_frozen(self._role.run, source, f"{flag} {name}", [])
         self._temperature = options.sampling.temperature
         offloads = teacher.offload_teacher_model and runtime.device().type == "cuda"
         self._on_device: Callable[[], Any] = offloaded(self._model) if offloads else nullcontext
         self.flops = Flops.of_model(self._model)
-        self.note = f"teacher: {name}" + (
-            f", {ProcessLayout.of(layout.build, dist.get_world_size())}" if layout else ""
-        )
+        self.note = f"teacher: {name}{self._role.note}"
 
     def log_probs(self, episodes: Sequence[Episode]) -> list[np.ndarray]:
         """Return the log-probabilities of each episode's generated tokens, on every rank: fp32 [length] each.
@@ -57,8 +51,8 @@ class AdvantageTeacher:
         They are at --temperature, as the policy's.
         """
         tokens, masks = [episode.tokens for episode in episodes], [episode.loss_mask for episode in episodes]
-        with self._groups.entered() if self._groups else nullcontext():
-            batches = self._plan.batches(Sequences(tokens, masks, [0.0] * len(tokens)))
-            with self._on_device():
-                values = token_log_probs(self._model, self._model.chunks, batches, self._temperature)
-            return gather_by_document(self._plan, self._model.groups, batches, values)
+        return self._role.label_values(Sequences(tokens, masks, [0.0] * len(tokens)), self._forward)
+
+    def _forward(self, batches: list[Batch]) -> list[Tensor]:
+        with self._on_device():
+            return token_log_probs(self._model, self._model.chunks, batches, self._temperature)

@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import BatchPlan, Sequences
+from ...templates.batching.episode_batches import Sequences
 from ...templates.batching.prompt_dataloader import Prompt
 from ..multi_turn.registry import EditedAnswer
 from ..rollout.engine import Completion
@@ -35,13 +32,18 @@ class Episode:
     rewards: dict[str, float | None] = field(default_factory=dict)  # by function
     reward: float = 0.0  # weighted sum of the rewards; NaN if no function scores the episode
     kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
+    is_excluded: bool = False  # has no loss: its prompt is outside --difficulty_range
     advantage: float = 0.0
     old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
     answer_start: int = 0  # position in `tokens` of the last generation
     answer_offset: int = 0  # position in `text` of the last generation: above 0 if it continues a message
     prompt_id: str = ""  # the same for all completions of a prompt
     request_id: str = ""
+    ref_log_probs: np.ndarray | None = None  # float32 [length]: by the reference
     teacher_log_probs: np.ndarray | None = None  # float32 [length]: by the teacher
+    values: np.ndarray | None = None  # float32 [length]: by the critic, before each token is drawn
+    returns: np.ndarray | None = None  # float32 [length]: what the critic learns
+    advantages: np.ndarray | None = None  # float32 [length]: where tokens differ, in place of `advantage`
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
 
     @classmethod
@@ -110,6 +112,11 @@ class Episode:
         """Tokens of the last generation."""
         return self.tokens[self.answer_start :]
 
+    def trained_tokens(self, *, drop_truncated: bool) -> np.ndarray:
+        """Return the loss weight of each token: float32 [length]. drop_truncated: 0 for a truncated completion."""
+        is_dropped = self.is_excluded or (drop_truncated and self.finish_reason == "length")
+        return self.loss_mask * float(not is_dropped)
+
     @property
     def length(self) -> int:
         """Number of tokens that the model generated."""
@@ -122,39 +129,24 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequences:
-    """Return the sequences of a training step. drop_truncated: truncated completions have no loss."""
-    old_log_probs = [episode.old_log_probs for episode in episodes if episode.old_log_probs is not None]
-    teacher_log_probs = [episode.teacher_log_probs for episode in episodes if episode.teacher_log_probs is not None]
-    experts = [episode.experts for episode in episodes if episode.experts is not None]
+    """Return the sequences of a training step. Excluded ones have no loss; drop_truncated: nor truncated ones."""
     return Sequences(
         [episode.tokens for episode in episodes],
-        [episode.loss_mask * float(not (drop_truncated and episode.finish_reason == "length")) for episode in episodes],
+        [episode.trained_tokens(drop_truncated=drop_truncated) for episode in episodes],
         [episode.advantage for episode in episodes],
         rollout_log_probs=[episode.rollout_log_probs for episode in episodes],
-        old_log_probs=old_log_probs if len(old_log_probs) == len(episodes) else [],
-        teacher_log_probs=teacher_log_probs,
-        experts=experts if len(experts) == len(episodes) else [],
+        **{name: arrays_of(episodes, name) for name in OF_SEQUENCES},
     )
 
 
-def gather_by_document(
-    plan: BatchPlan, groups: ProcessGroupCollection, batches: list[Batch], values: list[Tensor]
-) -> list[np.ndarray]:
-    """Gather per-token values of the ranks' micro batches into arrays per document, on every rank.
-
-    values: [1, local length] of each micro batch on the last pipeline stage, none on the others.
-    """
-    rank_values = plan.label_values_by_document(batches, values) if values and groups.tp.rank() == 0 else {}
-    all_values: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(all_values, rank_values)
-    documents: dict[int, np.ndarray] = {}
-    for rank_values in all_values:
-        for item, label_values in rank_values.items():  # each context-parallel rank has a part, and 0 elsewhere
-            documents[item] = documents[item] + label_values if item in documents else label_values
-    return [documents[item] for item in sorted(documents)]
+def arrays_of(episodes: Sequence[Episode], name: str) -> list[np.ndarray]:
+    """Return an array of each episode, or none unless all have it."""
+    arrays = [array for episode in episodes if (array := getattr(episode, name)) is not None]
+    return arrays if len(arrays) == len(episodes) else []
 
 
-ARRAYS = "tokens", "loss_mask", "rollout_log_probs", "old_log_probs", "teacher_log_probs", "experts"
+OF_SEQUENCES = "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "experts"
+ARRAYS = "tokens", "loss_mask", "rollout_log_probs", *OF_SEQUENCES, "values", "returns"
 # Names in checkpoints of versions before 0.2.
 EARLIER_NAMES = {
     "trained": "loss_mask",

@@ -20,26 +20,27 @@ from ...bridge.layers.replay import record_experts
 from ...bridge.model.model import Model
 from ...bridge.model.outputs import LogProbs
 from ...templates.batching.collator import Batch
-from ...templates.batching.episode_batches import BatchPlan, RolloutExtras, Sequences
+from ...templates.batching.episode_batches import BatchPlan, Sequences
 from ...templates.batching.prompt_dataloader import Prompts
+from ..distributed.redistribute import gather_by_document
 from ..losses.group_scores import ScoredGroups, score_groups
 from ..observability.flops import Flops
 from ..options import GrpoOptions
-from ..reference.reference_model import ReferenceFn, bind_reference, token_entropies, token_log_probs
+from ..reference.reference_model import RolloutReference, token_entropies, token_log_probs
 from ..rewards.reward_fn import TrainerState
 from ..rollout.eos import eos_token_ids
 from ..rollout.factory import open_rollout
 from ..run.context import Run, episode_plan
 from ..system.append_file import AppendFile
-from ..train.objective import Objective, StepRunner, extras_of, forward_flops
+from ..train.objective import Objective, StepRunner, forward_flops
 from ..train.router_replay import check_replay, gather_experts
 from ..train.setup import train
 from ..train.step import TrainState
 from .advantage_teacher import AdvantageTeacher
-from .advantages import compute_advantages
+from .advantages import AdvantageEstimator
 from .async_rollout import AsyncRollout, RolloutBatch
 from .completion_text import CompletionTexts
-from .episode import Episode, as_bytes, from_bytes, from_tensors, gather_by_document, sequences_of, to_tensors
+from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
 from .multi_turn import MultiTurn, Phase
 from .policy_loss import PolicyLoss
 from .reward_scorer import RewardScorer, check_reward_columns
@@ -65,28 +66,15 @@ def make_grpo(run: Run, model: Model, train: Prompts, val: Prompts | None) -> tu
     options = run.options
     assert isinstance(options, GrpoOptions)
     check_replay(model, options.router_replay_mode)
-    reference, flops, follower, notes = None, None, None, []
+    reference, teacher, notes = None, None, []
     if options.beta:
-        forward = partial(token_log_probs, temperature=options.sampling.temperature)
-        reference, flops, name, follower = bind_reference(run, model, options.reference, forward)
-        notes = [f"reference: {name}"]
-    teacher = None
+        reference = RolloutReference(run, model, options.reference, options.sampling.temperature)
+        notes = [reference.note]
     if options.teacher.teacher_model or options.teacher.mcore_teacher_model:
         teacher = AdvantageTeacher(run, options)
         notes.append(teacher.note)
     grpo = Grpo(run, model, train, reference, teacher)
-    output = LogProbs(options.sampling.temperature, entropies=grpo.loss.with_entropies)
-    objective = Objective(
-        grpo.loss,
-        grpo.loss.names,
-        output=lambda batch: output,
-        extra_flops=partial(
-            _extra_flops, [*([flops] if flops else []), *([teacher.flops] if teacher else [])], model.groups
-        ),
-        loop=grpo,
-        reference_sync=follower,
-    )
-    return objective, [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
+    return grpo.objective(), [*notes, *grpo.worker.scorer.notes, grpo.rollout.note]
 
 
 def _extra_flops(frozen: list[Flops], groups: ProcessGroupCollection, batches: list[Batch]) -> float:
@@ -102,7 +90,7 @@ class Grpo:
         run: Run,
         model: Model,
         prompts: Prompts,
-        reference: ReferenceFn | None,
+        reference: RolloutReference | None,
         teacher: AdvantageTeacher | None = None,
     ):
         options = run.options
@@ -126,6 +114,7 @@ class Grpo:
         self.worker = RolloutWorker(options, prompts, sampler, CompletionTexts(run, options), multi_turn, scorer)
         self.metrics = self.worker.metrics
         self.loss = PolicyLoss(options)
+        self.advantages = AdvantageEstimator(options)
         self.needs_old_log_probs = options.sampling.steps_per_generation * options.sampling.num_iterations > 1
         self.needs_old_log_probs |= options.kl_in_reward or self.replay == "R2"
         self.async_rollout = AsyncRollout() if options.async_generate else None
@@ -134,6 +123,23 @@ class Grpo:
         self.generations = 0
         self.completions: AppendFile | None = None  # --log_completions, on the rank that writes it
 
+    def objective(self) -> Objective:
+        """Return the task as the trainer sees it."""
+        output = LogProbs(
+            self.options.sampling.temperature,
+            entropies=self.loss.with_entropies,
+            trains_entropy=self.loss.trains_entropy,
+        )
+        frozen = [role.flops for role in (self.reference, self.teacher) if role]
+        return Objective(
+            self.loss,
+            self.loss.names,
+            output=lambda batch: output,
+            extra_flops=partial(_extra_flops, frozen, self.groups),
+            loop=self,
+            reference_sync=self.reference and self.reference.follower,
+        )
+
     def train(self, trainer: StepRunner) -> None:
         """Run the training loop."""
         for step in trainer.steps():
@@ -141,17 +147,17 @@ class Grpo:
                 episodes = self.collect(trainer, step)
                 if self.needs_old_log_probs:
                     self.record_old_log_probs(trainer, episodes)
+                if self.reference:
+                    self.record_ref_log_probs(trainer, episodes, self.reference)
                 if self.teacher:
                     with self._phase(trainer, "teacher"):
                         for episode, log_probs in zip(episodes, self.teacher.log_probs(episodes), strict=True):
                             episode.teacher_log_probs = log_probs
-                compute_advantages(episodes, self.options)
+                self.metrics.add_means(self.advantages(episodes))
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             trainer.step(self.next_batches(trainer))
-            self.metrics.add_policy_stats(
-                self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
-            )
+            self.add_step_metrics()
             if self.async_rollout:
                 self.async_rollout.raise_if_failed()
 
@@ -217,7 +223,7 @@ class Grpo:
     def record_old_log_probs(self, trainer: StepRunner, episodes: list[Episode]) -> None:
         """Record the log-probabilities by the current policy, before the steps on this rollout batch.
 
-        With --kl_in_reward also the KL penalty of each episode, with router replay R2 the experts of its tokens.
+        With router replay R2 also the experts of each token.
         """
         state, batches = trainer.state, self.plan.batches(sequences_of(episodes, drop_truncated=False))
         with self._phase(trainer, "old_log_prob"):
@@ -236,13 +242,13 @@ class Grpo:
                     episodes, gather_experts(self.plan, batches, chosen_experts, layers, self.groups), strict=True
                 ):
                     episode.experts = experts
-        if self.options.kl_in_reward and self.reference:
-            with self._phase(trainer, "ref"):
-                reference = gather_by_document(self.plan, self.groups, batches, self.reference(batches, state))
-            for episode, log_probs in zip(episodes, reference, strict=True):
-                assert episode.old_log_probs is not None
-                divergence = float(((episode.old_log_probs - log_probs) * episode.loss_mask).sum())
-                episode.kl_penalty = self.options.beta * divergence
+
+    def record_ref_log_probs(self, trainer: StepRunner, episodes: list[Episode], reference: RolloutReference) -> None:
+        """Record the log-probabilities by the reference."""
+        with self._phase(trainer, "ref"):
+            ref_log_probs = reference.log_probs(sequences_of(episodes, drop_truncated=False), trainer.state)
+        for episode, log_probs in zip(episodes, ref_log_probs, strict=True):
+            episode.ref_log_probs = log_probs
 
     def log_episodes(self, episodes: list[Episode]) -> None:
         """Write the episodes to completions.jsonl (`--log_completions`)."""
@@ -257,7 +263,7 @@ class Grpo:
         return steps * self.options.sampling.num_iterations
 
     def next_batches(self, trainer: StepRunner) -> list[Batch]:
-        """Return this rank's micro batches of the next step, with the reference's log-probabilities."""
+        """Return this rank's micro batches of the next step."""
         with trainer.phase("data"):
             episodes = self.pending.pop(0)
             self.count_pending()
@@ -271,16 +277,7 @@ class Grpo:
         if self.options.policy.top_entropy_quantile < 1:
             with self._phase(trainer, "entropy"):
                 self.loss.entropy_threshold = self.entropy_threshold(trainer.state, batches)
-        if self.reference is None or self.options.kl_in_reward:
-            return batches
-        with self._phase(trainer, "ref"):
-            reference = self.reference(batches, trainer.state)
-        if not reference:  # only the last pipeline stage has it
-            return batches
-        return [
-            replace(batch, extras=replace(extras_of(batch, RolloutExtras), ref_log_probs=log_probs))
-            for batch, log_probs in zip(batches, reference, strict=True)
-        ]
+        return batches
 
     def score_groups(
         self, state: TrainState, episodes: list[Episode], sequences: Sequences, batches: list[Batch]
@@ -323,7 +320,8 @@ class Grpo:
         """Return means over `max_batches` global batches of evaluation prompts (-1: all), as `eval_<name>`."""
         self.wait_for_async_rollout()
         group_size, metrics = self.options.sampling.num_generations_eval, RolloutMetrics()
-        worker = replace(self.worker, sampler=self.worker.sampler.restarted(), metrics=metrics)
+        sampler = self.worker.sampler.for_evaluation(self.options.sampling)
+        worker = replace(self.worker, sampler=sampler, metrics=metrics)
         prompts_per_batch, episodes = max(1, self.options.training.global_batch_size // group_size), list[Episode]()
         with self.rollout.awake():
             self.update_weights(state, metrics.timed)
@@ -335,23 +333,26 @@ class Grpo:
         metrics.add(episodes, group_size)
         return {f"eval_{name}": value for name, value in metrics.means().items() if not depends_on_machine(name)}
 
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics of the rollouts since the last log line. Every rank calls it."""
+    def add_step_metrics(self) -> None:
+        """Add the statistics of the last step, unless they have been added. Every rank calls it."""
         self.metrics.add_policy_stats(
             self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
         )
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the rollouts since the last log line. Every rank calls it."""
+        self.add_step_metrics()
         return self.metrics.pop()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state of the loop for a checkpoint, with the batch in generation."""
         with suppress(Exception):  # the error ends the run at the next step; this checkpoint stays complete
             self.wait_for_async_rollout()
-        self.metrics.add_policy_stats(
-            self.loss.stats.pop(self.groups), self.options.sampling.max_sampling_logp_difference
-        )
+        self.add_step_metrics()
         counters = {
             "asked": self.worker.sampler.num_sampled,
             "generations": self.generations,
+            "advantages": self.advantages.state(),
             "log": self.metrics.state(),
             "steps": [len(step) for step in self.pending],
             "ahead": self.next_batch and self.next_batch.metrics_state(),
@@ -366,6 +367,8 @@ class Grpo:
         counters, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
         self.worker.sampler.num_sampled, self.generations = counters["asked"], counters["generations"]
         self.metrics.load(counters["log"])
+        if state := counters.get("advantages"):  # earlier versions had none
+            self.advantages.load(state)
         self.pending = [list(islice(episodes, length)) for length in counters["steps"]]
         if counters.get("ahead") is not None:
             self.next_batch = RolloutBatch.load(tensors, counters["ahead"])

@@ -83,6 +83,11 @@ class RolloutMetrics:
                 "both. (With --async_generate true the engine's weights are one rollout batch older.)"
             )
 
+    def add_means(self, values: dict[str, float]) -> None:
+        """Add one number to each mean."""
+        for name, value in values.items():
+            self.add_mean(name, [value])
+
     def means(self) -> dict[str, float]:
         steps = max(self._sums.get("steps", [1.0])[0], 1.0)
         values = {name: total / (weight or steps) for name, (total, weight) in self._sums.items()}

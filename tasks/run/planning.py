@@ -5,12 +5,12 @@ import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...bridge.option_groups import flag_values, group_of, with_flags
+from ...bridge.option_groups import flag_value, flag_values, group_of, with_flags
 from ...bridge.options import BuildOptions, LayoutOptions, ParallelOptions, PredictionLayers
 from ...templates.plural import plural
-from ..options import ExportOptions, GkdOptions, GrpoOptions, SftOptions
+from ..options import ExportOptions, SftOptions
 from ..options.groups import CompletionOptions, SamplingOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -65,19 +65,16 @@ class ProcessLayout:
         return f"{text}; experts: {experts}"
 
 
-def teacher_layout[T: GkdOptions | GrpoOptions](options: T) -> T | None:
-    """Return the options with the teacher's own layout; None if it is the student's."""
-    teacher = options.teacher
-    flags = {
-        "tensor_model_parallel_size": teacher.teacher_tensor_model_parallel_size,
-        "pipeline_model_parallel_size": teacher.teacher_pipeline_model_parallel_size,
-        "context_parallel_size": teacher.teacher_context_parallel_size,
-        "expert_model_parallel_size": teacher.teacher_expert_model_parallel_size,
-        "expert_tensor_parallel_size": teacher.teacher_expert_tensor_parallel_size,
-    }
-    sizes: dict[str, int] = {
-        name: getattr(options.build, name) if value is None else value for name, value in flags.items()
-    }
+RoleName = Literal["ref", "critic", "teacher"]  # prefix of a role's flags
+SIZES = "tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"  # <size>_parallel_size
+
+
+def role_layout[T: SftOptions](options: T, role: RoleName) -> T | None:
+    """Return the options with the layout of a role, a model beside the trained one; None if it is the run's."""
+    sizes: dict[str, int] = {}
+    for size in SIZES:
+        value = flag_value(options, f"{role}_{size}_parallel_size", None)
+        sizes[f"{size}_parallel_size"] = getattr(options.build, f"{size}_parallel_size") if value is None else value
     if all(value == getattr(options.build, name) for name, value in sizes.items()):
         return None
     even_split = dict.fromkeys(

@@ -13,6 +13,7 @@ from ...bridge.option_groups import flag_value, flag_values, group_of
 from ...templates.json_types import Json, JsonObject
 from ..options import (
     CheckpointOptions,
+    CriticOptions,
     LoggingOptions,
     ProfileOptions,
     ReferenceOptions,
@@ -124,6 +125,8 @@ def update_run_dir(options: SftOptions, newest: Path, in_use: Collection[Path] =
         input_folders += [reference.ref_model, reference.mcore_ref_model, *reference.ref_adapters]
     if teacher := group_of(options, TeacherOptions):
         input_folders += [teacher.teacher_model, teacher.mcore_teacher_model]
+    if critic := group_of(options, CriticOptions):
+        input_folders += [critic.critic_model, critic.mcore_critic_model]
     keep = {Path(folder).expanduser().resolve() for folder in input_folders if folder} | set(in_use)
     with _updating:
         update_links_and_prune(

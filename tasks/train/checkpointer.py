@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ...bridge.checkpoint.adapter_files import stage_adapter
 from ...bridge.checkpoint.distributed import save_distributed, save_distributed_adapter
-from ...bridge.checkpoint.safetensors_io import TensorSpec
 from ...bridge.checkpoint.save import stage_weights
 from ...bridge.checkpoint.sentence_transformers import sentence_transformers_files
-from ...bridge.checkpoint.writer import RankReport, ShardWriter, StagedFolder
+from ...bridge.checkpoint.writer import RankReport, StagedFolder
 from ...bridge.mapping.fp8 import masters_as_bf16
 from ...bridge.model.model import Model
 from ..distributed.collectives import broadcast_from_rank0
@@ -39,7 +38,7 @@ from ..system.atomic_dir import FolderError, ManifestEntry, commit_together, os_
 from .eval_command import EvalCommandCallback
 from .reference_sync import REFERENCE
 from .step import TrainState
-from .train_state import rank_file
+from .trained_role import TrainedRole, stage_tensors
 
 POLL = 0.02  # seconds between two polls of the store
 
@@ -59,16 +58,19 @@ class Checkpointer:
         watchdog: Watchdog,
         note: Callable[[str], None],
         reference: Model | None = None,
+        role: TrainedRole | None = None,
         on_written: Callable[[dict[str, Path], float], None] = lambda paths, seconds: None,
         eval_command: EvalCommandCallback | None = None,
     ):
         """
         note: prints a message to the user.
         reference: reference model to save too, if training updates it (TR-DPO).
+        role: another trained model to save too.
         on_written: called with the paths and seconds of a checkpoint that was written during training.
         eval_command: is given each complete checkpoint.
         """
         self._run, self._training, self._watchdog, self._reference = run, training, watchdog, reference
+        self._role = role
         # A separate connection: a rank that waits for a key blocks the process group's own.
         self._store: Any = PrefixStore("checkpoints", _get_default_store().clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._saves = 0
@@ -98,12 +100,21 @@ class Checkpointer:
         self._saves += 1
         with self._watchdog.phase(f"saving {path.name}"):
             subfolders = [f"{STATE}/{REFERENCE}"] if self._reference else []
+            subfolders += self._role.subfolders if self._role else []
             temporary = broadcast_from_rank0(lambda: _make_folders(path, paths, [STATE, *subfolders]))
             masters = masters_as_bf16(self._training.optimizer, self._training.modules)
-            with self._training.parameters_gathered(), masters, os_error_hints(path), _remove_on_error(temporary):
-                folders = {
-                    path: [*self._stage(step, temporary / path.name), self._stage_state(temporary, path, tensors)]
-                }
+            with (
+                self._training.parameters_gathered(),
+                masters,
+                os_error_hints(path),
+                _remove_on_error(temporary),
+                self._role.staged(temporary / path.name) if self._role else nullcontext([]) as role_folders,
+            ):
+                copies = self._run.options.checkpoint.async_save
+                state_folder = stage_tensors(tensors, temporary / path.name, STATE, copy_to_host=copies)
+                folders = {path: [*self._stage(step, temporary / path.name), state_folder, *role_folders]}
+                if self._role:
+                    state |= {self._role.name: self._role.numbers()}
                 if self._reference:
                     folders[path].append(self._stage_reference(self._reference, temporary / path.name))
                 if merged:
@@ -188,17 +199,6 @@ class Checkpointer:
             copy_to_host=run.options.checkpoint.async_save,
         )
         return replace(staged, subfolder=subfolder)
-
-    def _stage_state(self, temporary: Path, path: Path, tensors: dict[str, Tensor]) -> StagedFolder:
-        writer = ShardWriter(temporary / path.name / STATE, copy_to_host=self._run.options.checkpoint.async_save)
-        if tensors:
-            writer.begin(
-                rank_file(dist.get_rank()),
-                {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
-            )
-        for name, tensor in tensors.items():
-            writer.put(name, tensor)
-        return StagedFolder(writer, lambda _: {}, subfolder=STATE)
 
 
 class _PendingSave:

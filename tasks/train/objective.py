@@ -14,6 +14,7 @@ from ...templates.batching.collator import Batch, Grouping
 from ..observability.flops import Flops
 from .reference_sync import ReferenceSync
 from .step import Loss, Output, TrainState, dynamic_loss, log_probs, sft_loss
+from .trained_role import TrainedRole
 
 
 def means(sums: dict[str, float], weight: float) -> dict[str, float]:
@@ -62,7 +63,7 @@ class StepRunner(Protocol):
 
     def steps(self) -> Iterator[int]: ...
     def phase(self, name: str) -> AbstractContextManager[None]: ...
-    def step(self, batches: list[Batch]) -> None: ...
+    def step(self, batches: list[Batch], *, updates: bool = True) -> None: ...
 
 
 class Loop(Protocol):
@@ -112,6 +113,7 @@ class Objective:
     extra_flops: Callable[[list[Batch]], float] = no_flops  # FLOPs of this rank's passes besides training
     loop: Loop | None = None  # None: train on the data loader's batches
     reference_sync: ReferenceSync | None = None  # updates the reference after each step
+    role: TrainedRole | None = None  # another model that the loop trains
 
 
 def sft(model: Model, *, is_dynamic: bool = False) -> Objective:

@@ -241,6 +241,17 @@ def train_step(
     return metrics, training.last_result
 
 
+def step_without_update(
+    training: TrainState, batches: list[Batch], loss: Loss, step: int, output: Output = log_probs
+) -> tuple[dict[str, Tensor], StepResult]:
+    """Launch the forward passes of a step. Returns what `train_step` does, with a gradient norm of 0."""
+    metrics = evaluate_step(training, batches, loss, output)
+    training.synchronize()
+    zero = torch.zeros((), device=runtime.device())
+    training.last_result, training.last_batches = StepResult(step, (zero, zero), metrics), batches
+    return metrics, training.last_result
+
+
 def _clear_gradients(training: TrainState) -> None:
     for module in training.modules:
         if not module.training:  # after an evaluation

@@ -30,7 +30,7 @@ from .evaluation import EvaluationCallback
 from .objective import Data, Objective
 from .plugin_callbacks import PluginCallbacks
 from .saving import SaveCallback
-from .step import NonFiniteError, TrainState, rerun_step, train_step
+from .step import NonFiniteError, TrainState, rerun_step, step_without_update, train_step
 from .step_logger import StepLogger
 from .train_state import read_rank_tensors
 
@@ -65,10 +65,10 @@ class Trainer:
         reference = objective.reference_sync and objective.reference_sync.reference
         self._eval_command = EvalCommandCallback(run, self.watchdog, log)
         self._checkpointer = Checkpointer(
-            run, state, self.watchdog, log.note, reference, log.written, self._eval_command
+            run, state, self.watchdog, log.note, reference, objective.role, log.written, self._eval_command
         )
-        evaluation_callbacks = (
-            [EvaluationCallback(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
+        self._evaluation = (
+            EvaluationCallback(run.options, state, objective, val, self.watchdog, log) if val is not None else None
         )
         self._plugins = PluginCallbacks(run, state, self._checkpointer, first_step, max_steps)
         self._logger.on_line = self._plugins.logged
@@ -77,7 +77,7 @@ class Trainer:
             ProgressCallback(run, max_steps),
             self._logger,
             ProfilerCallback(profile),
-            *evaluation_callbacks,
+            *([self._evaluation] if self._evaluation else []),
             SaveCallback(run, state, objective, train, self._logger, self._checkpointer),
             self._eval_command,
             GarbageCollectionCallback(run.options),
@@ -94,6 +94,9 @@ class Trainer:
         gc.freeze()  # keeps garbage collections during training from scanning imported modules and the model
         try:
             self._plugins.train_begin()
+            if self.run.options.training.eval_on_start and self.steps_done == 0 and self._evaluation:
+                self._plugins.eval_begin()
+                self._plugins.evaluated(0, self._evaluation.evaluate(0))
             if self.objective.loop:
                 self.objective.loop.train(self)
             else:
@@ -136,17 +139,23 @@ class Trainer:
         if name == "data":
             self._data_wait += time.perf_counter() - began
 
-    def step(self, batches: list[Batch]) -> None:
-        """Take one optimizer step on this rank's micro batches, and run the callbacks."""
+    def step(self, batches: list[Batch], *, updates: bool = True) -> None:
+        """Take one optimizer step on this rank's micro batches, and run the callbacks.
+
+        updates: if false, the step only evaluates the loss. Weights, optimizer and schedule stay as they are.
+        """
         step, objective = self.steps_done + 1, self.objective
         self.watchdog.phase(f"step {step}", learn=True)
         learning_rate = self.state.learning_rate
         batches = objective.prepare(self.state, batches, False)
         self._logger.begin_step(self._data_wait)
         skips_update = step in self.run.options.optimizer.iterations_to_skip
-        metrics, result = train_step(
-            self.state, batches, objective.loss, step, objective.output, skips_update=skips_update
-        )
+        if updates:
+            metrics, result = train_step(
+                self.state, batches, objective.loss, step, objective.output, skips_update=skips_update
+            )
+        else:
+            metrics, result = step_without_update(self.state, batches, objective.loss, step, objective.output)
         if objective.reference_sync:
             objective.reference_sync(self.state, step)
         self.steps_done = step

@@ -19,6 +19,15 @@ class RolloutExtras:
     old_log_probs: torch.Tensor | None = None  # by the policy before the steps on this rollout batch
     ref_log_probs: torch.Tensor | None = None  # by the reference
     teacher_log_probs: torch.Tensor | None = None  # by the teacher
+    advantages: torch.Tensor | None = None  # of each token; None: the document's label
+
+
+@dataclass
+class ValueExtras:
+    """Targets of a critic at a micro batch's labels: fp32 [1, local length] each, 0 outside of completions."""
+
+    values: torch.Tensor  # by the critic before the steps on this rollout batch
+    returns: torch.Tensor
 
 
 @dataclass
@@ -30,7 +39,11 @@ class Sequences:
     labels: list[float]  # of each document (Grouping.labels)
     rollout_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the engine; or none
     old_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the old policy; or none
+    ref_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the reference; or none
     teacher_log_probs: list[np.ndarray] = field(default_factory=list)  # float32 [length]: by the teacher; or none
+    advantages: list[np.ndarray] = field(default_factory=list)  # float32 [length]: in place of the labels; or none
+    values: list[np.ndarray] = field(default_factory=list)  # float32 [length]: ValueExtras, with `returns`; or none
+    returns: list[np.ndarray] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)  # int16 [length, layers, topk]: Batch.experts; or none
 
     def __len__(self) -> int:
@@ -106,15 +119,19 @@ class BatchPlan:
             [[tokenized_sample(number) for number in sample] for sample in row], totals, width, 1
         )
 
-        def at_label_positions(values: list[np.ndarray]) -> torch.Tensor:
+        def at_label_positions(values: list[np.ndarray]) -> torch.Tensor | None:
+            if not values:
+                return None
             documents = [[(sequences.tokens[number], values[number]) for number in sample] for sample in row]
             return self.layout.batch(documents, 0.0, width).loss_weights
 
         extras = None
-        if sequences.rollout_log_probs:
-            old = at_label_positions(sequences.old_log_probs) if sequences.old_log_probs else None
-            teacher = at_label_positions(sequences.teacher_log_probs) if sequences.teacher_log_probs else None
-            extras = RolloutExtras(at_label_positions(sequences.rollout_log_probs), old, teacher_log_probs=teacher)
+        if (rollout := at_label_positions(sequences.rollout_log_probs)) is not None:
+            names = "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages"
+            extras = RolloutExtras(rollout, **{name: at_label_positions(getattr(sequences, name)) for name in names})
+        values, returns = at_label_positions(sequences.values), at_label_positions(sequences.returns)
+        if values is not None and returns is not None:
+            extras = ValueExtras(values, returns)
         return replace(batch, extras=extras, experts=self._experts(sequences, batch) if sequences.experts else None)
 
     def _experts(self, sequences: Sequences, batch: Batch) -> torch.Tensor:

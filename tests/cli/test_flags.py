@@ -85,9 +85,9 @@ def test_pt_has_its_own_defaults() -> None:
         (["--learning_rate", "2"], "--learning_rate: no such flag. The nearest is --lr."),
         (
             ["--beta", "0.1"],
-            "--beta: a flag of `megatron rlhf --rlhf_type dpo|orpo|simpo|cpo|kto|grpo|gkd`, not of this command.",
+            "--beta: a flag of `megatron rlhf --rlhf_type dpo|orpo|simpo|cpo|kto|grpo|ppo|gkd`, not of this command.",
         ),
-        (["--temperature", "0"], "--temperature: a flag of `megatron rlhf --rlhf_type grpo|gkd`, not of this"),
+        (["--temperature", "0"], "--temperature: a flag of `megatron rlhf --rlhf_type grpo|ppo|gkd`, not of this"),
         (["--config", "none.yaml"], "--config none.yaml: no such file."),
     ],
 )

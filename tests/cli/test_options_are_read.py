@@ -2,11 +2,13 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from megaswift.cli.flags import flags_of
 from megaswift.cli.main import COMMANDS
 from megaswift.tasks import options as option_sets
+from megaswift.tasks.run.planning import SIZES, RoleName
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +29,8 @@ def names_read() -> set[str]:
                 got = [each.args[1] for each in ast.walk(node) if isinstance(each, ast.Call) and len(each.args) > 1]
                 if any(isinstance(name, ast.Name) and ast.dump(name) == _loaded(loop.target) for name in got):
                     read |= {item.value for item in loop.iter.elts if isinstance(item, ast.Constant)}
+    # Composed by `role_layout`.
+    read |= {f"{role}_{size}_parallel_size" for role in get_args(RoleName) for size in SIZES}
     return read
 
 

@@ -148,7 +148,8 @@ class Watch:
             for batch in batches:
                 for tensor in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids):
                     data.update(tensor.numpy().tobytes())
-            row = {"step": step, "data": data.hexdigest(), "norm": outcome.grad_norm}
+            half = 0.5 * (self.counts[f"step {step}"] > 1)  # the policy's update, after that of the critic
+            row = {"step": step + half, "data": data.hexdigest(), "norm": outcome.grad_norm}
             row |= {name: float(value) for name, value in metrics.items()}
             ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
             row["documents"] = _documents(batches) if ranks == (0, 0) else []

@@ -110,7 +110,7 @@ def test_what_dpo_can_be(words: str, dense: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        ("orpo", "--ref_model r", "--ref_model: only for --rlhf_type dpo|kto|grpo, not orpo. Remove it."),
+        ("orpo", "--ref_model r", "--ref_model: only for --rlhf_type dpo|kto|grpo|ppo, not orpo. Remove it."),
         ("orpo", "--beta -1", "--beta -1.0: must be at least 0."),
         ("simpo", "--beta 0", "--beta 0.0: must be above 0."),
         ("cpo", "--simpo_gamma 0.5", "--simpo_gamma 0.5: only for --loss_type simpo, not sigmoid. Remove it."),

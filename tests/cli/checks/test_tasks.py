@@ -82,20 +82,20 @@ def test_a_config_file_chooses_the_type(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("rlhf --rlhf_type ppo", "--rlhf_type ppo: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, gkd."),
-        ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, gkd."),
+        ("rlhf --rlhf_type prm", "--rlhf_type prm: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, ppo, gkd."),
+        ("rlhf --rlhf_type", "--rlhf_type: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, ppo, gkd."),
         ("rlhf --rlhf_type dpo kto", "--rlhf_type dpo kto: choose one of"),
         ("sft --task_type seq2seq", "--task_type seq2seq: choose one of causal_lm, seq_cls, embedding, reranker, gen"),
-        ("rlhf --num_generations 8", "--num_generations: only for --rlhf_type grpo, not dpo. Remove it."),
+        ("rlhf --num_generations 8", "--num_generations: only for --rlhf_type grpo|ppo, not dpo. Remove it."),
         ("rlhf --lmbda 0.5", "--lmbda: only for --rlhf_type gkd, not dpo. Remove it."),
-        ("sft --num_generations 8", "--num_generations: a flag of `megatron rlhf --rlhf_type grpo`, not of this"),
+        ("sft --num_generations 8", "--num_generations: a flag of `megatron rlhf --rlhf_type grpo|ppo`, not of this"),
         ("rlhf --desirable_weight 2", "--desirable_weight: only for --rlhf_type kto, not dpo. Remove it."),
         ("rlhf --rlhf_type kto --rpo_alpha 1", "--rpo_alpha: only for --rlhf_type dpo, not kto. Remove it."),
         (
             "rlhf --rlhf_type rm --beta 1",
-            "--beta: only for --rlhf_type dpo|orpo|simpo|cpo|kto|grpo|gkd, not rm. Remove it.",
+            "--beta: only for --rlhf_type dpo|orpo|simpo|cpo|kto|grpo|ppo|gkd, not rm. Remove it.",
         ),
-        ("rlhf --rlhf_type rm --ref_model m", "--ref_model: only for --rlhf_type dpo|kto|grpo, not rm."),
+        ("rlhf --rlhf_type rm --ref_model m", "--ref_model: only for --rlhf_type dpo|kto|grpo|ppo, not rm."),
         ("rlhf --task_type seq_cls", "--task_type: a flag of `megatron sft`, not of this command. Remove it."),
         ("sft --num_labels 2", "--num_labels: only for --task_type seq_cls, not causal_lm. Remove it."),
         (
@@ -147,10 +147,10 @@ def test_help_of_a_type(kind: str, capsys) -> None:
 
 def test_help_of_no_type(capsys) -> None:
     assert main("megatron", ["rlhf", "--rlhf_type", "x", "--help"]) == 2
-    assert "--rlhf_type x: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, gkd." in capsys.readouterr().err
+    assert "--rlhf_type x: choose one of dpo, orpo, simpo, cpo, kto, rm, grpo, ppo, gkd." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind not in ("causal_lm", "grpo", "gkd")])
+@pytest.mark.parametrize("kind", [kind for kind in CHOICE if kind not in ("causal_lm", "grpo", "ppo", "gkd")])
 def test_what_documents_that_belong_together_cannot_be(kind: str, dense: Path) -> None:
     named = f"--{CHOICE[kind]} {kind}"
     padded, notes = check(kind, dense, "--padding_free false")

@@ -171,7 +171,8 @@ class Place:
             file = self.folder / f"script-{len(self._runs)}.py"
             file.write_text(script)
             program = [str(file)]
-        words = [*program, "rlhf", "--rlhf_type", "grpo", *shlex.split(flags)]
+        kind = [] if "--rlhf_type" in flags else ["--rlhf_type", "grpo"]
+        words = [*program, "rlhf", *kind, *shlex.split(flags)]
         environment = os.environ | {"HF_HOME": str(self.folder / "cache"), "COLUMNS": "200"}
         done = prepared.run(words, processes=processes, cwd=self.folder, environment=environment)
         printed = done.stdout + done.stderr

@@ -1,0 +1,202 @@
+"""PPO beside transformers and torch, in several layouts, and the critic that it saves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tasks.preference.runs import Tensors, assert_close, assert_same_weights
+from tests.tasks.rl.ppo_reference import Ppo, Settings
+from tests.tasks.rl.runs import Place, Trained, assert_same_steps
+from tests.tasks.rl.upstream import models
+
+pytestmark = pytest.mark.slow
+later = pytest.mark.long
+# Values of a critic with a random head, so far from the returns that many are clipped.
+PPO = "--rlhf_type ppo --ref_model other --critic_model critic --critic_lr 1e-3 --cliprange_value 0.05"
+SETTINGS = Settings(cliprange_value=0.05)
+TP = "--tensor_model_parallel_size 2 --sequence_parallel true"
+CP = "--context_parallel_size 2"
+PACKED = "--packing true --packing_length 160 --micro_batch_size 1"
+DP = "--use_distributed_optimizer true --overlap_grad_reduce true --overlap_param_gather true"
+THREE_LAYOUTS = (
+    f"{TP} --critic_tensor_model_parallel_size 1 --critic_pipeline_model_parallel_size 2 "
+    "--ref_tensor_model_parallel_size 1"
+)
+
+
+def classifier(folder: Path) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", num_labels=1
+    )
+
+
+@pytest.fixture(scope="module")
+def ppo(place: Place) -> Place:
+    """With a critic: the model `other` with a head, as --rlhf_type rm saves it; and one with two labels."""
+    for name, family, labels in (("critic", "other", 1), ("critic-2", "other", 2), ("critic-moe", "qwen3_moe", 1)):
+        if (place.folder / name).exists():
+            continue
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        source = place.folder / family
+        model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, num_labels=labels)
+        with torch.no_grad():
+            model.score.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(7))
+        model.config.pad_token_id = 0
+        model.save_pretrained(place.folder / name)
+        AutoTokenizer.from_pretrained(source).save_pretrained(place.folder / name)
+    return place
+
+
+def critic_of(run: Trained) -> Tensors:
+    files = (run.checkpoint / "training_state" / "critic").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def start_of(place: Place, name: str) -> Tensors:
+    return load_file(place.folder / name / "model.safetensors")
+
+
+def agree(place: Place, flags: str, settings: Settings) -> Trained:
+    """Logs and weights of both models."""
+    run, folder = place.run(flags), place.folder / "qwen3"
+    critic = classifier(place.folder / "critic")
+    if "--critic_model" not in flags:
+        critic = classifier(folder)
+        torch.nn.init.zeros_(critic.score.weight)
+    reference = Ppo(folder, run, *models(folder, place.folder / "other"), critic, settings)
+    starts = [{n: t.clone() for n, t in model.state_dict().items()} for model in (reference.policy, critic)]
+    log = reference.steps()
+    assert len(run.steps) == len(log) == 3
+    for found, wanted in zip(run.steps, log, strict=True):
+        norms = {name: wanted.pop(name) for name in ("grad_norm", "critic/grad_norm")}
+        assert_close(found, wanted)
+        # Rounding in the weights of the step before is larger in gradients.
+        assert {name: found[name] for name in norms} == pytest.approx(norms, rel=1e-4)
+    if settings.warmup < 3:
+        assert_same_weights(run.weights, reference.policy.state_dict(), starts[0])
+    assert_same_weights(critic_of(run), critic.state_dict(), starts[1])
+    return run
+
+
+def test_three_updates_of_both_models(ppo: Place) -> None:
+    run = agree(ppo, PPO, SETTINGS)
+    assert max(row["clip_ratio/region_mean"] for row in run.steps) > 0.02
+    assert max(row["critic/clip_ratio"] for row in run.steps) > 0.05
+    assert {"timing_s/values", "timing_s/update_critic", "timing_s/ref"} <= run.steps[0].keys()
+    assert "critic: critic" in run.printed
+
+
+@later
+@pytest.mark.parametrize(
+    ("flags", "changes"),
+    [
+        ("--gamma 0.9 --lam 0.7", {"gamma": 0.9, "lam": 0.7}),
+        ("--whiten_advantages false --beta 0.2", {"whitens": False, "beta": 0.2}),
+        ("--kl_in_reward false", {"kl_in_reward": False}),
+        ("--cliprange 0.02 --cliprange_value 10", {"cliprange": 0.02, "cliprange_value": 10.0}),
+        ("--critic_warmup 2", {"warmup": 2}),
+        ("--offload_critic true --offload_ref_model true", {}),
+    ],
+)
+def test_options(flags: str, changes: dict[str, Any], ppo: Place) -> None:
+    agree(ppo, f"{PPO} {flags}", SETTINGS._replace(**changes))
+
+
+@later
+def test_a_critic_that_begins_with_the_policy(ppo: Place) -> None:
+    run = agree(ppo, PPO.replace("--critic_model critic ", ""), SETTINGS)
+    assert run.steps[0]["values/mean"] == 0
+    assert "critic: the initial model with a head of zeros" in run.printed
+
+
+def test_the_warmup_leaves_the_policy_as_it_was(ppo: Place) -> None:
+    """Its steps are logged, and the critic learns."""
+    run = ppo.run(f"{PPO} --critic_warmup 3")
+    assert all(torch.equal(tensor, run.weights[name]) for name, tensor in ppo.start().items())
+    assert [row["grad_norm"] for row in run.steps] == [0, 0, 0]
+    assert [row["learning_rate"] for row in run.steps] == [run.steps[0]["learning_rate"]] * 3
+    start, trained = start_of(ppo, "critic"), critic_of(run)
+    assert all(torch.norm(trained[name] - tensor) > 0 for name, tensor in start.items())
+
+
+def test_transformers_load_the_critic(ppo: Place) -> None:
+    """As a sequence classifier, also with its tokenizer."""
+    from transformers import AutoTokenizer
+
+    run = ppo.run(PPO)
+    folder = run.checkpoint / "training_state" / "critic"
+    model, weights = classifier(folder), critic_of(run)
+    assert model.config.num_labels == 1
+    assert torch.equal(model.score.weight, weights["score.weight"])
+    assert not torch.equal(model.score.weight, start_of(ppo, "critic")["score.weight"])
+    assert AutoTokenizer.from_pretrained(folder)("red").input_ids
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        pytest.param(THREE_LAYOUTS, 4, id="policy TP2, critic PP2, reference TP1"),
+        pytest.param(TP, 2, id="TP2 SP", marks=later),
+        pytest.param(CP, 2, id="CP2", marks=later),
+        pytest.param(f"{CP} {PACKED} --critic_context_parallel_size 1", 2, id="CP2 packed, critic DP2", marks=later),
+        pytest.param(DP, 2, id="DP2 overlapped", marks=later),
+        pytest.param(f"{DP} --offload_critic true", 2, id="DP2 overlapped, offloaded", marks=later),
+        pytest.param(f"{DP} --critic_tensor_model_parallel_size 2", 2, id="DP2, critic TP2", marks=later),
+        pytest.param("--pipeline_model_parallel_size 2", 2, id="PP2", marks=later),
+    ],
+)
+def test_layouts(layout: str, processes: int, ppo: Place) -> None:
+    """The numbers of one process."""
+    found, wanted = ppo.run(f"{PPO} {layout}", processes), ppo.run(PPO)
+    assert_same_steps(found, wanted)
+    assert_same_weights(found.weights, wanted.weights, ppo.start())
+    assert_same_weights(critic_of(found), critic_of(wanted), start_of(ppo, "critic"))
+
+
+@later
+def test_experts(ppo: Place) -> None:
+    """Policy with expert parallelism, critic without."""
+    flags = "--rlhf_type ppo --model qwen3_moe --lr 5e-5 --critic_model critic-moe --critic_lr 1e-4"
+    layout = "--expert_model_parallel_size 2 --critic_expert_model_parallel_size 1"
+    found, wanted = ppo.run(f"{flags} {layout}", 2), ppo.run(flags)
+    assert_same_steps(found, wanted)
+    assert_same_weights(found.weights, wanted.weights, ppo.start("qwen3_moe"))
+    assert_same_weights(critic_of(found), critic_of(wanted), start_of(ppo, "critic-moe"))
+
+
+@later
+def test_a_reference_of_grpo_in_its_own_layout(place: Place) -> None:
+    flags = "--ref_model other --log_entropy true"
+    found, wanted = place.run(f"{flags} --ref_pipeline_model_parallel_size 2", 2), place.run(flags)
+    assert "reference: other, 2 processes = TP 1 x PP 2" in found.printed
+    assert_same_steps(found, wanted)
+    assert_same_weights(found.weights, wanted.weights, place.start())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--critic_model critic-2", "--critic_model critic-2: has a head of 2 outputs, and a critic has 1"),
+        ("--critic_pipeline_model_parallel_size 3", "= 3: does not divide the number of processes, 1"),
+        ("--critic_tensor_model_parallel_size 2", "--critic_tensor_model_parallel_size"),
+        ("--ref_context_parallel_size 3 --ref_model other", "--ref_context_parallel_size = 3: does not divide"),
+        ("--ref_tensor_model_parallel_size 2 --beta 0", "cannot be used with --beta 0, which has no reference"),
+        ("--advantage_estimator rloo", "--advantage_estimator rloo: only for --rlhf_type grpo, not ppo. Remove it."),
+        ("--teacher_model other", "only for --rlhf_type grpo, not ppo"),
+        ("--loss_type real", "--loss_type real cannot be used with --rlhf_type ppo"),
+        ("--kl_in_reward true --beta 0", "--kl_in_reward true cannot be used with --beta 0"),
+        ("--critic_model critic --mcore_critic_model other", "set one of them"),
+    ],
+)
+def test_bad_input(flags: str, message: str, ppo: Place) -> None:
+    """One error, before anything is loaded."""
+    printed = ppo.megatron(ppo.line(f"--rlhf_type ppo {flags}", "refused"), code=2)
+    assert message in printed
+    assert "Traceback" not in printed
+    assert "Loading" not in printed
