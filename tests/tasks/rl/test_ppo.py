@@ -1,5 +1,7 @@
 """PPO beside transformers and torch, in several layouts, and the critic that it saves."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def classifier(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def ppo(place: Place) -> Place:
-    """With a critic: the model `other` with a head, as --rlhf_type rm saves it; and one with two labels."""
+    """With a critic: the model `other` with a head, as --rlhf_type rm saves it; and others, which do not fit."""
     for name, family, labels in (("critic", "other", 1), ("critic-2", "other", 2), ("critic-moe", "qwen3_moe", 1)):
         if (place.folder / name).exists():
             continue
@@ -50,6 +52,11 @@ def ppo(place: Place) -> Place:
         model.config.pad_token_id = 0
         model.save_pretrained(place.folder / name)
         AutoTokenizer.from_pretrained(source).save_pretrained(place.folder / name)
+    other_vocabulary = place.folder / "critic-vocabulary"
+    if not other_vocabulary.exists():
+        shutil.copytree(place.folder / "critic", other_vocabulary)
+        config = json.loads((other_vocabulary / "config.json").read_text())
+        (other_vocabulary / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     return place
 
 
@@ -203,6 +210,7 @@ def test_a_reference_of_grpo_in_its_own_layout(place: Place) -> None:
     ("flags", "message"),
     [
         ("--critic_model critic-2", "--critic_model critic-2: has a head of 2 outputs, and a critic has 1"),
+        ("--critic_model critic-vocabulary", "has a vocabulary of 50 tokens, and the policy one of"),
         ("--critic_pipeline_model_parallel_size 3", "= 3: does not divide the number of processes, 1"),
         ("--critic_tensor_model_parallel_size 2", "--critic_tensor_model_parallel_size"),
         ("--ref_context_parallel_size 3 --ref_model other", "--ref_context_parallel_size = 3: does not divide"),
