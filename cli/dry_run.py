@@ -59,7 +59,8 @@ def _check_weights(options: SftOptions) -> None:
     """Check the weights in local folders against their config.json. The run downloads those of hub ids."""
     from ..bridge.checkpoint.pretrained import check_weights
 
-    for name in ("ref_model", "teacher_model", "reward_model", *([] if requested_checkpoint(options) else ["model"])):
+    models = [] if requested_checkpoint(options) else ["model", "critic_model"]  # else the checkpoint has them
+    for name in ("ref_model", "teacher_model", "reward_model", *models):
         for folder in _local_folders(options, name):
             check_weights(folder, flag=f"--{name}")
 
@@ -86,7 +87,9 @@ def _check_rewards(options: SftOptions, data: DataPlan) -> list[str]:
 def _check_vocabularies(options: SftOptions, data: DataPlan) -> None:
     from ..tasks.run.vocabulary import check_vocabulary
 
-    for name in ("ref_model", "mcore_ref_model", "teacher_model", "mcore_teacher_model"):
+    for name in (
+        "ref_model", "mcore_ref_model", "teacher_model", "mcore_teacher_model", "critic_model", "mcore_critic_model",
+    ):  # fmt: skip
         for folder in _local_folders(options, name):
             check_vocabulary(data.tokenizer, folder, f"--{name} {flag_value(options, name)}")
 

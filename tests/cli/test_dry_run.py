@@ -143,13 +143,15 @@ def test_an_output_folder_that_cannot_be_made(model, tmp_path, capsys):
     assert {*tmp_path.iterdir()} - {tmp_path / "cache"} == before - {tmp_path / "cache"}
 
 
-@pytest.mark.parametrize("flag", ["teacher_model", "ref_model"])
+@pytest.mark.parametrize("flag", ["teacher_model", "ref_model", "critic_model"])
 def test_another_model(flag, model, tmp_path, capsys):
     data, other = written(tmp_path / "a.jsonl", "1"), tmp_path / "other"
     shutil.copytree(model, other)
     words = grpo(model, data, f"--{flag} {other}")
     if flag == "teacher_model":
         words = words.replace("grpo", "gkd").replace("--reward_funcs accuracy", "")
+    if flag == "critic_model":
+        words = words.replace("grpo", "ppo")
     assert dry(capsys, words)[0] == 0
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

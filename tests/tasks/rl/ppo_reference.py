@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     warmup: int = 0
     whitens: bool = True
     kl_in_reward: bool = True
-    steps_per_generation: int = 3
+    descent_rate: float | None = None  # gradient descent of the policy without clipping, instead of AdamW
 
 
 class Targets(NamedTuple):
@@ -46,10 +46,8 @@ class Ppo(Reference):
 
     def steps(self) -> list[dict[str, float]]:
         torch.set_num_threads(1)
-        policy, critic = (
-            torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
-            for model, rate in ((self.policy, RATE), (self.critic, self.ppo.critic_rate))
-        )
+        policy = self.optimizer(self.policy, self.ppo.descent_rate or RATE)
+        critic = self.optimizer(self.critic, self.ppo.critic_rate)
         log = []
         for generation in sorted({row["generation"] for row in self.run.completions}):
             rows = [row for row in self.run.completions if row["generation"] == generation]
@@ -65,6 +63,11 @@ class Ppo(Reference):
                     if not first:
                         log[-1] |= self.batch_means(targets, mask)
         return log
+
+    def optimizer(self, model: Any, rate: float) -> torch.optim.Optimizer:
+        if self.ppo.descent_rate:
+            return torch.optim.SGD(model.parameters(), lr=rate)
+        return torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
 
     @torch.no_grad()
     def targets(self, rows: list[dict]) -> tuple[Targets, Tensor]:
@@ -112,12 +115,11 @@ class Ppo(Reference):
         loss = (losses * mask).sum() / mask.sum()
         return {"loss": loss.item(), "grad_norm": 0.0 if frozen else self.descend(optimizer, loss)}
 
-    @staticmethod
-    def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    def descend(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
         optimizer.zero_grad()
         loss.backward()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, torch.inf if self.ppo.descent_rate else CLIP)
         optimizer.step()
         return norm.item()
 

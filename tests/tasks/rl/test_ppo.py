@@ -1,5 +1,7 @@
 """PPO beside transformers and torch, in several layouts, and the critic that it saves."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def classifier(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def ppo(place: Place) -> Place:
-    """With a critic: the model `other` with a head, as --rlhf_type rm saves it; and one with two labels."""
+    """With a critic: the model `other` with a head, as --rlhf_type rm saves it; and others, which do not fit."""
     for name, family, labels in (("critic", "other", 1), ("critic-2", "other", 2), ("critic-moe", "qwen3_moe", 1)):
         if (place.folder / name).exists():
             continue
@@ -50,6 +52,11 @@ def ppo(place: Place) -> Place:
         model.config.pad_token_id = 0
         model.save_pretrained(place.folder / name)
         AutoTokenizer.from_pretrained(source).save_pretrained(place.folder / name)
+    other_vocabulary = place.folder / "critic-vocabulary"
+    if not other_vocabulary.exists():
+        shutil.copytree(place.folder / "critic", other_vocabulary)
+        config = json.loads((other_vocabulary / "config.json").read_text())
+        (other_vocabulary / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     return place
 
 
@@ -62,15 +69,24 @@ def start_of(place: Place, name: str) -> Tensors:
     return load_file(place.folder / name / "model.safetensors")
 
 
+def reference_of(place: Place, run: Trained, flags: str, settings: Settings) -> Ppo:
+    folder = place.folder / "qwen3"
+    critic = classifier(place.folder / "critic" if "--critic_model" in flags else folder)
+    if "--critic_model" not in flags:
+        torch.nn.init.zeros_(critic.score.weight)
+    return Ppo(folder, run, *models(folder, place.folder / "other"), critic, settings)
+
+
+def states(reference: Ppo) -> list[Tensors]:
+    """Weights of policy and critic."""
+    return [{n: t.clone() for n, t in model.state_dict().items()} for model in (reference.policy, reference.critic)]
+
+
 def agree(place: Place, flags: str, settings: Settings) -> Trained:
     """Logs and weights of both models."""
-    run, folder = place.run(flags), place.folder / "qwen3"
-    critic = classifier(place.folder / "critic")
-    if "--critic_model" not in flags:
-        critic = classifier(folder)
-        torch.nn.init.zeros_(critic.score.weight)
-    reference = Ppo(folder, run, *models(folder, place.folder / "other"), critic, settings)
-    starts = [{n: t.clone() for n, t in model.state_dict().items()} for model in (reference.policy, critic)]
+    run = place.run(flags)
+    reference = reference_of(place, run, flags, settings)
+    starts = states(reference)
     log = reference.steps()
     assert len(run.steps) == len(log) == 3
     for found, wanted in zip(run.steps, log, strict=True):
@@ -78,9 +94,8 @@ def agree(place: Place, flags: str, settings: Settings) -> Trained:
         assert_close(found, wanted)
         # Rounding in the weights of the step before is larger in gradients.
         assert {name: found[name] for name in norms} == pytest.approx(norms, rel=1e-4)
-    if settings.warmup < 3:
-        assert_same_weights(run.weights, reference.policy.state_dict(), starts[0])
-    assert_same_weights(critic_of(run), critic.state_dict(), starts[1])
+    for found, wanted, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
+        assert_same_weights(found, wanted, start)
     return run
 
 
@@ -90,6 +105,18 @@ def test_three_updates_of_both_models(ppo: Place) -> None:
     assert max(row["critic/clip_ratio"] for row in run.steps) > 0.05
     assert {"timing_s/values", "timing_s/update_critic", "timing_s/ref"} <= run.steps[0].keys()
     assert "critic: critic" in run.printed
+
+
+def test_an_update_by_gradient_descent(ppo: Place) -> None:
+    """Within 1e-6, as test_ppo_trl.py has it beside TRL."""
+    flags = f"{PPO} --optimizer sgd --sgd_momentum 0 --clip_grad 0 --lr 0.05 --critic_lr 0.02 --train_iters 1"
+    run = ppo.run(flags)
+    reference = reference_of(ppo, run, flags, SETTINGS._replace(descent_rate=0.05, critic_rate=0.02))
+    starts = states(reference)
+    reference.steps()
+    for found, wanted, start in zip((run.weights, critic_of(run)), states(reference), starts, strict=True):
+        assert max(float((tensor - start[name]).abs().max()) for name, tensor in wanted.items()) > 1e-3
+        assert max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()) < 1e-6
 
 
 @later
@@ -183,6 +210,7 @@ def test_a_reference_of_grpo_in_its_own_layout(place: Place) -> None:
     ("flags", "message"),
     [
         ("--critic_model critic-2", "--critic_model critic-2: has a head of 2 outputs, and a critic has 1"),
+        ("--critic_model critic-vocabulary", "has a vocabulary of 50 tokens, and the policy one of"),
         ("--critic_pipeline_model_parallel_size 3", "= 3: does not divide the number of processes, 1"),
         ("--critic_tensor_model_parallel_size 2", "--critic_tensor_model_parallel_size"),
         ("--ref_context_parallel_size 3 --ref_model other", "--ref_context_parallel_size = 3: does not divide"),
