@@ -62,15 +62,35 @@ def _log_sum_kernel(
 
 
 @triton.jit
-def _gradient_kernel(logits, labels, log_sums, grads, first, width, scale, BLOCK: tl.constexpr):
-    """Overwrite a block of a token's logits with (onehot - softmax) x grad x scale."""
+def _gradient_kernel(
+    logits,
+    labels,
+    log_sums,
+    grads,
+    entropies,
+    entropy_grads,
+    first,
+    width,
+    scale,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrite a block of a token's logits with (onehot - softmax) x grad x scale.
+
+    ENTROPY: less softmax x (log softmax + entropy) x the entropy's grad x scale.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + token * width + column
     x = tl.load(place, mask=column < width, other=0.0).to(tl.float32) * scale
     label = tl.load(labels + token) - first
-    slope = tl.where(column == label, 1.0, 0.0) - tl.exp(x - tl.load(log_sums + token))
-    tl.store(place, slope * (tl.load(grads + token) * scale), mask=column < width)
+    log_prob = x - tl.load(log_sums + token)
+    probability = tl.exp(log_prob)
+    slope = (tl.where(column == label, 1.0, 0.0) - probability) * (tl.load(grads + token) * scale)
+    if ENTROPY:
+        bend = probability * (log_prob + tl.load(entropies + token))
+        slope -= bend * (tl.load(entropy_grads + token) * scale)
+    tl.store(place, slope, mask=column < width)
 
 
 def sum_logits(
@@ -94,14 +114,25 @@ def sum_logits(
     _log_sum_kernel[(len(logits),)](logits, labels, *outputs, first, columns, width, scale, **settings)
 
 
-def compute_gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, grads: Tensor, first: int, scale: float) -> None:
+def compute_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    grads: Tensor,
+    of_entropies: tuple[Tensor, Tensor] | None,
+    first: int,
+    scale: float,
+) -> None:
     """Overwrite logits [tokens, width] with their gradient of sum(grads x log p(labels)).
 
-    labels, log_sums (over all ranks' columns) and grads [tokens].
+    labels, log_sums (over all ranks' columns) and grads [tokens]. of_entropies: entropies and their gradients, [tokens]
+    each, whose part is added.
     """
-    width, blocks = logits.shape[1], _blocks(logits.shape[1])
-    grid = (len(logits), ceil(width / blocks["BLOCK"]))
-    _gradient_kernel[grid](logits, labels, log_sums, grads, first, width, scale, **blocks)
+    width, settings = logits.shape[1], _blocks(logits.shape[1])
+    grid = (len(logits), ceil(width / settings["BLOCK"]))
+    settings["ENTROPY"] = of_entropies is not None
+    entropies = of_entropies or (log_sums, grads)  # not read
+    _gradient_kernel[grid](logits, labels, log_sums, grads, *entropies, first, width, scale, **settings)
 
 
 def _blocks(width: int) -> LaunchArgs:
@@ -135,7 +166,7 @@ def max_kept_bytes(device: torch.device) -> int:
 
 
 class LabelLogProbs(torch.autograd.Function):
-    """log p(label), fp32 [tokens], and optionally the entropy of p, fp32 [tokens] without gradients, or None.
+    """log p(label), fp32 [tokens], and optionally the entropy of p, fp32 [tokens], or None.
 
     hidden: [tokens, hidden_size]
     weight: this rank's rows of the output matrix, of which the first `columns` are real
@@ -170,24 +201,25 @@ class LabelLogProbs(torch.autograd.Function):
             may_keep = may_keep and ctx.kept.try_keep(logits)
             del logits
         log_sums, chosen, entropies = over_ranks(log_sums, chosen, entropies)
-        ctx.save_for_backward(hidden, weight, labels, log_sums)
+        ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
         ctx.first, ctx.columns, ctx.scale, ctx.accumulate = first, columns, 1 / temperature, accumulate
-        if entropies is not None:
-            ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # no work for entropies that are only logged
         return chosen - log_sums, entropies
 
     @staticmethod
-    def backward(ctx, grads: Tensor, _):  # type: ignore[override]
-        hidden, weight, labels, log_sums = ctx.saved_tensors
+    def backward(ctx, grads: Tensor | None, entropy_grads: Tensor | None):  # type: ignore[override]
+        hidden, weight, labels, log_sums, entropies = ctx.saved_tensors
         kept = ctx.kept.chunks  # removed since they are overwritten: a second backward pass recomputes them
-        grads = grads.contiguous()
+        grads = torch.zeros_like(log_sums) if grads is None else grads.contiguous()
+        bends = None if entropy_grads is None else (entropies, entropy_grads.contiguous())
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         accumulate, total = ctx.accumulate and has_main_grad(weight), None
         if ctx.needs_input_grad[1]:
             total = weight.main_grad if accumulate else torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, ctx.columns):
             logits = kept.popleft() if kept else _logits(hidden[part], weight, ctx.columns)
-            compute_gradient(logits, labels[part], log_sums[part], grads[part], ctx.first, ctx.scale)
+            of_entropies = None if bends is None else (bends[0][part], bends[1][part])
+            compute_gradient(logits, labels[part], log_sums[part], grads[part], of_entropies, ctx.first, ctx.scale)
             slopes = logits[:, : ctx.columns]
             if grad_hidden is not None:
                 torch.mm(slopes, weight[: ctx.columns], out=grad_hidden[part])

@@ -49,25 +49,30 @@ class _LabelLogProbs(torch.autograd.Function):
                     log_probs = logits.sub_(normalizer[part, None])
                     entropies[part] = -(log_probs.exp().mul_(log_probs)).sum(dim=-1)
         normalizer, chosen, entropies = over_ranks(normalizer, chosen, entropies, group)
-        ctx.save_for_backward(hidden, weight, local_labels, is_local, normalizer)
+        ctx.save_for_backward(hidden, weight, local_labels, is_local, normalizer, entropies)
         ctx.columns, ctx.temperature = columns, temperature
-        if entropies is not None:
-            ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # no work for entropies that are only logged
         return chosen - normalizer, entropies
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _):  # type: ignore[override]
-        hidden, weight, local_labels, is_local, normalizer = ctx.saved_tensors
+    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None):  # type: ignore[override]
+        hidden, weight, local_labels, is_local, normalizer, entropies = ctx.saved_tensors
+        grad = torch.zeros_like(normalizer) if grad is None else grad
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if ctx.columns:
             used = weight[: ctx.columns]
             for part in _chunks(len(hidden)):
                 logits = chunk_logits(hidden[part], weight, ctx.columns).div_(ctx.temperature)
+                log_probs = logits.sub_(normalizer[part, None])
+                # d entropy / d logits = -softmax x (log softmax + entropy)
+                bends = None if entropy_grad is None else log_probs + entropies[part, None]
                 # d logp / d logits = onehot - softmax
-                slope = logits.sub_(normalizer[part, None]).exp_().neg_()
+                slope = log_probs.exp_().neg_()
+                bends = None if bends is None or entropy_grad is None else bends.mul_(slope * entropy_grad[part, None])
                 slope.scatter_add_(1, local_labels[part, None], is_local[part, None].float())
-                slope = slope.mul_(grad[part, None] / ctx.temperature).to(weight.dtype)
+                slope = slope.mul_(grad[part, None] / ctx.temperature)
+                slope = (slope if bends is None else slope.add_(bends / ctx.temperature)).to(weight.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = slope @ used
                 if grad_weight is not None:
@@ -169,16 +174,16 @@ def label_log_probs(hidden: Tensor, output: OutputMatrix, labels: Tensor, *, tem
 
 
 def log_probs_and_entropies(
-    hidden: Tensor, output: OutputMatrix, labels: Tensor, *, temperature: float = 1.0
+    hidden: Tensor, output: OutputMatrix, labels: Tensor, *, temperature: float = 1.0, trains_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `label_log_probs` and the entropy of p at each position, in nats and without gradients.
+    """Return `label_log_probs` and the entropy of p at each position, in nats.
 
-    Both fp32 [batch, sequence].
+    Both fp32 [batch, sequence]. trains_entropy: entropies have gradients, too.
     """
     rows = output.rows(hidden)
     log_probs, entropies = _log_probs(rows, output, labels, temperature, entropy=True)
     assert entropies is not None
-    return rows.scatter(log_probs), rows.scatter(entropies)
+    return rows.scatter(log_probs), rows.scatter(entropies if trains_entropy else entropies.detach())
 
 
 def _log_probs(

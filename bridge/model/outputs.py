@@ -24,13 +24,14 @@ from .model import LastStage
 class LogProbs:
     """Log-probabilities of the labels, fp32 [rows, local length], 0 outside of `loss_positions`.
 
-    temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, without
-    gradients; not with multi-token prediction. With multi-token prediction and `loss_weights`: [1 + depths, rows, local
+    temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, with
+    gradients if `trains_entropy`; not with multi-token prediction. With multi-token prediction and `loss_weights`: [1 + depths, rows, local
     length], those of each depth times their weights.
     """
 
     temperature: float = 1.0
     entropies: bool = False
+    trains_entropy: bool = False
 
     def __call__(self, stage: LastStage) -> Tensor:
         model, inputs, documents = stage.model, stage.inputs, stage.documents
@@ -51,7 +52,8 @@ class LogProbs:
         output = replace(_output_matrix(stage), positions=positions)
         temperature = stage.model.architecture.logits_scale * self.temperature
         if self.entropies:
-            return torch.stack(log_probs_and_entropies(hidden, output, labels, temperature=temperature))
+            settings = {"temperature": temperature, "trains_entropy": self.trains_entropy}
+            return torch.stack(log_probs_and_entropies(hidden, output, labels, **settings))
         return label_log_probs(hidden, output, labels, temperature=temperature)
 
 

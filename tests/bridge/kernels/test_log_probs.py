@@ -89,6 +89,24 @@ def test_entropies(alone, inputs, temperature):
     gather_or_raise([entropies], [expected])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_entropies(alone, inputs, temperature):
+    """Alone, and with those of the log-probabilities, from logits that were kept."""
+    hidden, weight, labels, slopes = inputs
+    output = OutputMatrix(weight, VOCAB, alone)
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_probs = (doubles[0].transpose(0, 1) @ doubles[1][:VOCAB].t() / temperature).log_softmax(-1)
+    uncertain = -(log_probs.exp() * log_probs).sum(-1)
+    for share in (0.0, 0.7):
+        settings = {"temperature": temperature, "trains_entropy": True}
+        found, entropies = log_probs_and_entropies(hidden, output, labels, **settings)
+        mine = torch.autograd.grad(share * found + entropies if share else entropies, (hidden, weight), slopes)
+        expected = share * log_probs.gather(2, labels[..., None]).squeeze(2) + uncertain
+        theirs = torch.autograd.grad(expected, doubles, slopes.double(), retain_graph=True)
+        assert min(slope.abs().max() for slope in theirs) > 1e-2
+        gather_or_raise(mine, theirs)
+
+
 def test_calls_that_wait_share_the_room(alone, inputs, monkeypatch):
     from megaswift.bridge.kernels import log_probs
 
@@ -193,15 +211,16 @@ def test_half_precision(alone, dtype):
     slopes = random(1, tokens).float()
     weight.main_grad = torch.ones(rows, size, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
     weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-    found, entropies = log_probs_and_entropies(hidden, OutputMatrix(weight, vocab, alone, accumulate=True), labels)
-    found.backward(slopes)
+    output = OutputMatrix(weight, vocab, alone, accumulate=True)
+    found, entropies = log_probs_and_entropies(hidden, output, labels, trains_entropy=True)
+    (found + entropies).backward(slopes)
     wholes = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     for part in torch.arange(tokens, device="cuda").split(2048):
         logits = wholes[0][part, 0] @ wholes[1][:vocab].t()
         expected = logits.log_softmax(-1).gather(1, labels[0, part, None]).squeeze(1)
         torch.testing.assert_close(found[0, part], expected, rtol=1e-2, atol=1e-2)
-        uncertain = torch.distributions.Categorical(logits=logits.detach(), validate_args=False).entropy()
+        uncertain = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
         torch.testing.assert_close(entropies[0, part], uncertain, rtol=1e-2, atol=1e-2)
-        expected.backward(slopes[0, part])
+        (expected + uncertain).backward(slopes[0, part])
     for mine, reference in ((hidden.grad, wholes[0].grad), (weight.main_grad - 1, wholes[1].grad)):
         assert (mine.float() - reference).norm() < 1e-2 * reference.norm()

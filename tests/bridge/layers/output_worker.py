@@ -116,11 +116,16 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def of_labels(sides: Sides) -> dict[str, float]:
     arguments = (sides.local["hidden"], sides.output, sides.labels)
     found, entropies = logprobs.log_probs_and_entropies(*arguments, temperature=TEMPERATURES[0])
+    trained = logprobs.log_probs_and_entropies(*arguments, temperature=TEMPERATURES[0], trains_entropy=True)
     alone = logprobs.label_log_probs(*arguments, temperature=TEMPERATURES[0])
     log_probs = sides.log_probs(TEMPERATURES[0])
     expected = -(log_probs.exp() * log_probs).sum(-1) * sides.kept
+    chosen = log_probs.gather(2, sides.labels[..., None]).squeeze(2)
+    total = chosen - 3 * (log_probs.exp() * log_probs).sum(-1)
+    together = sides.distances(trained[0] + 3 * trained[1], total)
     return {
-        **sides.distances(found, log_probs.gather(2, sides.labels[..., None]).squeeze(2)),
+        **sides.distances(found, sides.log_probs(TEMPERATURES[0]).gather(2, sides.labels[..., None]).squeeze(2)),
+        **{f"{name}, with the entropies'": value for name, value in together.items()},
         "entropies": distance(entropies, expected),
         "without": float(not torch.equal(found, alone)),
         "entropies know gradients": float(entropies.requires_grad),
