@@ -25,8 +25,8 @@ class LogProbs:
     """Log-probabilities of the labels, fp32 [rows, local length], 0 outside of `loss_positions`.
 
     temperature: divides the logits. entropies: [2, rows, local length], the second those of the distributions, with
-    gradients if `trains_entropy`; not with multi-token prediction. With multi-token prediction and `loss_weights`: [1 + depths, rows, local
-    length], those of each depth times their weights.
+    gradients if `trains_entropy`; not with multi-token prediction. With multi-token prediction and `loss_weights`:
+    [1 + depths, rows, local length], those of each depth times their weights.
     """
 
     temperature: float = 1.0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...bridge.option_groups import flag_value
 from ...tasks.options import GkdOptions, GrpoOptions, PpoOptions, TeacherOptions
+from ...tasks.options.advantages import AdvantageOptions
 from ...tasks.options.policy import PolicyLossOptions
 from ...tasks.rollout.addresses import server_urls
 from ..flags import UsageError, show, usage_errors
@@ -29,6 +30,7 @@ ONLY_WITH: dict[str, tuple[str, tuple[str | bool, ...]]] = {
     "fipo_clip_high_only": ("loss_type", ("fipo",)),
     "fipo_safety_threshold": ("loss_type", ("fipo",)),
     "delta": ("loss_type", CLIPPED_LOSSES),
+    "dual_clip": ("loss_type", CLIPPED_LOSSES),
     "max_resample_times": ("dynamic_sample", (True,)),
     **dict.fromkeys(GRPO_ONLY, ("rlhf_type", ("grpo",))),
     "rollout_importance_sampling_threshold": (
@@ -42,6 +44,7 @@ NOTED_UNLESS = {
     "epsilon_high": ("loss_type", (*CLIPPED_LOSSES, "cispo")),
     "scale_rewards": ("loss_type", (*CLIPPED_LOSSES, "cispo", "sapo")),
 }
+UNGROUPED = ("reinforce_plus_plus", "reinforce")  # estimators that need no other completions of a prompt
 REFERENCE_FLAGS = ("ref_model", "mcore_ref_model", "ref_adapters")
 TEACHER_FLAGS = "teacher_model", "mcore_teacher_model", "teacher_model_server"
 SERVER_FLAGS = (
@@ -101,10 +104,10 @@ def has_teacher(options: GrpoOptions) -> bool:
 
 def _check_single_completions(options: GrpoOptions) -> None:
     """Raise UsageError if the advantage needs several completions of a prompt."""
-    if options.advantage_estimator != "reinforce_plus_plus" and not has_teacher(options):
+    if options.advantage_estimator not in UNGROUPED and not has_teacher(options):
         raise UsageError(
             f"--num_generations 1: --advantage_estimator {options.advantage_estimator} compares completions of one "
-            "prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator reinforce_plus_plus."
+            f"prompt, so every advantage would be 0. Set 2 or more, or --advantage_estimator {' or '.join(UNGROUPED)}."
         )
     if options.dynamic_sample:
         raise UsageError(
@@ -277,7 +280,7 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
             if is_set_by_user(field, sources):
                 raise UsageError(f"{as_flag(field, options)}: no teacher. Set --teacher_model, or remove it.")
     if not options.beta:
-        for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model"):
+        for name in (*REFERENCE_FLAGS, "offload_ref_model", "kl_in_reward", "sync_ref_model", "kl_estimator"):
             if flag_value(options, name) and (is_set_by_user(name, sources) or not isinstance(options, PpoOptions)):
                 raise UsageError(
                     f"{as_flag(name, options)} cannot be used with --beta 0, which has no reference. Remove one of "
@@ -292,13 +295,13 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
 
 def _check_real(options: GrpoOptions) -> None:
     """Raise UsageError for options of losses per token, and for groups in several steps."""
-    policy, defaults = options.policy, PolicyLossOptions()
+    defaults = {**vars(PolicyLossOptions()), **vars(AdvantageOptions())}
     names = (
         "importance_sampling_level", "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta",
-        "top_entropy_quantile",
+        "top_entropy_quantile", "loss_agg_mode", "whiten_advantages", "advantage_clip",
     )  # fmt: skip
     for name in names:
-        if getattr(policy, name) != getattr(defaults, name):
+        if flag_value(options, name) != defaults[name]:
             raise UsageError(
                 f"{as_flag(name, options)} cannot be used with --loss_type real, whose loss is of a prompt's "
                 "completions. Remove one of them."

@@ -68,6 +68,10 @@ def check_resume(options: SftOptions) -> Iterator[str]:
             "--async_save true cannot be used with --save_safetensors false: megatron-core's format is written "
             "synchronously. Remove one of them."
         )
+    if options.training.eval_on_start and not evaluates(options):
+        raise UsageError(
+            "--eval_on_start true: nothing is evaluated. Set --val_dataset or --split_dataset_ratio, or remove it."
+        )
     metrics = METRICS[flag_value(options, "rlhf_type", None) or flag_value(options, "task_type", "causal_lm")]
     if options.checkpoint.metric_for_best_model == "":
         raise UsageError(f"--metric_for_best_model: is empty. Set {options.usual_metric}, or remove it.")
@@ -79,14 +83,18 @@ def check_resume(options: SftOptions) -> Iterator[str]:
         yield "--eval_command_timeout is not needed: there is no --eval_command."
     if metric not in metrics:
         raise UsageError(f"--metric_for_best_model {metric}: evaluations have {', '.join(metrics)}. Set one of them.")
-    evaluates = (
-        bool(options.data.val_dataset or options.data.cached_val_dataset) or options.data.split_dataset_ratio > 0
-    ) and options.training.eval_iters != 0
     for name in ("metric_for_best_model", "greater_is_better"):
-        if getattr(options.checkpoint, name) is not None and not evaluates:
+        if getattr(options.checkpoint, name) is not None and not evaluates(options):
             raise UsageError(
                 f"--{name}: nothing is evaluated. Set --val_dataset or --split_dataset_ratio, or remove it."
             )
+
+
+def evaluates(options: SftOptions) -> bool:
+    """Return whether the run evaluates."""
+    data = options.data
+    has_data = bool(data.val_dataset or data.cached_val_dataset) or data.split_dataset_ratio > 0
+    return has_data and options.training.eval_iters != 0
 
 
 def _check_eval_command(command: str) -> None:

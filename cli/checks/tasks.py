@@ -27,6 +27,7 @@ from ...tasks.run.planning import SIZES, ProcessLayout, RoleName, role_layout
 from ...templates.formats.schemas import POOLED, UNGROUPED
 from ..flags import UsageError, flags_of, show
 from ..legacy_flags import FLAG_OF_VARIABLE, VARIABLE_PREFIXES
+from .advantages import check_advantages
 from .extra_kwargs import check_engine_settings
 from .generation import (
     REFERENCE_FLAGS,
@@ -78,6 +79,7 @@ def check_task(
     match options:
         case GrpoOptions():
             check_generation(options, sources)
+            check_advantages(options, sources)
             check_engine_settings(options)
             check_vllm_lora(options, model)
             check_replay(options, model)

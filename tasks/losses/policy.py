@@ -14,13 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST_EXPONENT = 30.0
+from .kl import LARGEST_EXPONENT, kl_estimates
+
 SMALLEST_SPREAD = 1e-4  # is added to standard deviations, as TRL has it
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo")
 LEVELS = ("token", "sequence", "sequence_token")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus")
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+# Mode that a loss has by itself. bnpo's, a mean over the tokens of each micro batch, has no name of its own.
+IMPLIED_AGG_MODES = {
+    **dict.fromkeys(("grpo", "sapo", "real"), "seq-mean-token-mean"),
+    **dict.fromkeys(("dapo", "cispo", "fipo"), "token-mean"),
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
 SCALES = ("group", "batch", "none")
 
 
@@ -32,8 +40,12 @@ class Policy:
     epsilon: float = 0.2
     epsilon_high: float | None = None  # None: epsilon. For cispo the largest weight itself, not its distance from 1
     delta: float | None = None  # the largest weight of what is clipped on one side only; None: none
+    dual_clip: float | None = None  # times a negative advantage: the least objective of a token; None: none
+    loss_agg_mode: str | None = None  # of LOSS_AGG_MODES; None: the loss's own
     importance_sampling_level: str = "token"  # of LEVELS
     beta: float = 0.04  # of the KL divergence from the reference in the loss; 0: no reference is read
+    kl_estimator: str | None = None  # of KL_ESTIMATORS; None: k3
+    entropy_coef: float = 0.0  # of the mean entropy of tokens, which is subtracted from the loss
     tau_pos: float = 1.0  # sapo's temperatures
     tau_neg: float = 1.05
     fipo_decay_rate: float = 32.0  # fipo: tokens after which a later token's influence has halved
@@ -80,6 +92,7 @@ class Terms(NamedTuple):
     by_sample: dict[
         str, Tensor
     ]  # [tokens] each, alike for all tokens of a sample: the mean over samples with a token is logged
+    entropies: Tensor | None = None  # [tokens], with gradients if entropy_coef is above 0
 
 
 def spread(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -94,9 +107,12 @@ def advantages(rewards: Tensor, groups: Tensor, *, estimator: str = "grpo", scal
     rewards [samples], fp64 or fp32; groups [samples] int64: samples of one prompt have the same number (of any).
     `estimator`: grpo (https://arxiv.org/abs/2402.03300) and reinforce_plus_plus (https://arxiv.org/abs/2501.03262, with
     the groups' means as baseline) subtract the group's mean, rloo (https://arxiv.org/abs/2402.14740) the mean of the
-    others; one alone in its group has 0. `scale`: what this is divided by: the standard deviation in the group, in the
-    batch, or nothing; of rewards, for reinforce_plus_plus of what is divided. None: as the estimator's paper has it.
+    others; one alone in its group has 0. reinforce subtracts nothing, and scales nothing. `scale`: what this is divided
+    by: the standard deviation in the group, in the batch, or nothing; of rewards, for reinforce_plus_plus of what is
+    divided. None: as the estimator's paper has it.
     """
+    if estimator == "reinforce":
+        return rewards
     count, mean = _of_groups(rewards, groups)
     centered = rewards - mean
     if estimator == "rloo":
@@ -229,11 +245,12 @@ def policy_losses(
         (by_token if of_tokens else by_sample)["sampling/importance_sampling_ratio/mean"] = correction
     if policy.beta:
         assert ref is not None
-        by_token["kl"] = kl = kl_of(log_probs, ref, completions)
+        by_token["kl"] = kl = kl_of(log_probs, ref, completions, policy.kl_estimator or "k3")
         losses = losses + policy.beta * kl
     if entropies is not None:
         by_token["entropy"] = entropies
-    return Terms(losses, *({name: value.detach() for name, value in each.items()} for each in (by_token, by_sample)))
+    by_token, by_sample = ({name: value.detach() for name, value in each.items()} for each in (by_token, by_sample))
+    return Terms(losses, by_token, by_sample, entropies)
 
 
 def future_influence(
@@ -289,11 +306,9 @@ def offpolicy_metrics(
     return prefixed[0], prefixed[1]
 
 
-def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions) -> Tensor:
-    """Return an unbiased estimate of KL(policy | reference) from each token, never below 0: [tokens]. It is k3 of
-    http://joschu.net/blog/kl-approx.html."""
-    difference = _trained(ref - log_probs, completions).clamp(max=LARGEST_EXPONENT)
-    return difference.expm1() - difference
+def kl_of(log_probs: Tensor, ref: Tensor, completions: Completions, estimator: str = "k3") -> Tensor:
+    """Return `kl_estimates` of trained tokens, 0 elsewhere: [tokens]."""
+    return kl_estimates(_trained(log_probs, completions), _trained(ref, completions), estimator)
 
 
 def normalised(
@@ -301,23 +316,28 @@ def normalised(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this rank's share of the loss over the global batch, and of each metric's mean: scalars.
 
-    grpo, sapo, real: the mean over samples of the means over their tokens. dapo, cispo, fipo: the mean over all tokens.
-    dr_grpo: the sum over max_completion_length, a sample. bnpo: the mean over micro batches of the means over their
-    tokens.
+    token-mean: the mean over all tokens. seq-mean-token-mean, -sum: the mean over samples of the means, or sums, over
+    their tokens. seq-mean-token-sum-norm: such sums over max_completion_length. bnpo by itself: the mean over micro
+    batches of the means over their tokens. The bonus of the entropy is of its mean over all tokens, with any mode.
     """
     mask, counts = completions.mask, completions.counts
     of_token = mask / max(totals.tokens, 1.0)
     share = mask / counts.clamp(min=1)[completions.sample]
     of_sample = share / max(totals.samples, 1.0)
-    match policy.loss_type:
-        case "grpo" | "sapo" | "real":
+    match policy.loss_agg_mode or IMPLIED_AGG_MODES.get(policy.loss_type):
+        case "seq-mean-token-mean":
             loss = (terms.losses * of_sample).sum()
-        case "dapo" | "cispo" | "fipo":
+        case "token-mean":
             loss = (terms.losses * of_token).sum()
-        case "dr_grpo":
+        case "seq-mean-token-sum":
+            loss = (terms.losses * mask).sum() / max(totals.samples, 1.0)
+        case "seq-mean-token-sum-norm":
             loss = (terms.losses * mask).sum() / (max(totals.samples, 1.0) * policy.max_completion_length)
         case _:
             loss = (terms.losses * mask).sum() / counts.sum().clamp(min=1) / max(totals.micro_batches, 1.0)
+    if policy.entropy_coef:
+        assert terms.entropies is not None
+        loss = loss - policy.entropy_coef * (_trained(terms.entropies, completions) * of_token).sum()
     metrics = {name: (values * of_token).sum() for name, values in terms.by_token.items()}
     of_trained = share / max(totals.trained_samples, 1.0)
     metrics |= {name: (values * of_trained).sum() for name, values in terms.by_sample.items()}
@@ -385,7 +405,13 @@ def _clipped(
     low = ((weights < 1 - policy.epsilon) & (advantages < 0)).float()
     high = ((weights > 1 + policy.highest) & (advantages > 0)).float()
     clipped = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
-    return -torch.min(weights * advantages, within * advantages), clipped
+    gains = torch.min(weights * advantages, within * advantages)
+    if policy.dual_clip is not None:  # https://arxiv.org/abs/1912.09729, equation 5
+        lowest = policy.dual_clip * advantages
+        is_negative = advantages < 0
+        clipped["clip_ratio/dual_mean"] = (is_negative & (gains < lowest)).float()
+        gains = torch.where(is_negative, torch.max(gains, lowest), gains)
+    return -gains, clipped
 
 
 def _cispo(policy: Policy, weights: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

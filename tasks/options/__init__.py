@@ -19,6 +19,7 @@ from ...bridge.options import (
 )
 from ...templates.formats.schemas import Stage
 from ...templates.options import MediaOptions, PrepareOptions
+from .advantages import AdvantageOptions
 from .groups import (
     CheckpointOptions,
     CompletionOptions,
@@ -233,18 +234,20 @@ class GrpoOptions(SftOptions):
     multi_turn: TurnOptions = group(TurnOptions)
     engine: EngineOptions = group(EngineOptions)
     policy: PolicyLossOptions = group(PolicyLossOptions)
+    advantages: AdvantageOptions = group(AdvantageOptions)
     teacher: TeacherOptions = group(TeacherOptions)
     teacher_kl_coef: Annotated[
         float, "With a teacher: weight of its log-probability over the policy's in each token's advantage.", "[0, inf)"
     ] = 1.0
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.04
     advantage_estimator: Annotated[
-        Literal["grpo", "rloo", "reinforce_plus_plus"], "Baseline that a reward is compared with."
+        Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce"],
+        "Baseline that a reward is compared with; reinforce: none.",
     ] = "grpo"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
         "Scale advantages by the standard deviation of the prompt's rewards (group), of all (batch), or not. "
-        "Default: group (rloo: none, reinforce_plus_plus: batch).",
+        "Default: group (rloo, reinforce: none, reinforce_plus_plus: batch).",
     ] = None  # type: ignore[assignment]
     kl_in_reward: Annotated[bool, "Subtract the KL divergence from the reward instead of adding it to the loss."] = (
         False
@@ -277,7 +280,8 @@ class GrpoOptions(SftOptions):
         if self.rewards.soft_max_length is None:
             self.rewards.soft_max_length = self.sampling.max_completion_length
         if self.scale_rewards is None:
-            self.scale_rewards = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(self.advantage_estimator, "group")  # type: ignore[assignment]
+            scales = {"rloo": "none", "reinforce": "none", "reinforce_plus_plus": "batch"}
+            self.scale_rewards = scales.get(self.advantage_estimator, "group")  # type: ignore[assignment]
         policy = self.policy
         if policy.epsilon_high is None:
             policy.epsilon_high = 5.0 if policy.loss_type == "cispo" else policy.epsilon

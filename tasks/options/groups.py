@@ -25,6 +25,7 @@ class TrainingOptions:
         "Steps between evaluations. Default: at each checkpoint.",
         "(0, inf)",
     ] = None
+    eval_on_start: Annotated[bool, "Also evaluate before the first step."] = False
     eval_iters: Annotated[
         int, "Global batches of an evaluation; -1: the whole validation set, 0: no evaluation.", "[-1, inf)"
     ] = -1
@@ -400,6 +401,11 @@ class SamplingOptions(CompletionOptions):
 
     num_generations: Annotated[int, "Completions per prompt.", "[1, inf)"] = 8
     num_generations_eval: Annotated[int, "Completions per prompt in an evaluation.", "[1, inf)"] = 1
+    eval_temperature: Annotated[
+        float | None, "Temperature of sampling in an evaluation; 0: greedy. Default: --temperature.", "[0, 1000]"
+    ] = None
+    eval_top_p: Annotated[float | None, "--top_p of an evaluation. Default: --top_p.", "(0, 1]"] = None
+    eval_top_k: Annotated[int | None, "--top_k of an evaluation. Default: --top_k.", "[-1, inf)"] = None
     generation_batch_size: Annotated[
         int | None,
         "Completions generated at a time. Default: --global_batch_size x --steps_per_generation.",

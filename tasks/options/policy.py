@@ -15,11 +15,28 @@ class PolicyLossOptions:
     delta: Annotated[
         float | None, "Upper bound of the ratio for two-sided clipping, above 1 + epsilon.", "(0, inf)"
     ] = None
+    dual_clip: Annotated[
+        float | None,
+        "Dual-clip PPO: least objective of a token, times its advantage, where that is negative; such as 3.",
+        "(1, inf)",
+    ] = None
     loss_type: Annotated[
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"],
         "Loss and its normalization: per completion (grpo, sapo), per token of a micro batch (bnpo) or of "
         "the step (dapo, cispo, fipo), by the maximum length (dr_grpo), or per prompt (real).",
     ] = "grpo"
+    loss_agg_mode: Annotated[
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None,
+        "Mean over all tokens, or over completions of their tokens' means, sums, or sums over "
+        "--max_completion_length. Default: that of --loss_type.",
+    ] = None
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3", "abs"] | None,
+        "Estimate of a token's KL divergence from the reference. Default: k3 in the loss, k1 in the reward.",
+    ] = None
+    entropy_coef: Annotated[
+        float, "Weight of the mean entropy of tokens, which is subtracted from the loss.", "[0, inf)"
+    ] = 0.0
     tau_pos: Annotated[float, "sapo: temperature for positive advantages.", "(0, inf)"] = 1.0
     tau_neg: Annotated[float, "sapo: temperature for other advantages.", "(0, inf)"] = 1.05
     real_tau: Annotated[float, "real: temperature of the scores.", "(0, inf)"] = 0.5

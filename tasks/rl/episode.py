@@ -32,6 +32,7 @@ class Episode:
     rewards: dict[str, float | None] = field(default_factory=dict)  # by function
     reward: float = 0.0  # weighted sum of the rewards; NaN if no function scores the episode
     kl_penalty: float = 0.0  # subtracted from the reward with --kl_in_reward
+    is_excluded: bool = False  # has no loss: its prompt is outside --difficulty_range
     advantage: float = 0.0
     old_log_probs: np.ndarray | None = None  # float32 [length]: by the policy before the steps on this rollout
     answer_start: int = 0  # position in `tokens` of the last generation
@@ -42,7 +43,7 @@ class Episode:
     teacher_log_probs: np.ndarray | None = None  # float32 [length]: by the teacher
     values: np.ndarray | None = None  # float32 [length]: by the critic, before each token is drawn
     returns: np.ndarray | None = None  # float32 [length]: what the critic learns
-    advantages: np.ndarray | None = None  # float32 [length]: with a critic, in place of `advantage`
+    advantages: np.ndarray | None = None  # float32 [length]: where tokens differ, in place of `advantage`
     experts: np.ndarray | None = None  # int16 [length, layers, topk]: for router replay; -1: the model's own choice
 
     @classmethod
@@ -111,6 +112,11 @@ class Episode:
         """Tokens of the last generation."""
         return self.tokens[self.answer_start :]
 
+    def trained_tokens(self, *, drop_truncated: bool) -> np.ndarray:
+        """Return the loss weight of each token: float32 [length]. drop_truncated: 0 for a truncated completion."""
+        is_dropped = self.is_excluded or (drop_truncated and self.finish_reason == "length")
+        return self.loss_mask * float(not is_dropped)
+
     @property
     def length(self) -> int:
         """Number of tokens that the model generated."""
@@ -123,10 +129,10 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def sequences_of(episodes: Sequence[Episode], *, drop_truncated: bool) -> Sequences:
-    """Return the sequences of a training step. drop_truncated: truncated completions have no loss."""
+    """Return the sequences of a training step. Excluded ones have no loss; drop_truncated: nor truncated ones."""
     return Sequences(
         [episode.tokens for episode in episodes],
-        [episode.loss_mask * float(not (drop_truncated and episode.finish_reason == "length")) for episode in episodes],
+        [episode.trained_tokens(drop_truncated=drop_truncated) for episode in episodes],
         [episode.advantage for episode in episodes],
         rollout_log_probs=[episode.rollout_log_probs for episode in episodes],
         **{name: arrays_of(episodes, name) for name in OF_SEQUENCES},

@@ -37,7 +37,7 @@ from ..train.router_replay import check_replay, gather_experts
 from ..train.setup import train
 from ..train.step import TrainState
 from .advantage_teacher import AdvantageTeacher
-from .advantages import compute_advantages
+from .advantages import AdvantageEstimator
 from .async_rollout import AsyncRollout, RolloutBatch
 from .completion_text import CompletionTexts
 from .episode import Episode, as_bytes, from_bytes, from_tensors, sequences_of, to_tensors
@@ -114,6 +114,7 @@ class Grpo:
         self.worker = RolloutWorker(options, prompts, sampler, CompletionTexts(run, options), multi_turn, scorer)
         self.metrics = self.worker.metrics
         self.loss = PolicyLoss(options)
+        self.advantages = AdvantageEstimator(options)
         self.needs_old_log_probs = options.sampling.steps_per_generation * options.sampling.num_iterations > 1
         self.needs_old_log_probs |= options.kl_in_reward or self.replay == "R2"
         self.async_rollout = AsyncRollout() if options.async_generate else None
@@ -124,7 +125,11 @@ class Grpo:
 
     def objective(self) -> Objective:
         """Return the task as the trainer sees it."""
-        output = LogProbs(self.options.sampling.temperature, entropies=self.loss.with_entropies)
+        output = LogProbs(
+            self.options.sampling.temperature,
+            entropies=self.loss.with_entropies,
+            trains_entropy=self.loss.trains_entropy,
+        )
         frozen = [role.flops for role in (self.reference, self.teacher) if role]
         return Objective(
             self.loss,
@@ -148,7 +153,7 @@ class Grpo:
                     with self._phase(trainer, "teacher"):
                         for episode, log_probs in zip(episodes, self.teacher.log_probs(episodes), strict=True):
                             episode.teacher_log_probs = log_probs
-                compute_advantages(episodes, self.options)
+                self.metrics.add_scalars(self.advantages(episodes))
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             trainer.step(self.next_batches(trainer))
@@ -239,15 +244,11 @@ class Grpo:
                     episode.experts = experts
 
     def record_ref_log_probs(self, trainer: StepRunner, episodes: list[Episode], reference: RolloutReference) -> None:
-        """Record the log-probabilities by the reference; with --kl_in_reward the KL penalty of each episode."""
+        """Record the log-probabilities by the reference."""
         with self._phase(trainer, "ref"):
             ref_log_probs = reference.log_probs(sequences_of(episodes, drop_truncated=False), trainer.state)
         for episode, log_probs in zip(episodes, ref_log_probs, strict=True):
             episode.ref_log_probs = log_probs
-            if self.options.kl_in_reward:
-                assert episode.old_log_probs is not None
-                divergence = float(((episode.old_log_probs - log_probs) * episode.loss_mask).sum())
-                episode.kl_penalty = self.options.beta * divergence
 
     def log_episodes(self, episodes: list[Episode]) -> None:
         """Write the episodes to completions.jsonl (`--log_completions`)."""
@@ -319,7 +320,8 @@ class Grpo:
         """Return means over `max_batches` global batches of evaluation prompts (-1: all), as `eval_<name>`."""
         self.wait_for_async_rollout()
         group_size, metrics = self.options.sampling.num_generations_eval, RolloutMetrics()
-        worker = replace(self.worker, sampler=self.worker.sampler.restarted(), metrics=metrics)
+        sampler = self.worker.sampler.for_evaluation(self.options.sampling)
+        worker = replace(self.worker, sampler=sampler, metrics=metrics)
         prompts_per_batch, episodes = max(1, self.options.training.global_batch_size // group_size), list[Episode]()
         with self.rollout.awake():
             self.update_weights(state, metrics.timed)
@@ -350,6 +352,7 @@ class Grpo:
         counters = {
             "asked": self.worker.sampler.num_sampled,
             "generations": self.generations,
+            "advantages": self.advantages.state(),
             "log": self.metrics.state(),
             "steps": [len(step) for step in self.pending],
             "ahead": self.next_batch and self.next_batch.metrics_state(),
@@ -364,6 +367,8 @@ class Grpo:
         counters, episodes = from_bytes(tensors["numbers"]), iter(from_tensors(tensors))
         self.worker.sampler.num_sampled, self.generations = counters["asked"], counters["generations"]
         self.metrics.load(counters["log"])
+        if state := counters.get("advantages"):  # earlier versions had none
+            self.advantages.load(state)
         self.pending = [list(islice(episodes, length)) for length in counters["steps"]]
         if counters.get("ahead") is not None:
             self.next_batch = RolloutBatch.load(tensors, counters["ahead"])

@@ -37,7 +37,9 @@ class PolicyLoss:
             teacher_kl_coef=options.teacher_kl_coef,
             max_completion_length=options.sampling.max_completion_length,
         )
+        self.trains_entropy = options.policy.entropy_coef > 0
         self.with_entropies = options.policy.log_entropy or options.policy.top_entropy_quantile < 1
+        self.with_entropies |= self.trains_entropy
         has_teacher = options.teacher.teacher_model or options.teacher.mcore_teacher_model
         self.names = ["loss", *self._metric_names(), *(["teacher_kl"] if has_teacher else [])]
         self.micro_batches = self.trained_samples = 1  # of the step, on all data-parallel ranks
@@ -51,6 +53,7 @@ class PolicyLoss:
             names.append("cispo_clip_ratio")
         elif policy.loss_type not in ("sapo", "real"):
             names += [f"clip_ratio/{side}_mean" for side in ("low", "high", "region")]
+            names += ["clip_ratio/dual_mean"] if policy.dual_clip is not None else []
         if policy.loss_type == "fipo":
             names += [f"fipo/{name}" for name in ("future_kl_mean", "influence_weight_mean", "safety_keep_ratio")]
         if policy.log_rollout_offpolicy_metrics:

@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ...templates.batching.prompt_dataloader import Prompt
-from ..options.groups import CompletionOptions
+from ..options.groups import CompletionOptions, SamplingOptions
 from ..rollout.engine import Completion, Request, Sampling
 from ..rollout.engine_group import EngineGroup
 from ..run.vocabulary import check_tokens
@@ -49,10 +50,15 @@ class Sampler:
         sampler.rollout = self.rollout.detach()
         return sampler
 
-    def restarted(self) -> "Sampler":
-        """Return a copy that starts with the seeds of the first call."""
+    def for_evaluation(self, options: SamplingOptions) -> "Sampler":
+        """Return a copy with the sampling of an evaluation, which starts with the seeds of the first call."""
         sampler = copy.copy(self)
         sampler.num_sampled = 0
+        settings = {
+            "temperature": options.eval_temperature, "top_p": options.eval_top_p, "top_k": options.eval_top_k
+        }  # fmt: skip
+        changes = {name: value for name, value in settings.items() if value is not None}
+        sampler.sampling = replace(self.sampling, **changes)
         return sampler
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Completion]:

@@ -16,7 +16,7 @@ from .step import TrainState, evaluate_step, sum_over_ranks
 
 
 class EvaluationCallback(Callback):
-    """Callback of `--eval_steps`."""
+    """Callback of `--eval_steps` and `--eval_on_start`."""
 
     def __init__(
         self, options: SftOptions, state: TrainState, objective: Objective, data: Data, watchdog: Watchdog, log: RunLog
@@ -25,21 +25,25 @@ class EvaluationCallback(Callback):
         self._watchdog, self._log = watchdog, log
 
     def post_step(self, record: StepRecord) -> None:
-        if not record.evaluates:
-            return
+        if record.evaluates:
+            record.eval_metrics = self.evaluate(record.step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate after `step` (0: before the first), log the metrics and return them."""
         max_batches, tick = self._options.training.eval_iters, self._watchdog.tick
         with (
             self._log.meter.paused(),
-            self._watchdog.phase(f"evaluation at step {record.step}"),
+            self._watchdog.phase(f"evaluation at step {step}"),
             self._collect_garbage(),
         ):
             if self._objective.loop:
-                record.eval_metrics = self._objective.loop.evaluate(self._state, self._data, max_batches, tick)
+                metrics = self._objective.loop.evaluate(self._state, self._data, max_batches, tick)
             else:
                 assert isinstance(self._data, Batches)
                 steps = islice(self._data.one_pass(), max_batches if max_batches >= 0 else None)
-                record.eval_metrics = evaluate_on(self._state, steps, self._objective, tick)
-        self._log.evaluation(record.step, record.eval_metrics)
+                metrics = evaluate_on(self._state, steps, self._objective, tick)
+        self._log.evaluation(step, metrics)
+        return metrics
 
     @contextmanager
     def _collect_garbage(self) -> Iterator[None]:

@@ -139,6 +139,12 @@ class PluginCallbacks(Callback):
     def eval_begin(self) -> None:
         self._call("on_eval_begin")
 
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Call the hooks after an evaluation."""
+        self._call("on_eval_end")
+        self._call("on_evaluate", metrics=dict(metrics))
+        self.logged(step, metrics)
+
     def logged(self, step: int, values: dict[str, float]) -> None:
         """Call the hooks after a line of the log of `step`."""
         self._call("on_log", logs={"step": step, **values})
@@ -149,9 +155,7 @@ class PluginCallbacks(Callback):
             return
         if record.evaluates:
             self._note_best(record)
-            self._call("on_eval_end")
-            self._call("on_evaluate", metrics=dict(record.eval_metrics))
-            self._call("on_log", logs={"step": record.step, **record.eval_metrics})
+            self.evaluated(record.step, record.eval_metrics)
         if record.saves:
             folder = self._checkpointer.folder(record.step)
             self._state.last_model_checkpoint = str(folder)

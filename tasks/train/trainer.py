@@ -67,8 +67,8 @@ class Trainer:
         self._checkpointer = Checkpointer(
             run, state, self.watchdog, log.note, reference, objective.role, log.written, self._eval_command
         )
-        evaluation_callbacks = (
-            [EvaluationCallback(run.options, state, objective, val, self.watchdog, log)] if val is not None else []
+        self._evaluation = (
+            EvaluationCallback(run.options, state, objective, val, self.watchdog, log) if val is not None else None
         )
         self._plugins = PluginCallbacks(run, state, self._checkpointer, first_step, max_steps)
         self._logger.on_line = self._plugins.logged
@@ -77,7 +77,7 @@ class Trainer:
             ProgressCallback(run, max_steps),
             self._logger,
             ProfilerCallback(profile),
-            *evaluation_callbacks,
+            *([self._evaluation] if self._evaluation else []),
             SaveCallback(run, state, objective, train, self._logger, self._checkpointer),
             self._eval_command,
             GarbageCollectionCallback(run.options),
@@ -94,6 +94,9 @@ class Trainer:
         gc.freeze()  # keeps garbage collections during training from scanning imported modules and the model
         try:
             self._plugins.train_begin()
+            if self.run.options.training.eval_on_start and self.steps_done == 0 and self._evaluation:
+                self._plugins.eval_begin()
+                self._plugins.evaluated(0, self._evaluation.evaluate(0))
             if self.objective.loop:
                 self.objective.loop.train(self)
             else:

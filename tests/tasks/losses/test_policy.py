@@ -172,9 +172,7 @@ def planted(fault: str):
         case "ratios upside down":
             return mock.patch.object(ours, "_exponential", lambda values: exponential(-values))
         case "reference and policy swapped":
-            return mock.patch.object(
-                ours, "kl_of", lambda policys, refs, completions: kl_of(refs, policys, completions)
-            )
+            return mock.patch.object(ours, "kl_of", lambda policys, refs, *rest: kl_of(refs, policys, *rest))
         case "sums for means":
             ones = torch.ones(len(LENGTHS))
             return mock.patch.object(ours, "_weights", lambda p, r, c: weights(p, r, c._replace(counts=ones)))

@@ -20,6 +20,7 @@ class _Accelerator:
 
     device = torch.device("cpu")
     num_processes = 1
+    sync_gradients = True
 
     @staticmethod
     def gather_for_metrics(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megaswift.tasks.multi_turn import multi_turns, scheduler
 from megaswift.tasks.options import GrpoOptions
 from megaswift.tasks.rewards import orms
 from megaswift.tasks.rl import multi_turn, reward_scorer
-from megaswift.tasks.rl.advantages import compute_advantages
+from megaswift.tasks.rl.advantages import AdvantageEstimator
 from megaswift.tasks.rl.episode import Episode
 from megaswift.tasks.rl.rollout_metrics import COMPLETIONS, RolloutMetrics, truncate_completions, write_completions
 from megaswift.tasks.rl.rollout_worker import RolloutWorker, _rewards_differ
@@ -179,7 +179,7 @@ def test_completions_that_nothing_judges(tokenizer, tmp_path):
     assert all(np.isnan(episode.reward) for episode in episodes[4:])
     for episode, reward in zip(episodes, [1, 0, 0, np.nan], strict=False):
         episode.reward = reward
-    compute_advantages(episodes, worker.options)
+    AdvantageEstimator(worker.options)(episodes)
     write_completions(AppendFile(tmp_path / COMPLETIONS, print), 1, episodes)
     rewards = torch.tensor([[episode.reward for episode in episodes[:4]]], dtype=torch.float64)
     theirs = (rewards - rewards.nanmean()) / (nanstd(rewards, dim=1) + 1e-4)

@@ -1,0 +1,94 @@
+"""Checks of the way from rewards to advantages, and of the sampling of evaluations."""
+
+from collections.abc import Mapping
+
+from ...bridge.option_groups import flag_value
+from ...tasks.options import GrpoOptions
+from ...tasks.options.groups import TEMPERATURES
+from ..flags import UsageError, show
+from .generation import as_flag, is_set_by_user
+from .resume import evaluates
+
+# flags that read rewards
+OF_REWARDS = ("whiten_advantages", "advantage_clip", "normalize_rewards", "reward_clip", "difficulty_range")
+OF_EVALUATION = ("eval_temperature", "eval_top_p", "eval_top_k")
+
+
+def check_advantages(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+    """Raise UsageError for options of advantages that cannot be used together."""
+    from ...tasks.rewards.load import reward_names
+
+    if not reward_names(options.rewards):
+        for name in OF_REWARDS:
+            if is_set_by_user(name, sources) and flag_value(options, name):
+                raise UsageError(f"{as_flag(name, options)}: there are no rewards. Set --reward_funcs, or remove it.")
+    _check_difficulty(options)
+    _check_reinforce(options, sources)
+    _check_penalty(options, sources)
+    for name in OF_EVALUATION:
+        if flag_value(options, name) is not None and not evaluates(options):
+            raise UsageError(
+                f"{as_flag(name, options)}: nothing is evaluated. Set --val_dataset or --split_dataset_ratio, or "
+                "remove it."
+            )
+    temperature = options.sampling.eval_temperature
+    if temperature and temperature < TEMPERATURES[0]:
+        raise UsageError(f"--eval_temperature {temperature}: must be 0, or at least {TEMPERATURES[0]}.")
+
+
+def _check_difficulty(options: GrpoOptions) -> None:
+    bounds = options.advantages.difficulty_range
+    if not bounds:
+        return
+    flag = f"--difficulty_range {show(bounds)}"
+    if len(bounds) != 2 or bounds[0] >= bounds[1]:
+        raise UsageError(f"{flag}: not a lower and an upper bound. Set two, as in --difficulty_range 0.1 0.95.")
+    if options.sampling.num_generations == 1:
+        raise UsageError(
+            f"{flag} cannot be used with --num_generations 1: the mean reward of a prompt is of several completions. "
+            "Remove one of them."
+        )
+
+
+def _check_reinforce(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+    """Raise UsageError for options that need a baseline, or one advantage for all tokens of a completion."""
+    if options.advantage_estimator != "reinforce":
+        return
+    flag = "--advantage_estimator reinforce"
+    if is_set_by_user("scale_rewards", sources) and options.scale_rewards != "none":
+        raise UsageError(
+            f"{as_flag('scale_rewards', options)} cannot be used with {flag}, whose rewards have no baseline. Set "
+            "--whiten_advantages true or --normalize_rewards true in its place."
+        )
+    if options.policy.loss_type == "real":
+        raise UsageError(f"--loss_type real cannot be used with {flag}: it compares completions. Remove one of them.")
+    if not options.kl_in_reward:
+        return
+    problem = "by which each token has an advantage of its own. Remove one of them."
+    if options.policy.loss_type == "fipo":
+        raise UsageError(f"--loss_type fipo cannot be used with {flag} and --kl_in_reward true, {problem}")
+    if options.policy.off_policy_sequence_mask_delta is not None:
+        name = as_flag("off_policy_sequence_mask_delta", options)
+        raise UsageError(f"{name} cannot be used with {flag} and --kl_in_reward true, {problem}")
+
+
+def _check_penalty(options: GrpoOptions, sources: Mapping[str, str]) -> None:
+    """Raise UsageError for options of a KL penalty or a clipping that does not take place."""
+    advantages, policy = options.advantages, options.policy
+    if advantages.target_kl is not None and not options.kl_in_reward:
+        raise UsageError(
+            f"--target_kl {advantages.target_kl}: only for --kl_in_reward true, whose coefficient it adapts. Set it, "
+            "or remove this."
+        )
+    if is_set_by_user("kl_horizon", sources) and advantages.target_kl is None:
+        raise UsageError(f"--kl_horizon {advantages.kl_horizon}: only for --target_kl. Set it, or remove this.")
+    if policy.dual_clip is not None and policy.delta is not None:
+        raise UsageError(
+            f"--dual_clip {policy.dual_clip} cannot be used with --delta {policy.delta}: both bound the loss of a "
+            "token with a negative advantage. Remove one of them."
+        )
+    if policy.entropy_coef and policy.top_entropy_quantile < 1:
+        raise UsageError(
+            f"--entropy_coef {policy.entropy_coef} cannot be used with --top_entropy_quantile "
+            f"{policy.top_entropy_quantile}: its bonus is of all tokens. Remove one of them."
+        )
