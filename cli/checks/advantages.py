@@ -8,6 +8,7 @@ from ...tasks.options.groups import TEMPERATURES
 from ..flags import UsageError, show
 from .generation import as_flag, is_set_by_user
 from .resume import evaluates
+from .teacher import check_token_advantages
 
 # flags that read rewards
 OF_REWARDS = ("whiten_advantages", "advantage_clip", "normalize_rewards", "reward_clip", "difficulty_range")
@@ -62,14 +63,8 @@ def _check_reinforce(options: GrpoOptions, sources: Mapping[str, str]) -> None:
         )
     if options.policy.loss_type == "real":
         raise UsageError(f"--loss_type real cannot be used with {flag}: it compares completions. Remove one of them.")
-    if not options.kl_in_reward:
-        return
-    problem = "by which each token has an advantage of its own. Remove one of them."
-    if options.policy.loss_type == "fipo":
-        raise UsageError(f"--loss_type fipo cannot be used with {flag} and --kl_in_reward true, {problem}")
-    if options.policy.off_policy_sequence_mask_delta is not None:
-        name = as_flag("off_policy_sequence_mask_delta", options)
-        raise UsageError(f"{name} cannot be used with {flag} and --kl_in_reward true, {problem}")
+    if options.kl_in_reward:
+        check_token_advantages(options, f"{flag} and --kl_in_reward true")
 
 
 def _check_penalty(options: GrpoOptions, sources: Mapping[str, str]) -> None:

@@ -295,6 +295,7 @@ class PpoOptions(GrpoOptions):
     critic: CriticOptions = group(CriticOptions)
     sampling: SamplingOptions = group(SamplingOptions, num_generations=1)
     policy: PolicyLossOptions = group(PolicyLossOptions, loss_type="dapo")
+    advantages: AdvantageOptions = group(AdvantageOptions, whiten_advantages=True)
     beta: Annotated[float, "Weight of the KL divergence from the reference; 0: no reference model.", "[0, inf)"] = 0.05
     kl_in_reward: Annotated[
         bool, "Subtract the KL divergence from the reward of each token; false: add it to the loss."

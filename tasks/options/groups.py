@@ -363,9 +363,6 @@ class CriticOptions:
     cliprange_value: Annotated[
         float, "Clipping range of a value around that before the steps on a generated batch.", "(0, inf)"
     ] = 0.2
-    whiten_advantages: Annotated[
-        bool, "Scale advantages to mean 0 and deviation 1 over all generated tokens of a batch."
-    ] = True
     critic_tensor_model_parallel_size: Annotated[
         int | None, "TP of the critic, with SP. Default, also below: the policy's.", "[1, inf)"
     ] = None

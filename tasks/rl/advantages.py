@@ -22,7 +22,7 @@ class AdvantageEstimator:
 
     def __init__(self, options: GrpoOptions):
         self.options = options
-        self.kl_coefficient = options.beta
+        self.kl_coefficient = self.penalty_coefficient = options.beta  # of the next rollout batch, and of this one
         self.moments = RunningMoments()
 
     def __call__(self, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -42,10 +42,7 @@ class AdvantageEstimator:
         if options.kl_in_reward:
             divergences = [kl_of_tokens(episode, options.policy.kl_estimator or "k1") for episode in episodes]
             metrics |= self.penalize(episodes, divergences)
-        if options.advantage_estimator == "reinforce" and divergences is not None:
-            self._set_returns(episodes, rewards, divergences, metrics["kl_coef"])
-        else:
-            set_advantages(episodes, rewards, options)
+        metrics |= self._estimate(episodes, rewards, divergences)
         if options.advantages.whiten_advantages:
             self._whiten(episodes)
         if options.advantages.advantage_clip is not None:
@@ -74,6 +71,7 @@ class AdvantageEstimator:
         divergences [length] of each episode, 0 on tokens that the model did not draw.
         """
         coefficient, options = self.kl_coefficient, self.options.advantages
+        self.penalty_coefficient = coefficient
         for episode, divergence in zip(episodes, divergences, strict=True):
             episode.kl_penalty = coefficient * float(divergence.sum())
         means = [
@@ -97,14 +95,22 @@ class AdvantageEstimator:
         if self.options.advantages.target_kl is not None:  # else --beta, which a resumed run may change
             self.kl_coefficient = state["kl_coefficient"]
 
-    def _set_returns(
-        self, episodes: Sequence[Episode], rewards: np.ndarray, divergences: Sequence[np.ndarray], coefficient: float
-    ) -> None:
+    def _estimate(
+        self, episodes: Sequence[Episode], rewards: np.ndarray, divergences: Sequence[np.ndarray] | None
+    ) -> dict[str, float]:
+        """Set the advantages from the rewards [episodes] and the divergences of tokens. Return metrics."""
+        if self.options.advantage_estimator == "reinforce" and divergences is not None:
+            self._set_returns(episodes, rewards, divergences)
+        else:
+            set_advantages(episodes, rewards, self.options)
+        return {}
+
+    def _set_returns(self, episodes: Sequence[Episode], rewards: np.ndarray, divergences: Sequence[np.ndarray]) -> None:
         """Set the advantages of tokens: the sum of the rewards of each token and of those after it (REINFORCE)."""
         for episode, reward, divergence in zip(episodes, rewards.tolist(), divergences, strict=True):
             is_drawn = episode.loss_mask > 0
             score = 0.0 if np.isnan(reward) else reward
-            by_token = token_rewards(score, divergence, is_drawn, coefficient)
+            by_token = token_rewards(score, divergence, is_drawn, self.penalty_coefficient)
             returns = gae(by_token, np.zeros(len(is_drawn)), is_drawn, gamma=1.0, lam=1.0)[1]
             episode.advantages = np.zeros(len(is_drawn), np.float32)
             set_token_advantages(episode, returns * (not np.isnan(reward)), self._is_trained(episode))

@@ -153,7 +153,7 @@ class Grpo:
                     with self._phase(trainer, "teacher"):
                         for episode, log_probs in zip(episodes, self.teacher.log_probs(episodes), strict=True):
                             episode.teacher_log_probs = log_probs
-                self.metrics.add_scalars(self.advantages(episodes))
+                self.metrics.add_means(self.advantages(episodes))
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             trainer.step(self.next_batches(trainer))

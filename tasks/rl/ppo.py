@@ -22,7 +22,7 @@ from ..train.router_replay import check_replay
 from ..train.setup import train
 from .critic import FORWARD_PASSES, Critic
 from .grpo import Grpo
-from .token_advantages import compute_token_advantages
+from .token_advantages import CriticAdvantageEstimator
 
 
 def run(options: PpoOptions, sources: dict[str, str]) -> int:
@@ -50,6 +50,7 @@ class Ppo(Grpo):
         super().__init__(run, model, prompts, reference)
         assert isinstance(run.options, PpoOptions)
         self.ppo_options, self.critic = run.options, critic
+        self.advantages = CriticAdvantageEstimator(run.options)
 
     def objective(self) -> Objective:
         objective = super().objective()
@@ -66,7 +67,7 @@ class Ppo(Grpo):
                     self.record_ref_log_probs(trainer, episodes, self.reference)
                 with self._phase(trainer, "values"):
                     self.critic.record_values(episodes)
-                self.metrics.add_means(compute_token_advantages(episodes, self.ppo_options))
+                self.metrics.add_means(self.advantages(episodes))
                 self.log_episodes(episodes)
                 self.pending = self.split_into_steps(episodes)
             with self._phase(trainer, "update_critic"):

@@ -114,11 +114,6 @@ class RolloutMetrics:
         """Restore what `state` returned. Metrics under former names are dropped."""
         self._sums = {name: sums for name, sums in state.items() if not name.startswith(("seconds/", "sync_"))}
 
-    def add_scalars(self, scalars: dict[str, float]) -> None:
-        """Add one value to each of these means."""
-        for name, value in scalars.items():
-            self.add_mean(name, [value])
-
     def add_mean(self, name: str, values: Any) -> None:
         """Add values to the mean `name`."""
         values = np.asarray(values, np.float64)

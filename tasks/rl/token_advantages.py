@@ -4,45 +4,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..losses.value import explained_variance, gae, token_rewards, whiten
+from ..losses.value import explained_variance, gae, token_rewards
 from ..options import PpoOptions
+from .advantages import AdvantageEstimator, set_token_advantages
 from .episode import Episode
 
 
-def compute_token_advantages(episodes: Sequence[Episode], options: PpoOptions) -> dict[str, float]:
-    """Set the advantages and returns of each episode's tokens, and its mean advantage. Return metrics of the batch.
+class CriticAdvantageEstimator(AdvantageEstimator):
+    """Estimator of advantages and returns of tokens from episodes that have a critic's values."""
 
-    Both are 0 if no reward function scored the episode. Episodes have values; with --kl_in_reward also the
-    log-probabilities of the policy and the reference.
-    """
-    critic, advantages, masks = options.critic, list[np.ndarray](), list[np.ndarray]()
-    for episode in episodes:
-        assert episode.values is not None
-        is_scored = not np.isnan(episode.reward)
-        is_drawn = (episode.loss_mask > 0) & is_scored
-        kl = None
-        if options.beta and options.kl_in_reward and is_scored:
-            assert episode.old_log_probs is not None
-            assert episode.ref_log_probs is not None
-            kl = episode.old_log_probs - episode.ref_log_probs  # k1, as in TRL's PPO
-        rewards = token_rewards(episode.reward if is_scored else 0.0, kl, is_drawn, options.beta)
-        of_episode, returns = gae(rewards, episode.values, is_drawn, gamma=critic.gamma, lam=critic.lam)
-        episode.returns = returns.astype(np.float32)
-        advantages.append(of_episode)
-        masks.append(is_drawn)
-    if critic.whiten_advantages:
-        advantages = whiten(advantages, masks)
-    for episode, of_episode, is_drawn in zip(episodes, advantages, masks, strict=True):
-        episode.advantages = of_episode.astype(np.float32)
-        episode.advantage = float(of_episode[is_drawn].mean()) if is_drawn.any() else 0.0
-    values, returns = (_drawn([getattr(e, name) for e in episodes], masks) for name in ("values", "returns"))
-    if not len(values):
-        return {}
-    return {
-        "values/mean": float(values.mean()),
-        "returns/mean": float(returns.mean()),
-        "critic/explained_variance": explained_variance(values, returns),
-    }
+    def __init__(self, options: PpoOptions):
+        super().__init__(options)
+        self.critic_options = options.critic
+
+    def _estimate(
+        self, episodes: Sequence[Episode], rewards: np.ndarray, divergences: Sequence[np.ndarray] | None
+    ) -> dict[str, float]:
+        """Set the advantages and returns of each episode's tokens. Return metrics of the batch.
+
+        Both are 0 if no reward function scored the episode.
+        """
+        critic, masks = self.critic_options, list[np.ndarray]()
+        for number, episode in enumerate(episodes):
+            assert episode.values is not None
+            is_scored = not np.isnan(rewards[number])
+            is_drawn = (episode.loss_mask > 0) & is_scored
+            divergence = None if divergences is None else divergences[number]
+            score = float(rewards[number]) if is_scored else 0.0
+            by_token = token_rewards(score, divergence, is_drawn, self.penalty_coefficient)
+            advantages, returns = gae(by_token, episode.values, is_drawn, gamma=critic.gamma, lam=critic.lam)
+            episode.returns, episode.advantages = returns.astype(np.float32), np.zeros(len(is_drawn), np.float32)
+            set_token_advantages(episode, advantages, is_drawn)
+            masks.append(is_drawn)
+        values, returns = (_drawn([getattr(e, name) for e in episodes], masks) for name in ("values", "returns"))
+        if not len(values):
+            return {}
+        return {
+            "values/mean": float(values.mean()),
+            "returns/mean": float(returns.mean()),
+            "critic/explained_variance": explained_variance(values, returns),
+        }
 
 
 def _drawn(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -262,7 +262,10 @@ def test_completions(words: str, message: str, dense: Path) -> None:
         ("--loss_type dpo", "--loss_type dpo: choose one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, real, fipo."),
         ("--scale_rewards std", "--scale_rewards std: choose one of group, batch, none."),
         ("--importance_sampling_level word", "--importance_sampling_level word: choose one of token, sequence, seq"),
-        ("--advantage_estimator ppo", "--advantage_estimator ppo: choose one of grpo, rloo, reinforce_plus_plus."),
+        (
+            "--advantage_estimator ppo",
+            "--advantage_estimator ppo: choose one of grpo, rloo, reinforce_plus_plus, reinforce.",
+        ),
         (
             "--async_generate true --use_vllm false",
             "--async_generate true: only for --vllm_mode server, since engines in the training processes generate "
@@ -277,6 +280,101 @@ def test_completions(words: str, message: str, dense: Path) -> None:
 )
 def test_policies(words: str, message: str, dense: Path) -> None:
     assert message in refusal(dense, f"{words} --global_batch_size 8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--loss_agg_mode token_mean",
+            "--loss_agg_mode token_mean: choose one of token-mean, seq-mean-token-mean, seq",
+        ),
+        (
+            "--loss_type real --loss_agg_mode token-mean",
+            "--loss_agg_mode token-mean cannot be used with --loss_type re",
+        ),
+        ("--loss_type real --whiten_advantages true", "--whiten_advantages true cannot be used with --loss_type real"),
+        ("--loss_type real --advantage_clip 2", "--advantage_clip 2.0 cannot be used with --loss_type real"),
+        ("--kl_estimator k4", "--kl_estimator k4: choose one of k1, k2, k3, abs."),
+        ("--beta 0 --kl_estimator k2", "--kl_estimator k2 cannot be used with --beta 0, which has no reference."),
+        ("--entropy_coef -0.1", "--entropy_coef -0.1: must be at least 0."),
+        (
+            "--entropy_coef 0.1 --top_entropy_quantile 0.5",
+            "--entropy_coef 0.1 cannot be used with --top_entropy_quantile 0.5: its bonus is of all tokens. Remove one",
+        ),
+        ("--dual_clip 1", "--dual_clip 1.0: must be above 1."),
+        ("--dual_clip 3 --delta 2", "--dual_clip 3.0 cannot be used with --delta 2.0: both bound the loss of a token"),
+        ("--loss_type cispo --dual_clip 3", "--dual_clip 3.0: only for --loss_type grpo or bnpo or dr_grpo or dapo or"),
+        ("--advantage_clip 0", "--advantage_clip 0.0: must be above 0."),
+        ("--reward_clip 0", "--reward_clip 0.0: must be above 0."),
+        ("--target_kl 0.1", "--target_kl 0.1: only for --kl_in_reward true, whose coefficient it adapts. Set it, or"),
+        ("--kl_in_reward true --target_kl 0", "--target_kl 0.0: must be above 0."),
+        ("--kl_in_reward true --kl_horizon 10", "--kl_horizon 10: only for --target_kl. Set it, or remove this."),
+        ("--kl_in_reward true --target_kl 0.1 --kl_horizon 0", "--kl_horizon 0: must be at least 1."),
+        (
+            "--difficulty_range 0.1",
+            "--difficulty_range 0.1: not a lower and an upper bound. Set two, as in --difficulty",
+        ),
+        ("--difficulty_range 0.9 0.1", "--difficulty_range 0.9 0.1: not a lower and an upper bound."),
+        (
+            "--difficulty_range 0.1 0.9 --num_generations 1 --advantage_estimator reinforce",
+            "--difficulty_range 0.1 0.9 cannot be used with --num_generations 1: the mean reward of a prompt is of",
+        ),
+        (
+            "--advantage_estimator reinforce --scale_rewards batch",
+            "--scale_rewards batch cannot be used with --advantage_estimator reinforce, whose rewards have no baseline.",
+        ),
+        ("--advantage_estimator reinforce --loss_type real", "--loss_type real cannot be used with --advantage_estim"),
+        (
+            "--advantage_estimator reinforce --kl_in_reward true --loss_type fipo",
+            "--loss_type fipo cannot be used with --advantage_estimator reinforce and --kl_in_reward true: it needs one",
+        ),
+        (
+            "--advantage_estimator reinforce --kl_in_reward true --off_policy_sequence_mask_delta 1",
+            "--off_policy_sequence_mask_delta 1.0 cannot be used with --advantage_estimator reinforce and --kl_in_rewar",
+        ),
+        (
+            "--eval_temperature 0.5",
+            "--eval_temperature 0.5: nothing is evaluated. Set --val_dataset or --split_dataset",
+        ),
+        ("--eval_top_p 0", "--eval_top_p 0.0: must be above 0 and at most 1."),
+        ("--eval_top_k -2", "--eval_top_k -2: must be at least -1."),
+        (
+            "--split_dataset_ratio 0.1 --eval_temperature 1e-4",
+            "--eval_temperature 0.0001: must be 0, or at least 0.001.",
+        ),
+        (
+            "--eval_on_start true",
+            "--eval_on_start true: nothing is evaluated. Set --val_dataset or --split_dataset_rat",
+        ),
+        (
+            "--eval_on_start true --split_dataset_ratio 0.1 --eval_iters 0",
+            "--eval_on_start true: nothing is evaluated.",
+        ),
+    ],
+)
+def test_switches(words: str, message: str, dense: Path) -> None:
+    assert message in refusal(dense, f"{words} --global_batch_size 8")
+
+
+@pytest.mark.parametrize("name", ["whiten_advantages true", "reward_clip 1", "difficulty_range 0 1"])
+def test_switches_of_rewards_without_rewards(name: str, dense: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        check(dense, f"--teacher_model t/t --global_batch_size 8 --{name}")
+    assert f"--{name.split()[0]} " in str(error.value)
+    assert "there are no rewards. Set --reward_funcs, or remove it." in str(error.value)
+
+
+def test_switches_that_go_together(dense: Path) -> None:
+    words = (
+        "--reward_funcs accuracy --global_batch_size 8 --num_generations 1 --advantage_estimator reinforce "
+        "--kl_in_reward true --kl_estimator k2 --target_kl 0.1 --kl_horizon 100 --whiten_advantages true "
+        "--advantage_clip 2 --normalize_rewards true --reward_clip 10 --loss_agg_mode seq-mean-token-sum --dual_clip 3 "
+        "--entropy_coef 0.001 --split_dataset_ratio 0.1 --eval_on_start true --eval_temperature 0 --eval_top_k 5"
+    )
+    options, notes, *_ = check(dense, words)
+    assert notes == []
+    assert options.scale_rewards == "none"
 
 
 def test_router_replay(dense: Path, mixture: Path) -> None:
