@@ -33,8 +33,14 @@ TURNS = (
     "--multi_turn_scheduler asks --stop_words a e i o u r n t s --max_completion_length 48 --packing_length 176 "
     f"{SEVERAL}"
 )
+RUNNING = (  # what a generation leaves to the next one: a coefficient, and moments of rewards
+    "--advantage_estimator reinforce --num_generations 1 --kl_in_reward true --target_kl 0.01 --kl_horizon 20 "
+    "--normalize_rewards true --whiten_advantages true --advantage_clip 2"
+)
 CASES = {
     "grpo DP2": (LAYOUTS["DP2"], SEVERAL),
+    "grpo DP2 running": (LAYOUTS["DP2"], f"{SEVERAL} {RUNNING}"),
+    "grpo PP2 running": (LAYOUTS["PP2"], RUNNING),
     "grpo DP2 turns": (LAYOUTS["DP2"], TURNS),
     "grpo PP2 LoRA": (f"{LAYOUTS['PP2']} {LORA}", ""),
     "grpo EP2 dynamic": (LAYOUTS["EP2"], "--dynamic_sample true --logging_steps 3 --kl_in_reward true"),
@@ -66,4 +72,6 @@ def test_killed_and_resumed(name, letters):
         assert output.run({"rank": 0, "label": f"step {step}", "count": 1, "how": "kill"}).killed
     output.run()
     output.compare()
+    if "running" in name:
+        assert len({row["kl_coef"] for row in output.rows if "kl_coef" in row}) > 1
     assert "turns" not in name or max(row.get("num_turns", 0) for row in output.rows) > 1
