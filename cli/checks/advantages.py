@@ -70,10 +70,10 @@ def _check_reinforce(options: GrpoOptions, sources: Mapping[str, str]) -> None:
 def _check_penalty(options: GrpoOptions, sources: Mapping[str, str]) -> None:
     """Raise UsageError for options of a KL penalty or a clipping that does not take place."""
     advantages, policy = options.advantages, options.policy
-    if advantages.target_kl is not None and not options.kl_in_reward:
+    if advantages.target_kl is not None and not (options.kl_in_reward and options.beta):
         raise UsageError(
-            f"--target_kl {advantages.target_kl}: only for --kl_in_reward true, whose coefficient it adapts. Set it, "
-            "or remove this."
+            f"--target_kl {advantages.target_kl}: only for --kl_in_reward true with --beta above 0, whose coefficient "
+            "it adapts. Set both, or remove this."
         )
     if is_set_by_user("kl_horizon", sources) and advantages.target_kl is None:
         raise UsageError(f"--kl_horizon {advantages.kl_horizon}: only for --target_kl. Set it, or remove this.")

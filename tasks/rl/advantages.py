@@ -39,7 +39,7 @@ class AdvantageEstimator:
         rewards, scaling_metrics = self.scaled_rewards(episodes)
         metrics |= scaling_metrics
         divergences = None
-        if options.kl_in_reward:
+        if options.kl_in_reward and options.beta:
             divergences = [kl_of_tokens(episode, options.policy.kl_estimator or "k1") for episode in episodes]
             metrics |= self.penalize(episodes, divergences)
         metrics |= self._estimate(episodes, rewards, divergences)

@@ -307,7 +307,7 @@ def test_policies(words: str, message: str, dense: Path) -> None:
         ("--loss_type cispo --dual_clip 3", "--dual_clip 3.0: only for --loss_type grpo or bnpo or dr_grpo or dapo or"),
         ("--advantage_clip 0", "--advantage_clip 0.0: must be above 0."),
         ("--reward_clip 0", "--reward_clip 0.0: must be above 0."),
-        ("--target_kl 0.1", "--target_kl 0.1: only for --kl_in_reward true, whose coefficient it adapts. Set it, or"),
+        ("--target_kl 0.1", "--target_kl 0.1: only for --kl_in_reward true with --beta above 0, whose coefficient it"),
         ("--kl_in_reward true --target_kl 0", "--target_kl 0.0: must be above 0."),
         ("--kl_in_reward true --kl_horizon 10", "--kl_horizon 10: only for --target_kl. Set it, or remove this."),
         ("--kl_in_reward true --target_kl 0.1 --kl_horizon 0", "--kl_horizon 0: must be at least 1."),

@@ -165,7 +165,7 @@ def test_entropy_bonus_is_trls(loss_type):
     same(mine, expected, tensors)
     slopes = [torch.autograd.grad(loss, tensors["entropies"], retain_graph=True)[0] for loss in (mine, expected)]
     assert slopes[1].abs().max() > 1e-3
-    agree(*slopes)
+    agree(slopes[0], slopes[1])
 
 
 def test_entropy_bonus_of_nothing_trained():

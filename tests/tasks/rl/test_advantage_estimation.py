@@ -8,9 +8,10 @@ import pytest
 import torch
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.losses.reward_scaling import RunningMoments, is_within_difficulty
-from megaswift.tasks.options import GrpoOptions
+from megaswift.tasks.options import GrpoOptions, PpoOptions
 from megaswift.tasks.rl.advantages import AdvantageEstimator
 from megaswift.tasks.rl.episode import Episode
+from megaswift.tasks.rl.token_advantages import CriticAdvantageEstimator
 from torch import Tensor
 
 LENGTHS, PROMPT, WIDTH = (5, 2, 9, 3, 7, 4), 2, 9
@@ -175,6 +176,43 @@ def test_clipped_after_whitening():
     assert metrics["advantages/clip_ratio"] == pytest.approx(share.item())
     assert metrics["rewards/clip_ratio"] == pytest.approx(2 / 6)
     assert [episode.reward for episode in episodes] == REWARDS  # what is logged
+
+
+def gae_of(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """verl's advantages and returns, from the last token to the first."""
+    advantages, last, later = (
+        torch.zeros_like(values),
+        torch.zeros(len(values)).double(),
+        torch.zeros(len(values)).double(),
+    )
+    for place in range(WIDTH - 1, -1, -1):
+        kept = MASK[:, place]
+        delta = token_rewards[:, place] + gamma * later - values[:, place]
+        last = (delta + gamma * lam * last) * kept + (1 - kept) * last
+        later = values[:, place] * kept + (1 - kept) * later
+        advantages[:, place] = last * kept
+    return advantages, (advantages + values) * MASK
+
+
+def test_switches_with_a_critic():
+    """PPO: a clipped reward, an adaptive penalty of each token, whitened and clipped advantages."""
+    flags = {"kl_estimator": "abs", "target_kl": 0.1, "kl_horizon": 30, "beta": 0.3, "gamma": 0.9, "lam": 0.8}
+    options = compose(PpoOptions, reward_funcs=["accuracy"], reward_clip=1.5, advantage_clip=1.1, **flags)
+    mine, expected = CriticAdvantageEstimator(options), Controller(0.3, 0.1, 30)
+    for seed in range(3):
+        episodes = episodes_of(seed=seed)
+        for episode in episodes:
+            values = np.random.default_rng(seed).normal(0, 1, len(episode.tokens))
+            episode.values = values.astype(np.float32)
+        metrics = mine(episodes)
+        penalties = verls_penalty(padded(episodes, "old_log_probs"), padded(episodes, "ref_log_probs"), "abs")
+        scores = token_rewards([min(reward, 1.5) for reward in REWARDS]) - expected.value * penalties
+        unscaled, returns = gae_of(scores, padded(episodes, "values"), 0.9, 0.8)
+        close(advantages(episodes), masked_whiten(unscaled).clamp(-1.1, 1.1))
+        close(padded(episodes, "returns"), returns)
+        assert metrics["kl_coef"] == pytest.approx(expected.value)
+        assert 0 < metrics["advantages/clip_ratio"] < 1
+        expected.update(float((penalties.sum(1) / torch.tensor(LENGTHS)).mean()), len(episodes))
 
 
 def test_running_normalization():
