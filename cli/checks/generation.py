@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from ...bridge.option_groups import flag_value
 from ...tasks.options import GkdOptions, GrpoOptions, PpoOptions, TeacherOptions
-from ...tasks.options.advantages import AdvantageOptions
-from ...tasks.options.policy import PolicyLossOptions
 from ...tasks.rollout.addresses import server_urls
-from ..flags import UsageError, show, usage_errors
+from ..flags import UsageError, flags_of, show, usage_errors
 from .model import SAFETENSORS, HfConfig, count_experts, read_model_config
 
 type GeneratingOptions = GrpoOptions | GkdOptions
@@ -295,13 +293,13 @@ def _check_policy(options: GrpoOptions, sources: Mapping[str, str]) -> None:
 
 def _check_real(options: GrpoOptions) -> None:
     """Raise UsageError for options of losses per token, and for groups in several steps."""
-    defaults = {**vars(PolicyLossOptions()), **vars(AdvantageOptions())}
+    flags = flags_of(type(options))
     names = (
         "importance_sampling_level", "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta",
         "top_entropy_quantile", "loss_agg_mode", "whiten_advantages", "advantage_clip",
     )  # fmt: skip
     for name in names:
-        if flag_value(options, name) != defaults[name]:
+        if flag_value(options, name) != flags[name].default:
             raise UsageError(
                 f"{as_flag(name, options)} cannot be used with --loss_type real, whose loss is of a prompt's "
                 "completions. Remove one of them."
