@@ -117,10 +117,10 @@ class AdvantageEstimator:
 
     def _whiten(self, episodes: Sequence[Episode]) -> None:
         """Whiten the advantages over the trained tokens of all scored episodes."""
-        scored = [episode for episode in episodes if not np.isnan(episode.reward)]
-        whitened = whiten([advantages_of(episode) for episode in scored], [self._is_trained(e) for e in scored])
-        for episode, values in zip(scored, whitened, strict=True):
-            set_token_advantages(episode, values, self._is_trained(episode))
+        masks = [self._is_trained(episode) & (not np.isnan(episode.reward)) for episode in episodes]
+        whitened = whiten([advantages_of(episode) for episode in episodes], masks)
+        for episode, values, mask in zip(episodes, whitened, masks, strict=True):
+            set_token_advantages(episode, values, mask)
 
     def _clip(self, episodes: Sequence[Episode], bound: float) -> float:
         """Clip the advantages, and return the share of trained tokens that were outside."""

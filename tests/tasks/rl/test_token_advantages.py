@@ -1,13 +1,14 @@
 """Advantages of an episode's tokens: rewards at the last drawn one, KL at each, turns, and what has no reward."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from megaswift.bridge.option_groups import compose
 from megaswift.tasks.options import PpoOptions
 from megaswift.tasks.rl.episode import Episode, from_tensors, sequences_of, to_tensors
-from megaswift.tasks.rl.token_advantages import compute_token_advantages
+from megaswift.tasks.rl.token_advantages import CriticAdvantageEstimator
 
 PLAIN = {"whiten_advantages": False, "gamma": 0.9, "lam": 0.8}
 
@@ -18,6 +19,10 @@ def episode(mask: list[int], reward: float, seed: int = 0) -> Episode:
     made = Episode("row 1", 0, np.arange(len(mask), dtype=np.int32), np.array(mask, np.float32), old, "stop", {})
     made.reward, made.values, made.old_log_probs, made.ref_log_probs = reward, values, old, ref
     return made
+
+
+def estimate(episodes: list[Episode], **flags: Any) -> dict[str, float]:
+    return CriticAdvantageEstimator(compose(PpoOptions, **flags))(episodes)
 
 
 def by_hand(values: list[float], rewards: list[float]) -> list[float]:
@@ -32,7 +37,7 @@ def test_an_episode_of_two_turns(beta: float, in_reward: bool) -> None:
     assert made.values is not None
     assert made.old_log_probs is not None
     assert made.ref_log_probs is not None
-    metrics = compute_token_advantages([made], compose(PpoOptions, beta=beta, kl_in_reward=in_reward, **PLAIN))
+    metrics = estimate([made], beta=beta, kl_in_reward=in_reward, **PLAIN)
     drawn = [2, 3, 6, 7, 8]
     kl = (made.old_log_probs - made.ref_log_probs)[drawn] * (beta if in_reward else 0.0)
     values = made.values[drawn]
@@ -51,28 +56,29 @@ def test_an_episode_of_two_turns(beta: float, in_reward: bool) -> None:
 def test_an_episode_without_a_reward() -> None:
     """It has no advantage, and no part in the others' mean and deviation."""
     scored, other, unscored = episode([0, 1, 1], 1.0), episode([0, 1, 1, 1], -1.0, 1), episode([0, 1, 1], math.nan, 2)
-    compute_token_advantages([scored, unscored, other], compose(PpoOptions))
+    estimate([scored, unscored, other])
     assert unscored.advantages is not None
     assert not unscored.advantages.any()
     assert unscored.advantage == 0
     white = np.concatenate([e.advantages[1:] for e in (scored, other) if e.advantages is not None])
     assert white.mean() == pytest.approx(0, abs=1e-6)
     assert white.std(ddof=1) == pytest.approx(1, rel=1e-5)
-    assert not compute_token_advantages([unscored], compose(PpoOptions))
+    assert estimate([unscored]).keys() == {"reward_kl", "kl_coef"}
+    assert not unscored.advantages.any()
 
 
 def test_equal_rewards_and_values_leave_the_policy_alone() -> None:
     made = [episode([0, 1, 1], 1.0) for _ in range(3)]
     for each in made:
         each.values = np.ones(3, np.float32)
-    compute_token_advantages(made, compose(PpoOptions, beta=0.0))
+    estimate(made, beta=0.0)
     for each in made:
         np.testing.assert_allclose(each.advantages, 0, atol=1e-6)
 
 
 def test_checkpoints_and_batches_have_them() -> None:
     made = [episode([0, 1, 1], 1.0), episode([0, 0, 1, 1], 0.5, 1)]
-    compute_token_advantages(made, compose(PpoOptions))
+    estimate(made)
     for before, after in zip(made, from_tensors(to_tensors(made)), strict=True):
         for name in ("values", "returns", "advantages", "ref_log_probs"):
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
