@@ -291,9 +291,9 @@ class HostPipeline:
                 if self._is_cuda:
                     self._arrived[number % 2].synchronize()
                     self._departed[number % 2].synchronize()  # frees the slot's copies
-                for piece, *tensors in zip(bucket, *self._staged(number), strict=True):
-                    lists = BucketTensors(*([tensor] for tensor in tensors))
-                    optimizer.step_bucket("host", [piece], lists, self._narrow, grad_scale, found_inf)
+                for piece, gradient, parameter, copy in zip(bucket, *self._staged(number), strict=True):
+                    tensors = BucketTensors([gradient], [parameter], [copy])
+                    optimizer.step_bucket("host", [piece], tensors, self._narrow, grad_scale, found_inf)
                 self._send(number)
         if self._is_cuda:
             torch.cuda.current_stream().wait_stream(self._departures)
