@@ -21,6 +21,7 @@ from .adamw import AdamW, TensorRow
 from .state_tensor import STATE_DTYPES, StateTensor
 
 BUCKET = 2**25  # elements, a multiple of state_tensor.BLOCK
+HOST_PIECE = 2**21  # elements, whose states in fp32 stay in the cores' caches between the operations of an update
 HALF = (torch.float16, torch.bfloat16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -126,7 +127,8 @@ class HybridAdamW(AdamW):
         is_narrow = any(dtype != "fp32" for dtype in (placement.exp_avg, placement.exp_avg_sq, placement.main_params))
         narrow = [parameter for parameter in parameters if parameter not in self._on_host] if is_narrow else []
         self._bucketed = {*hosted, *narrow}
-        self._host_buckets, self._device_buckets = self._buckets(hosted, numbers), self._buckets(narrow, numbers)
+        self._host_buckets = self._buckets(hosted, numbers, min(BUCKET, HOST_PIECE))
+        self._device_buckets = self._buckets(narrow, numbers, BUCKET)
         self._workspace = _Workspace(runtime.device())
         self._pipeline = HostPipeline(self, self._host_buckets) if self._host_buckets else None
 
@@ -153,13 +155,13 @@ class HybridAdamW(AdamW):
         scales = {f"{name}_exponents": state.exponents for name, state in states.items() if state.exponents is not None}
         return {name: state.values for name, state in states.items()} | scales
 
-    def _buckets(self, parameters: list[Tensor], numbers: dict[Tensor, int]) -> list[list[_Piece]]:
-        """Divide parameters into pieces, and these into buckets of at most BUCKET elements."""
+    def _buckets(self, parameters: list[Tensor], numbers: dict[Tensor, int], size: int) -> list[list[_Piece]]:
+        """Divide parameters into pieces of at most `size` elements, and these into buckets of at most BUCKET."""
         buckets: list[list[_Piece]] = []
         room = 0
         for parameter in parameters:
-            for start in range(0, parameter.numel(), BUCKET):
-                stop = min(start + BUCKET, parameter.numel())
+            for start in range(0, parameter.numel(), size):
+                stop = min(start + size, parameter.numel())
                 states = {name: state.part(start, stop) for name, state in self._states[parameter].items()}
                 if stop - start > room:
                     buckets.append([])
@@ -289,7 +291,9 @@ class HostPipeline:
                 if self._is_cuda:
                     self._arrived[number % 2].synchronize()
                     self._departed[number % 2].synchronize()  # frees the slot's copies
-                optimizer.step_bucket("host", bucket, self._staged(number), self._narrow, grad_scale, found_inf)
+                for piece, gradient, parameter, copy in zip(bucket, *self._staged(number), strict=True):
+                    tensors = BucketTensors([gradient], [parameter], [copy])
+                    optimizer.step_bucket("host", [piece], tensors, self._narrow, grad_scale, found_inf)
                 self._send(number)
         if self._is_cuda:
             torch.cuda.current_stream().wait_stream(self._departures)
